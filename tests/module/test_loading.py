@@ -137,7 +137,7 @@ def test_arguments_that_nobody_stored_are_asked_for(tmp_path: Path) -> None:
     trainer.save_checkpoint(path)
     with pytest.raises(TypeError) as caught:
         Needs.load_from_checkpoint(path)
-    assert "__init__ needs ['depth', 'name'], and the checkpoint does not hold them" in str(caught.value)
+    assert "the checkpoint does not hold ['depth', 'name'] of __init__" in str(caught.value)
     assert "load_from_checkpoint(path, depth=..., name=...)" in str(caught.value)
     assert Needs.load_from_checkpoint(path, depth=4, name="m", more=5).given == (4, "m", {"more": 5})
 
@@ -154,7 +154,7 @@ def test_hyper_parameters_of_a_file(saved: tuple[Net, Path], tmp_path: Path) -> 
             load(name, text, width=9)
     with pytest.raises(ValueError, match=r"use a \.yaml, \.yml or \.csv file"):
         load("h.txt", "width: 3")
-    with pytest.raises(ValueError, match="it holds a list, not names"):
+    with pytest.raises(ValueError, match="file with names and values"):
         load("h.yaml", "- 1\n- 2")
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 
 class Follower(Protocol):
@@ -28,6 +28,22 @@ def replaced(owner: object) -> None:
     """Notify all followers that a hook of ``owner`` was set or removed."""
     for follower in list(_followers):
         follower.replaced(owner)
+
+
+class NotifiesOfHooks:
+    """Notifies followers when a hook is set or removed on an instance."""
+
+    __hook_names__: ClassVar[frozenset[str]] = frozenset()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name in self.__hook_names__:
+            replaced(self)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in self.__hook_names__:
+            replaced(self)
 
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ class Fields:
     shared_names: frozenset[Any] = frozenset()
 
 
+# Values that belong to all samples. Objects of other classes may hold tensors of samples.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum)
+
 # What torch's default_collate makes.
 STACKED = Fields()
 
@@ -65,7 +68,7 @@ def compare(many: Any, fewer: Any, count: int, fewer_count: int, where: str = ""
         if len(many) != len(fewer):
             return {where: "has neither one element a sample nor as many for any samples"}
     if not _is_collection(many):
-        return {where: (0,) if _holds_tensors_inside(many) else ()}
+        return {where: () if isinstance(many, _PLAIN) else (0,)}
     others = dict(children(fewer))
     found: dict[str, tuple[int, ...] | str] = {}
     for step, child in children(many):
@@ -318,31 +321,14 @@ def _kind_refused(tensor: Tensor) -> str:
 
 def _length(leaf: Any, where: str) -> int | None:
     """Return how many samples a leaf has; None for what belongs to all."""
+    if isinstance(leaf, _PLAIN):
+        return None
     refused = _kind_refused(leaf) if isinstance(leaf, Tensor) else ""
     if not refused and (isinstance(leaf, Tensor) or _is_array(leaf)):
         return int(leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
-    if refused or (hasattr(leaf, "to") and not isinstance(leaf, type)) or _holds_tensors_inside(leaf):
-        raise ValueError(f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split. {_ADVICE}.")
-    return None
-
-
-def _holds_tensors_inside(leaf: Any, depth: int = 2) -> bool:
-    """Return whether an object of another class holds tensors, which would go to each part as a whole."""
-    if isinstance(leaf, (bool, int, float, str, bytes, type(None), type)):
-        return False
-    if isinstance(leaf, Tensor) or _is_array(leaf):
-        return True
-    held: list[Any] = list(getattr(leaf, "__dict__", {}).values())
-    slots = [vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__]
-    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
-    held += [getattr(leaf, name, None) for name in names]
-    if isinstance(leaf, (set, frozenset, list, tuple, deque)):
-        held += leaf
-    elif isinstance(leaf, Mapping):
-        held += leaf.values()
-    return depth > 0 and any(_holds_tensors_inside(each, depth - 1) for each in held[:100])
+    raise ValueError(f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split. {_ADVICE}.")
 
 
 def _is_array(leaf: Any) -> bool:

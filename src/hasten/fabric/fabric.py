@@ -119,7 +119,7 @@ class Fabric(RuntimeView):
         compile: CompileLike | None = None,
         **unknown: object,
     ) -> None:
-        refuse_unknown(unknown, Fabric.__init__, "Fabric", make=resolve_runtime)
+        refuse_unknown(unknown, Fabric.__init__, "Fabric")
         self._runtime = resolve_runtime(
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes,
             precision=precision, plugins=plugins, owner="Fabric",

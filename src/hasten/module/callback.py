@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten._lib.observers import replaced
+from hasten._lib.observers import NotifiesOfHooks
 from hasten.logged_value import LogOptions
 from hasten.module.log_methods import LogMethods
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hasten.types import Batch, MetricValue, StepOutput
 
 
-class Callback(LogMethods):
+class Callback(LogMethods, NotifiesOfHooks):
     """The base of callbacks: code that runs at fixed points of a run, separate from the module.
 
     Override the hooks you need; a hook that is not overridden costs nothing. Callbacks run in the order of
@@ -42,16 +42,6 @@ class Callback(LogMethods):
     """
 
     runs_last: ClassVar[bool] = False
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in CALLBACK_HOOKS:
-            replaced(self)
-
-    def __delattr__(self, name: str) -> None:
-        object.__delattr__(self, name)
-        if name in CALLBACK_HOOKS:
-            replaced(self)
 
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         # Through the module, which may override ``log``.
@@ -181,4 +171,4 @@ class Callback(LogMethods):
         """Called when gradients are complete and unscaled, before they are clipped."""
 
 
-CALLBACK_HOOKS = frozenset(name for name in vars(Callback) if not name.startswith("_"))
+CALLBACK_HOOKS = Callback.__hook_names__ = frozenset(name for name in vars(Callback) if not name.startswith("_"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hasten._lib.observers import replaced
+from hasten._lib.observers import NotifiesOfHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hasten.types import Batch, Dataloaders, MapLocation, PathLike
 
 
-class DataHooks:
+class DataHooks(NotifiesOfHooks):
     """The hooks about data, the same for a module and a datamodule.
 
     Attributes:
@@ -94,11 +94,6 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
         super().__init__()
         self.trainer: Trainer | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in _HOOKS:
-            replaced(self)
-
     @classmethod
     def from_datasets(
         cls,
@@ -108,7 +103,7 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
         predict_dataset: Dataset[Any] | Iterable[Dataset[Any]] | None = None,
         batch_size: int = 1,
         num_workers: int = 0,
-        **datamodule_kwargs: Any,
+        **datamodule_kwargs: object,
     ) -> LightningDataModule:
         """Return a datamodule with a loader for each dataset; the training data is shuffled.
 
@@ -153,7 +148,7 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
         map_location: MapLocation = None,
         hparams_file: PathLike | None = None,
         weights_only: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Self:
         """Build the datamodule from the hyper-parameters and state in a checkpoint.
 
@@ -203,4 +198,6 @@ def _size(loader: Any) -> str:
         return "NA"
 
 
-_HOOKS = frozenset(name for base in (DataHooks, LightningDataModule) for name in vars(base) if not name.startswith("_"))
+LightningDataModule.__hook_names__ = frozenset(
+    name for base in (DataHooks, LightningDataModule) for name in vars(base) if not name.startswith("_")
+)

@@ -112,7 +112,7 @@ class ModelExport:
         output_format: str = "exported_program",
         retrace: bool = False,
         default_device: str | torch.device = "cuda",
-        **compile_kwargs: Any,
+        **compile_kwargs: object,
     ) -> Any:
         """Return the module compiled by TensorRT.
 

@@ -156,20 +156,16 @@ class HyperparametersMixin:
             # The last two make a config readable again.
             found = {arg: given[arg] for arg in (*args, CLASS_PATH, INSTANTIATOR) if arg in given}
         elif len(args) == 1:
-            name = next((key for key, value in given.items() if _same_config(value, args[0])), "kwargs")
+            name = next((key for key, value in given.items() if _same(value, args[0])), "kwargs")
             found = _as_dict(args[0], owner)
         elif args:
-            raise ValueError(
-                "save_hyperparameters() takes names of arguments, or one dict / Namespace / dataclass; "
-                f"got {len(args)} objects."
-            )
+            raise ValueError("save_hyperparameters(): give names of arguments, or one dict / Namespace / dataclass.")
         found = {key: value for key, value in found.items() if key not in ignored}
         for key, value in found.items():
             if isinstance(value, torch.nn.Module):
                 rank_zero_warn(
-                    f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights are in the "
-                    f"checkpoint already; it is kept as a hyper-parameter only in memory. "
-                    f"Write save_hyperparameters(ignore=[{key!r}])."
+                    f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights the checkpoint has "
+                    f"already. Write save_hyperparameters(ignore=[{key!r}])."
                 )
         hparams = self.hparams
         hparams.update(found)
@@ -220,16 +216,6 @@ def _frozen(hparams: AttributeDict) -> AttributeDict:
         except Exception:
             frozen[key] = value
     return frozen
-
-
-def _same_config(argument: Any, saved: Any) -> bool:
-    """Return whether ``saved`` is the argument or equal to it as a dict: ``dict(config)``, ``vars(config)``."""
-    if argument is saved:
-        return True
-    try:
-        return bool(_as_dict(argument, "") == _as_dict(saved, ""))
-    except (ValueError, RuntimeError, TypeError):
-        return False
 
 
 def _as_dict(hparams: Any, owner: str) -> dict[str, Any]:
@@ -373,9 +359,8 @@ def _arguments(
     if missing:
         call = ", ".join(f"{name}=..." for name in missing)
         raise TypeError(
-            f"{cls.__name__}.load_from_checkpoint({path!r}): __init__ needs {missing}, and the checkpoint does not "
-            f"hold them. Pass them: load_from_checkpoint(path, {call}), or call self.save_hyperparameters() "
-            "in __init__ before training."
+            f"{cls.__name__}.load_from_checkpoint({path!r}): the checkpoint does not hold {missing} of __init__. Write "
+            f"load_from_checkpoint(path, {call}), or self.save_hyperparameters() in __init__ before training."
         )
     return arguments
 
@@ -394,15 +379,12 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
     if kind == ".csv":
         rows = list(csv.reader(text.splitlines()))[1:]
         return {key: yaml.safe_load(value) for key, value in rows}
-    if kind not in (".yaml", ".yml"):
-        raise ValueError(f"load_from_checkpoint(hparams_file={str(path)!r}): use a .yaml, .yml or .csv file.")
-    data = yaml.safe_load(text)
-    if not isinstance(data or {}, dict):
+    data = yaml.safe_load(text) or {}
+    if kind not in (".yaml", ".yml") or not isinstance(data, dict):
         raise ValueError(
-            f"load_from_checkpoint(hparams_file={str(path)!r}): it holds a {type(data).__name__}, not names and "
-            "values of hyper-parameters."
+            f"load_from_checkpoint(hparams_file={str(path)!r}): use a .yaml, .yml or .csv file with names and values."
         )
-    return dict(data or {})
+    return data
 
 
 def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | None:
@@ -419,7 +401,7 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
         for key, value in owner.hparams_initial.items():
             if key == INSTANTIATOR:
                 continue
-            if key in found and found[key] is not value and not _same(found[key], value):
+            if key in found and not _same(found[key], value):
                 raise MisconfigurationException(
                     f"The hyper-parameter {key!r} is {found[key]!r} in the module and {value!r} in the datamodule. "
                     "Give them different names, or save_hyperparameters(logger=False) in one of them."
@@ -429,6 +411,8 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
 
 
 def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     try:
         equal = one == other
         # Tensors and arrays compare element by element.

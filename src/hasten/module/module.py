@@ -24,6 +24,7 @@ from hasten.runtime import ReadOnly
 
 if TYPE_CHECKING:
     from hasten.fabric import Fabric
+    from hasten.loggers.base import Logger
     from hasten.module.callback import Callback
     from hasten.trainer import Trainer
     from hasten.types import (
@@ -88,16 +89,6 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        nn.Module.__setattr__(self, name, value)
-        if name in _HOOKS:
-            replaced(self)
-
-    def __delattr__(self, name: str) -> None:
-        nn.Module.__delattr__(self, name)
-        if name in _HOOKS:
-            replaced(self)
 
     # -- the steps
 
@@ -289,14 +280,14 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     local_rank = _of_trainer("local_rank", "Index of this process on its node.")
 
     @property
-    def logger(self) -> Any:
+    def logger(self) -> Logger | None:
         """The Trainer's first logger, or None."""
         if self._fabric is not None:
-            return self._fabric.logger
+            return next(iter(self._fabric.loggers), None)
         return None if self._trainer is None else self._trainer.logger
 
     @property
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> list[Logger]:
         """The Trainer's loggers."""
         if self._fabric is not None:
             return list(self._fabric.loggers)
@@ -461,7 +452,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         hparams_file: PathLike | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Self:
         """Build the module from the hyper-parameters and weights in a checkpoint.
 
@@ -488,7 +479,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         return state
 
 
-_HOOKS = frozenset(
+LightningModule.__hook_names__ = frozenset(
     name
     for base in (DataHooks, ModelHooks, LightningModule)
     for name in vars(base)

@@ -217,7 +217,7 @@ class Trainer(TrainerView):
     ) -> None:
         given = locals()
         if unknown:
-            refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
+            refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if model_registry is not None:
             raise ValueError("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
         self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
@@ -300,7 +300,7 @@ class Trainer(TrainerView):
         if fixed := {"callbacks", "logger"} & changes.keys():
             raise TypeError(f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers.")
         if unknown := {name: value for name, value in changes.items() if name not in self._given}:
-            refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
+            refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if self.state.status == TrainerStatus.RUNNING:
             raise RuntimeError("Trainer.change_arguments(): a call is running. Change arguments before or after it.")
         given = {**self._given, **changes}

@@ -14,7 +14,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import free_cached_memory
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info
-from hasten.data.memory.read import available_bytes, gigabytes
+from hasten.data.memory.read import available_bytes
 from hasten.loops.micro_batches import check_rebatched
 from hasten.loops.resume import resolve_path
 from hasten.loops.run_data import HOOK_OF
@@ -91,8 +91,8 @@ class Search:
 
     """
 
-    # For messages.
     caller = "scale_batch_size"
+    _report = staticmethod(rank_zero_info)
 
     def __init__(self, probe: ProbeRun, method: Stage, options: BatchSizeOptions) -> None:
         self._probe, self._method, self._options = probe, method, options
@@ -118,9 +118,6 @@ class Search:
             trained = self._trained_with(middle)
             good, bad = (trained, bad) if trained else (good, middle)
         return self._with_margin(good)
-
-    def _report(self, text: str) -> None:
-        rank_zero_info(text)
 
     def _set_size(self, size: int) -> None:
         self._probe.value(self._options.batch_arg_name).set(size)
@@ -151,18 +148,16 @@ class Search:
                     break
                 size //= 2
         if not good:
-            smaller = "" if bad == 1 else ", or start with a smaller init_val"
             raise RuntimeError(
                 f"{self.caller}: no batch size fits into memory; tried from {first} down to {bad}. Use a smaller model "
-                f"or precision='bf16-mixed'{smaller}."
+                "or init_val, or precision='bf16-mixed'."
             ) from self._probe.error
         return good, bad
 
     def _capped(self, size: int) -> int:
         if size <= self._most:
             return size
-        why = f"there are {self._samples} samples" if self._most == self._samples else "that is max_val"
-        self._report(f"scale_batch_size: no size above {self._most} is tried: {why}.")
+        self._report(f"scale_batch_size: no size above {self._most} is tried: that is max_val, or all of the data.")
         return self._most
 
     def _with_margin(self, good: int) -> int:
@@ -302,9 +297,9 @@ def _search_automatically(run: Run) -> int:
     options = BatchSizeOptions(owner, "binsearch", 3, first, _MOST_TRIALS, name, margin, most)
     search = _AutomaticSearch(probe, options, on_cpu=on_cpu)
     size = search.run()
-    each = " on each process" if run.runtime.world_size > 1 else ""
     rank_zero_info(
-        f"Trainer(batch_size='auto'): {size} samples a batch{each}; the loader has {loader_size}. {search.why(size)}"
+        f"Trainer(batch_size='auto'): {size} samples a batch of each process; the loader has {loader_size}, and no "
+        f"more than {most} are tried."
     )
     return size
 
@@ -313,15 +308,11 @@ class _AutomaticSearch(Search):
     """A search that changes the batch size of the loaders, also of those passed to the call."""
 
     caller = "Trainer(batch_size='auto')"
+    _report = staticmethod(rank_zero_debug)
 
     def __init__(self, probe: ProbeRun, options: BatchSizeOptions, *, on_cpu: bool) -> None:
         super().__init__(probe, "fit", options)
         self._on_cpu = on_cpu
-        self._too_large: list[int] = []
-        self._host_full = ""
-
-    def _report(self, text: str) -> None:
-        rank_zero_debug(text)
 
     def _set_size(self, size: int) -> None:
         self._probe.batch_size = size
@@ -329,29 +320,13 @@ class _AutomaticSearch(Search):
 
     def _trained_with(self, size: int) -> int:
         if not self._on_cpu:
-            trained = super()._trained_with(size)
-        else:
-            # "5" resets the peak to the present size.
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            before = process_memory_bytes() or 0
-            trained = super()._trained_with(size)
-            growth, left = max(0, (process_memory_bytes(peak=True) or 0) - before), available_bytes()
-            if trained and self._probe.maximum(int(2 * growth > _SHARE_OF_HOST * left)):
-                self._most = trained
-                self._host_full = f"took {gigabytes(growth)}, and {gigabytes(left)} are left on this machine"
-        if not trained:
-            self._too_large.append(size)
+            return super()._trained_with(size)
+        # "5" resets the peak to the present size.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before = process_memory_bytes() or 0
+        trained = super()._trained_with(size)
+        growth = (process_memory_bytes(peak=True) or 0) - before
+        if trained and self._probe.maximum(int(2 * growth > _SHARE_OF_HOST * available_bytes())):
+            self._most = trained
         return trained
-
-    def why(self, size: int) -> str:
-        """Return a sentence that explains why the size is not larger."""
-        if self._too_large:
-            return f"{min(self._too_large)} do not fit into memory."
-        if self._samples is not None and size >= self._samples:
-            each = " for each process" if self._probe.run.runtime.world_size > 1 else ""
-            return f"The data has {self._samples}{each}."
-        if self._host_full:
-            return f"They {self._host_full}."
-        where = " on the CPU, where memory seldom runs out. Give a number to use more" if self._on_cpu else ""
-        return f"No more than {self._options.max_val} are tried{where}."
