@@ -150,6 +150,18 @@ def restore_rng_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(_tensor(state["mps"]))
 
 
+class RandomGenerators:
+    """All random generators of this process, as a part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return their states; see ``collect_rng_state``."""
+        return collect_rng_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        restore_rng_state(state)
+
+
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     """Return a context after which every random generator has its former state.

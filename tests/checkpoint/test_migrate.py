@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hasten.checkpoint.contents import from_lightning
-from hasten.loops.progress import Progress
+from hasten.loops.run import Progress
 
 
 def counts(ready: int, completed: int, processed: int) -> dict[str, int]:

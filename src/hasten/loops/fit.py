@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,13 @@ def train_epoch(run: Run) -> None:
     ends_unknown = False
     if progress.mid_epoch:
         ends_unknown = several_processes and agree_on_end(run)
-        batches = train.resume_epoch(progress.last_batch)
+        # Worker processes start before the random numbers of training are restored.
+        if progress.last_batch:
+            train.stream.finish()
+            batches: Iterator[tuple[Any, bool]] = iter(())
+        else:
+            train.stream.open()
+            batches = train.start_epoch()
         run.restore_random()
     else:
         run.restore_random()

@@ -124,6 +124,8 @@ def prepare(
             # Before the loaders: which ones a program returns may depend on the epoch.
             state.restore(checkpoint, Phase.POSITION, str(path))
             run.progress.in_epoch = run.progress.mid_epoch
+        for source in (run.train, run.validation):
+            source.loaded_in(run.progress.epochs_done)
         run.train.load()
         check_fit(run)
         if checkpoint is not None:
@@ -139,8 +141,6 @@ def prepare(
 def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:
     state.restore(checkpoint, Phase.TRAINING, path)
     run.skip_sanity = True
-    for source in (run.train, run.validation):
-        source.loaded_in(run.progress.epochs_done)
     ranks = (checkpoint.get("hasten") or {}).get("ranks", ())
     if len(ranks) == run.runtime.world_size:
         # Without the rest of the checkpoint, which would stay in memory until then.

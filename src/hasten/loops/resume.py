@@ -15,12 +15,11 @@ from torch import Tensor
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
-from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import Phase
-from hasten.checkpoint.files import objects_allowed
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
@@ -28,9 +27,9 @@ from hasten.loops.run import Run
 from hasten.loops.saved_state import StepState
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
-from hasten.module.hparams import pickled, storable_hparams
+from hasten.module.hparams import StoredHyperParameters
 from hasten.module.module import ToggledParameters
-from hasten.seed import collect_rng_state, restore_rng_state
+from hasten.seed import RandomGenerators
 
 if TYPE_CHECKING:
     from hasten.trainer import Trainer
@@ -81,7 +80,7 @@ class RunState:
                 states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
                 checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
                 checkpoint |= self._collect_training()
-            checkpoint |= self._hyper_parameters()
+            checkpoint |= StoredHyperParameters((run.module, self._datamodule)).state_dict()
             if self._datamodule is not None and (state := self._datamodule.state_dict()):
                 checkpoint[type(self._datamodule).__qualname__] = state
             return checkpoint
@@ -103,7 +102,7 @@ class RunState:
         elif phase is Phase.TRAINING:
             self._restore_training(checkpoint, source)
         elif (state := self._of_this_process(checkpoint)) is not None:
-            restore_rng_state(state["random"])
+            RandomGenerators().load_state_dict(state["random"])
 
     # -- optimizers, schedulers, gradients
 
@@ -177,7 +176,7 @@ class RunState:
         data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
         evaluations = run.validation.state_dict()
         return {
-            "random": run.random_before_validation or collect_rng_state(),
+            "random": run.random_before_validation or RandomGenerators().state_dict(),
             "data": data[0] if data else None,
             "values": values,
             "window_weight": run.window_weight,
@@ -216,7 +215,7 @@ class RunState:
         state: dict[str, Any] | None = ranks[runtime.global_rank] if len(ranks) == runtime.world_size else None
         return state
 
-    # -- callbacks and hyper-parameters
+    # -- callbacks
 
     def _restore_callbacks(self, states: Mapping[str, Any]) -> None:
         """Restore the states of the callbacks; one with other arguments than in the checkpoint starts again."""
@@ -233,27 +232,6 @@ class RunState:
                 f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have. "
                 "Add them to Trainer(callbacks=[...]) to go on as before."
             )
-
-    def _hyper_parameters(self) -> dict[str, Any]:
-        """Return the hyper-parameters of module and datamodule as plain data."""
-        found: dict[str, Any] = {}
-        for owner in (self._run.module, self._datamodule):
-            if owner is None or not owner.hparams:
-                continue
-            kept, dropped = storable_hparams(owner.hparams)
-            if dropped and objects_allowed():
-                found[f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled"] = pickled(owner.hparams, dropped)
-            elif dropped:
-                name = type(owner).__name__
-                warn_once(
-                    f"hparams dropped {name} {dropped}",
-                    f"The hyper-parameters {dropped} of {name} are Python objects, which a checkpoint does not hold "
-                    "(reading them would run code). Pass them to load_from_checkpoint(path, ...), or leave them out "
-                    f"with save_hyperparameters(ignore={dropped}).",
-                )
-            found[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
-            found[owner.CHECKPOINT_HYPER_PARAMS_KEY] = kept
-        return found
 
 
 def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:

@@ -1,11 +1,11 @@
-"""Run: everything one call of fit, validate, test or predict works on."""
+"""Run: everything one call of fit, validate, test or predict works on, and how far it has come."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from hasten.arguments import Arguments
 from hasten.checkpoint.metrics import ModuleMetrics
 from hasten.hooks import Hooks, nothing
 from hasten.logged_values import LoggedValues
-from hasten.loops.progress import Progress, RunningStage, TrainerState
+from hasten.loops.progress import RunningStage, TrainerState
 from hasten.loops.run_data import StageData, StallMonitor
 from hasten.loops.schedule import ValidationSchedule
 from hasten.loops.user_code import FirstEpoch
@@ -44,6 +44,75 @@ class Stopped(BaseException):
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
         self.signal_number = signal_number
+
+
+# Names in checkpoints where they differ.
+_KEYS = {"logged_step": "updates", "accumulation_index": "window", "post_batch_done": "followed"}
+
+
+@dataclass
+class Progress:
+    """Five counters and two flags; checkpoints are taken between batches only, so they are enough.
+
+    Args:
+        epoch: index of the epoch in hand.
+        batch: batches done in this epoch.
+        total_batches: batches done in the whole run.
+        global_step: optimizer steps done in the whole run.
+        logged_step: batches after which an optimizer stepped; the x axis of loggers counts them.
+        accumulation_index: batches whose gradients wait for the next optimizer step.
+        post_batch_done: what follows a batch (validation, schedulers on a monitored value) was done for the last one.
+        epoch_ended: the epoch in hand is complete, its last hooks included.
+        last_batch: the last batch of the epoch is done.
+        begun: the epoch has begun, though maybe no batch of it is done; only set in checkpoints taken inside a batch.
+
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    total_batches: int = 0
+    global_step: int = 0
+    logged_step: int = 0
+    accumulation_index: int = 0
+    post_batch_done: bool = True
+    epoch_ended: bool = False
+    last_batch: bool = False
+    begun: bool = False
+
+    # Between the first and the last hook of an epoch; no counter, since checkpoints do not need it.
+    in_epoch = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters as plain data."""
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        for counter in fields(self):
+            setattr(self, counter.name, state.get(_KEYS.get(counter.name, counter.name), counter.default))
+
+    @property
+    def epochs_done(self) -> int:
+        """Epochs that are complete."""
+        return self.epoch + 1 if self.epoch_ended else self.epoch
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the epoch in hand; between epochs, and after the last, of the one that would come next."""
+        begun = self.batch > 0 or self.last_batch or self.epoch_ended or self.begun
+        return self.epoch + 1 if begun and not self.in_epoch else self.epoch
+
+    @property
+    def mid_epoch(self) -> bool:
+        """Whether batches of an epoch are done whose end is not."""
+        return not self.epoch_ended and (self.batch > 0 or self.last_batch or self.begun)
+
+    def next_epoch(self) -> None:
+        """Begin the epoch after the one that ended."""
+        if self.epoch_ended:
+            self.epoch += 1
+        self.batch, self.accumulation_index = 0, 0
+        self.epoch_ended, self.last_batch, self.post_batch_done, self.begun = False, False, True, False
 
 
 @dataclass(slots=True)

@@ -228,14 +228,6 @@ class StageData:
         """Return the batches of a new epoch with a flag for the last."""
         return self.stream.batches(self._cut(self.stream))
 
-    def resume_epoch(self, last_batch: bool) -> Iterator[tuple[Any, bool]]:
-        """Return the batches that an interrupted epoch still has; its worker processes are where they were."""
-        if last_batch:
-            self.stream.finish()
-            return iter(())
-        self.stream.open()
-        return self.start_epoch()
-
     @property
     def certain_end(self) -> float | None:
         """After how many batches an epoch of training is sure to end; None where only the loader knows."""

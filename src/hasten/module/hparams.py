@@ -10,9 +10,9 @@ import pickle
 import types
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -22,7 +22,7 @@ import torch
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
 from hasten.checkpoint.contents import check_entries, load_weights
 from hasten.loggers.base import as_dict
@@ -268,21 +268,41 @@ def storable(value: Any) -> Any:
     return Dropped
 
 
-def storable_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the storable hyper-parameters and the names of those left out."""
-    stored = {str(key): storable(value) for key, value in hparams.items()}
-    kept = {key: value for key, value in stored.items() if value is not Dropped}
-    return kept, [key for key in stored if key not in kept]
+@dataclass
+class StoredHyperParameters:
+    """The hyper-parameters of module and datamodule, as a part of a checkpoint; ``construct`` reads them."""
+
+    owners: Iterable[Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of the checkpoint as plain data; what cannot be stored as such is named in a warning."""
+        entries: dict[str, Any] = {}
+        for owner in self.owners:
+            if owner is None or not owner.hparams:
+                continue
+            key, name = owner.CHECKPOINT_HYPER_PARAMS_KEY, type(owner).__name__
+            stored = {str(each): storable(value) for each, value in owner.hparams.items()}
+            dropped = [each for each, value in stored.items() if value is Dropped]
+            if dropped and files.objects_allowed():
+                entries[f"{key}_pickled"] = _pickled(owner.hparams, dropped)
+            elif dropped:
+                warn_once(
+                    f"hparams dropped {name} {dropped}",
+                    f"The hyper-parameters {dropped} of {name} are Python objects, which a checkpoint does not hold. "
+                    "Pass them to load_from_checkpoint(path, ...), or leave them out with "
+                    f"save_hyperparameters(ignore={dropped}).",
+                )
+            entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
+            entries[key] = {each: value for each, value in stored.items() if value is not Dropped}
+        return entries
 
 
-def pickled(hparams: Mapping[str, Any], names: Iterable[str]) -> dict[str, bytes]:
+def _pickled(hparams: Mapping[str, Any], names: Iterable[str]) -> dict[str, bytes]:
     """Return hyper-parameters pickled; they are only unpickled with ``weights_only=False``."""
     found = {}
     for name in names:
-        try:
+        with suppress(Exception):  # Of any kind; loading then asks for the missing argument.
             found[name] = pickle.dumps(hparams[name])
-        except Exception:  # Of any kind; loading then asks for the missing argument.
-            continue
     return found
 
 

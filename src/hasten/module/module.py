@@ -77,14 +77,14 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     if TYPE_CHECKING:
         _trainer: Trainer | None
         _fabric: Fabric | None
-        _strict_loading: bool | None
         _example_input_array: Any
 
     # Class attributes: a subclass may set them before super().__init__().
     _trainer = None
     _fabric = None
     _automatic_optimization = True
-    _strict_loading = None
+    # Whether the keys of a checkpoint must be exactly those of the module.
+    strict_loading = True
     _example_input_array = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -230,15 +230,6 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def automatic_optimization(self, automatic: bool) -> None:
         self.__dict__["_automatic_optimization"] = automatic
         replaced(self)
-
-    @property
-    def strict_loading(self) -> bool:
-        """Whether the keys of a checkpoint must be exactly those of the module; True by default."""
-        return self._strict_loading is None or self._strict_loading
-
-    @strict_loading.setter
-    def strict_loading(self, strict: bool) -> None:
-        self.__dict__["_strict_loading"] = strict
 
     @property
     def example_input_array(self) -> Any:

@@ -13,8 +13,8 @@ from hasten._lib.observers import WatchedList
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
 from hasten.loops.prepare import take_optimizers
-from hasten.loops.progress import Progress, TrainerFn, TrainerState, TrainerStatus
-from hasten.loops.run import Run
+from hasten.loops.progress import TrainerFn, TrainerState, TrainerStatus
+from hasten.loops.run import Progress, Run
 from hasten.loops.saved_state import SavedObjects
 from hasten.loops.user_code import check_call
 from hasten.machine.signals import StopRequests

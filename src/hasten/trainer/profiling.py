@@ -145,7 +145,7 @@ def _wrap(run: Run, profiler: Profiler, undo: ExitStack) -> None:
 
     # -- data
     for source in run.all_data():
-        for name in ("start_epoch", "resume_epoch", "batches"):
+        for name in ("start_epoch", "batches"):
             replace(source, name, _read(profiler, source, getattr(source, name)))
     # One object may be both.
     for holder in {id(found): found for found in (module, run.train.datamodule)}.values():

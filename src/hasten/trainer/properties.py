@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from hasten.compile.report import CompileReport
     from hasten.logged_values import LoggedValues
     from hasten.loggers.base import Logger
-    from hasten.loops.progress import Progress
-    from hasten.loops.run import Run
+    from hasten.loops.run import Progress, Run
     from hasten.loops.run_data import StageData
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule

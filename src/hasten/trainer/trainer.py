@@ -26,9 +26,9 @@ from hasten.logged_values import LoggedValues
 from hasten.loops.evaluate import evaluate_and_print, predict
 from hasten.loops.fit import fit
 from hasten.loops.prepare import prepare, remake_loader
-from hasten.loops.progress import FIRST_STAGE, Progress, TrainerFn, TrainerState, TrainerStatus
+from hasten.loops.progress import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.resume import RunState, resolve_path
-from hasten.loops.run import Run, Stopped
+from hasten.loops.run import Progress, Run, Stopped
 from hasten.loops.run_data import StageData
 from hasten.loops.schedule import ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures

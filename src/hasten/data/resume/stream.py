@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -222,33 +223,20 @@ class Stream:
         again = state.get("again", _END)
         iterator: Iterator[Any] = iter(())
         if state["ended"] and not state["rebuild"]:
-            self._set_random_state(state)
+            _set_random_state(self._generators, state)
             self._source.restore_between_epochs(state["source"])
         else:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
-            iterator = self._reopened(state)
+            rest = _RestOfEpoch(self._source, self._generators, self._watch)
+            rest.load_state_dict(state)
+            iterator, self._start = rest.batches, rest.start
+            self._ahead, self._ahead_mark = rest.ahead, rest.ahead_mark
         self.handed, self._at_end = state["consumed"], again is _END and state["ended"]
         if self._at_end:
             self._exhausted = state["exhausted"]
         else:
             self._again, self._opened = again, iterator
-
-    def _reopened(self, state: dict[str, Any]) -> Iterator[Any]:
-        self._start = state["start"] or self._random_state()
-        with isolate_rng(include_cuda=False):
-            self._set_random_state(self._start)
-            iterator = self._source.reopen(state["source"], state["consumed"])
-            if state["ended"]:
-                if state["exhausted"]:
-                    next(iterator, None)
-            elif state["ahead"] is not None:
-                self._set_random_state(state["ahead"])
-                self._ahead, self._ahead_mark = next(iterator, _END), state["ahead"]
-        if state["source"] is not None and not self._source.is_changed(state["source"]):
-            # The dataset may have drawn from them too, and what is skipped is not drawn.
-            self._set_random_state(state)
-        return iterator
 
     def start_at(self, consumed: int) -> None:
         """Begin the next epoch after its first ``consumed`` batches, in a new order if the loader shuffles."""
@@ -361,7 +349,7 @@ class Stream:
         self._opened = None
         begun, self._next = self._next, None
         if begun is not None:
-            self._set_random_state(begun.end_before)
+            _set_random_state(self._generators, begun.end_before)
         self._source.close()
 
     # -- inside
@@ -411,16 +399,52 @@ class Stream:
     def _generator_states(self) -> list[bytes]:
         return [generator_state(generator) for generator in self._generators]
 
-    def _set_random_state(self, state: dict[str, Any]) -> None:
-        """Set the user's generators, and those of this process if the state has them."""
-        restore_rng_state(state.get("rng") or {})
-        for generator, saved in zip(self._generators, state["generators"], strict=False):
-            set_generator_state(generator, saved)
-
     def _explained(self, error: Exception, number: int) -> Exception:
         error = with_own_type(error)
         error.add_note(f"in {self.name}: {self._source.describe(error, number)}")
         return error
+
+
+@dataclass
+class _RestOfEpoch:
+    """What a stream still has of the epoch that a state was taken in."""
+
+    source: BatchSource
+    generators: list[torch.Generator]
+    watch: RngWatch
+    # The random state in which the epoch began, and what is left of its batches.
+    start: dict[str, Any] | None = None
+    batches: Iterator[Any] = field(init=False)
+    # A batch that had been fetched ahead, and the position before it.
+    ahead: Any = _END
+    ahead_mark: dict[str, Any] | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Fetch the batches up to the place again, as far as that is needed; random generators keep their states."""
+        generators, source = self.generators, self.source
+        self.start = state["start"] or {
+            "rng": self.watch.state(),
+            "generators": [generator_state(each) for each in generators],
+        }
+        with isolate_rng(include_cuda=False):
+            _set_random_state(generators, self.start)
+            self.batches = source.reopen(state["source"], state["consumed"])
+            if state["ended"]:
+                if state["exhausted"]:
+                    next(self.batches, None)
+            elif state["ahead"] is not None:
+                _set_random_state(generators, state["ahead"])
+                self.ahead, self.ahead_mark = next(self.batches, _END), state["ahead"]
+        if state["source"] is not None and not source.is_changed(state["source"]):
+            # The dataset may have drawn from them too, and what is skipped is not drawn.
+            _set_random_state(generators, state)
+
+
+def _set_random_state(generators: list[torch.Generator], state: dict[str, Any]) -> None:
+    """Set the user's generators, and those of this process if the state has them."""
+    restore_rng_state(state.get("rng") or {})
+    for generator, saved in zip(generators, state["generators"], strict=False):
+        set_generator_state(generator, saved)
 
 
 # -- where a loader's epoch ends, and whether its next one can begin before this one is over
