@@ -42,15 +42,6 @@ PRECISIONS = {
     "transformer-engine-float16": ("transformer-engine-float16",),
 }
 
-# Spellings of other libraries.
-_OTHER_PRECISIONS = {
-    **dict.fromkeys(("float64", "fp64"), "64-true"),
-    **dict.fromkeys(("float32", "fp32", "float", "no", "none"), "32-true"),
-    **dict.fromkeys(("float16", "f16", "fp16-mixed", "amp"), "16-mixed"),
-    **dict.fromkeys(("bfloat16", "bfloat16-mixed", "mixed"), "bf16-mixed"),
-    **dict.fromkeys(("8", "float8", "fp8-mixed", "fp8-true"), "fp8"),
-}
-
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 # Names of strategies: the start method and the arguments of DDPStrategy.
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,26 +54,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     }.items()
 }
 _SINGLE_DEVICE = "single_device"
-# Names of strategies that this version does not have, and how DDP compares.
-_THREADS = "it copies the model to each device in each step, from one process; DDP keeps a copy on each and is faster"
-_SHARDED = "DDP keeps the whole model on each device"
-_OTHER_STRATEGIES = {
-    "dp": _THREADS,
-    "ddp2": _THREADS,
-    "fsdp": _SHARDED,
-    "deepspeed": _SHARDED,
-    "model_parallel": _SHARDED,
-    "ddp_sharded": _SHARDED,
-    "ddp_fully_sharded": _SHARDED,
-    "colossalai": _SHARDED,
-    "horovod": "DDP exchanges gradients as well",
-    "bagua": "DDP exchanges gradients as well",
-    "ddp_cpu": "DDP runs on CPUs as well",
-}
-_NO_SUCH_DEVICE = ("xla", "hpu", "tpu", "ipu", "single_xla", "single_tpu", "single_hpu", "single_ipu")
-_OTHER_ACCELERATORS = ("tpu", "xla", "hpu", "ipu", "xpu", "npu")
-# AMD GPUs, which torch calls "cuda".
-_ROCM = ("rocm", "hip", "amd")
 
 
 def runtime(
@@ -141,11 +112,8 @@ def runtime(
     )
 
 
-def _prefix_owner(owner: str, function: Callable[..., T], *args: object, instead: tuple[str, str] = ("", "")) -> T:
-    """Return ``function(*args)``; put ``owner`` in front of the message of a ValueError or TypeError.
-
-    ``instead`` replaces a part of the message by what the user wrote.
-    """
+def _prefix_owner(owner: str, function: Callable[..., T], *args: object) -> T:
+    """Return ``function(*args)``; put ``owner`` in front of the message of a ValueError or TypeError."""
     try:
         return function(*args)
     except (ValueError, TypeError) as error:
@@ -153,7 +121,6 @@ def _prefix_owner(owner: str, function: Callable[..., T], *args: object, instead
             raise
         text = str(error)
         first, _, rest = text.partition(": ")
-        first = first.replace(*instead) if instead[0] else first
         raise type(error)(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
 
 
@@ -197,26 +164,15 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         return best_accelerator()
     if name == "gpu":
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
-    if name in _ROCM:
-        use = ". Write accelerator='cuda'." if "cuda" in present else f", and {_none_here('CUDA')}"
-        raise refused(f"torch calls AMD GPUs 'cuda'{use}")
-    if name in STRATEGIES:
-        strategy = "auto" if "mps" in present else name
-        raise refused(f"that is a strategy. Write {owner}(strategy={strategy!r}).")
-    if name in _OTHER_ACCELERATORS:
-        raise refused("not in this version of hasten. Write accelerator='auto'.")
     if name not in ACCELERATORS:
         raise refused(f"use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
     if not ACCELERATORS[name].is_available():
-        raise refused(_none_here(name.upper()), MisconfigurationException)
+        raise refused(
+            f"this machine has no {name.upper()} device that torch {torch.__version__} can use. "
+            f"Use one of {_listed(allowed)}.",
+            MisconfigurationException,
+        )
     return ACCELERATORS[name]()
-
-
-def _none_here(kind: str) -> str:
-    return (
-        f"this machine has no {kind} device that torch {torch.__version__} can use. Use accelerator='cpu', or "
-        "accelerator='auto'."
-    )
 
 
 def _num_nodes(num_nodes: Any, owner: str) -> int:
@@ -268,7 +224,7 @@ def _strategy(
             return SingleDeviceStrategy()
         chosen = DDPStrategy(start_method="fork" if is_interactive() else "popen")
     elif isinstance(strategy, str):
-        chosen = _named_strategy(strategy, devices[0], owner)
+        chosen = _named_strategy(strategy, owner)
     else:
         raise TypeError(
             f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy, not {type(strategy).__name__}."
@@ -281,26 +237,17 @@ def _strategy(
     return chosen
 
 
-def _named_strategy(strategy: str, device: torch.device, owner: str) -> Strategy:
+def _named_strategy(strategy: str, owner: str) -> Strategy:
     name = strategy.lower()
-    if name in STRATEGIES:
-        start_method, options = STRATEGIES[name]
-        return DDPStrategy(start_method=start_method, **options)
-    # Some have variants: "fsdp_native", "deepspeed_stage_2".
-    other = next((o for o in _OTHER_STRATEGIES if name == o or (len(o) > 3 and name.startswith(o))), None)
-    allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
-    if name.startswith(_NO_SUCH_DEVICE):
-        reason = "not in this version of hasten. Write strategy='auto'."
-    elif other is not None:
-        usable = "auto" if device.type == "mps" else "ddp"
-        reason = f"not in this version of hasten; {_OTHER_STRATEGIES[other]}. Write strategy={usable!r}."
-    else:
-        reason = f"there is no such strategy.{did_you_mean(name, allowed)} Use one of {_listed(allowed)}."
-    raise ValueError(f"{owner}(strategy={strategy!r}): {reason}")
+    if name not in STRATEGIES:
+        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
+        raise ValueError(f"{owner}(strategy={strategy!r}): use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
+    start_method, options = STRATEGIES[name]
+    return DDPStrategy(start_method=start_method, **options)
 
 
 def _precision(precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool) -> Precision:
-    name = "32-true" if precision is None else _precision_name(precision, device, owner, check=check)
+    name = "32-true" if precision is None else _precision_name(precision, owner)
     if plugin is not None:
         if precision is not None and name != plugin.precision:
             raise MisconfigurationException(
@@ -317,7 +264,6 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
             raise ValueError(f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'.")
         return DoublePrecision()
     made: Precision
-    written = f"precision={name!r}", f"precision={precision!r}"
     if name in ("16-true", "bf16-true"):
         made = HalfPrecision(name)  # type: ignore[arg-type]
     elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
@@ -327,42 +273,25 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
         made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
     else:
-        made = _prefix_owner(owner, MixedPrecision, name, device.type, instead=written)
+        made = _prefix_owner(owner, MixedPrecision, name, device.type)
     if check:
-        _prefix_owner(owner, made.check_device, device, instead=written)
+        _prefix_owner(owner, made.check_device, device)
     return made
 
 
-def _precision_name(precision: Any, device: torch.device, owner: str, *, check: bool) -> str:
+def _precision_name(precision: Any, owner: str) -> str:
     text = str(precision).lower()
     written = isinstance(precision, (str, int)) and not isinstance(precision, bool)
     for name, spellings in PRECISIONS.items():
         if written and text in spellings:
             return name
-    usable = [name for name in PRECISIONS if _computes_in(name, device, check=check)]
     given = f"{owner}(precision={precision!r})"
     if not written:
-        raise TypeError(f"{given}: use one of {_listed(usable)}, not {type(precision).__name__}.")
+        raise TypeError(f"{given}: use one of {_listed(PRECISIONS)}, not {type(precision).__name__}.")
     if text in MODES:
-        raise ValueError(
-            f"{given}: quantized weights are set by a plugin. Use plugins=BitsandbytesPrecision({text!r}) of "
-            "hasten.plugins."
-        )
-    meant = _OTHER_PRECISIONS.get(text)
-    if meant == "16-mixed" and meant not in usable:
-        meant = "bf16-mixed"
-    allowed = [spelling for name in usable for spelling in PRECISIONS[name]]
-    hint = f" Did you mean {meant!r}?" if meant in usable else did_you_mean(text, allowed)
-    raise ValueError(f"{given}: there is no such precision.{hint} Use one of {_listed(allowed)}.")
-
-
-def _computes_in(name: str, device: torch.device, *, check: bool) -> bool:
-    """Return whether a device supports a precision and the packages it needs are installed."""
-    try:
-        _precision(name, None, device, "", check=check)
-    except (ValueError, ImportError):
-        return False
-    return True
+        raise ValueError(f"{given}: a plugin quantizes weights. Use plugins=BitsandbytesPrecision({text!r}).")
+    allowed = [spelling for spellings in PRECISIONS.values() for spelling in spellings]
+    raise ValueError(f"{given}: use one of {_listed(allowed)}.{did_you_mean(text, allowed)}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,21 +40,21 @@ def test_gpus_as_users_name_them(devices: Any, indices: list[int]) -> None:
 @pytest.mark.parametrize(
     ("devices", "kind", "said"),
     [
-        (8, ValueError, "devices=8: this machine has 2 CUDA devices. Use devices=2"),
-        (0, ValueError, "from 1 to 2"),
-        (-2, ValueError, "from 1 to 2"),
-        ([2], ValueError, "no CUDA device 2"),
+        (8, ValueError, "devices=8: this machine has 2 CUDA devices"),
+        (0, ValueError, "at least 1 and at most 2"),
+        (-2, ValueError, "at least 1 and at most 2"),
+        ([2], ValueError, "devices=[2]: use indices from 0 to 1"),
         ([0, 0], ValueError, "twice"),
-        ([], ValueError, "names no device"),
-        ("a,b", ValueError, "'0,1'"),
-        (["0"], TypeError, "not an index"),
-        ([True], TypeError, "not an index"),
+        ([], ValueError, "use indices"),
+        ("a,b", ValueError, "use indices"),
+        (["0"], ValueError, "use indices"),
+        ([True], ValueError, "use indices"),
         (2.5, TypeError, "not float"),
         ({0}, TypeError, "not set"),
     ],
 )
 def test_gpus_that_are_not_there(devices: Any, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said.replace("[", "\\[")):
+    with pytest.raises(kind, match=re.escape(said)):
         CUDAAccelerator.parse_devices(devices)
 
 

@@ -14,10 +14,10 @@ from tests.models import Classifier, loader, quiet
 
 # Refused with a message that repeats the argument.
 VALUES: dict[str, list[Any]] = {
-    "max_epochs": ["3", 2.5, True], "max_steps": [-5], "max_time": [90], "limit_train_batches": [1.5],
+    "max_epochs": [2.5, True], "max_steps": [-5], "max_time": [90], "limit_train_batches": [1.5],
     "limit_val_batches": [-1], "limit_test_batches": ["all"], "overfit_batches": [2.0], "val_check_interval": [0, 1.5],
     "check_val_every_n_epoch": [0], "num_sanity_val_steps": [-3], "log_every_n_steps": [-1],
-    "accumulate_grad_batches": [0, 2.0], "gradient_clip_val": ["1", -1.0], "deterministic": ["wran"],
+    "accumulate_grad_batches": [0, 2.0, {0: 2}], "gradient_clip_val": ["1", -1.0], "deterministic": ["wran"],
     "fast_dev_run": [-1], "enable_progress_bar": ["yes"], "enable_checkpointing": [1], "callbacks": ["checkpoint"],
     "logger": ["csv"], "default_root_dir": [3], "devices": [0, "two"], "reload_dataloaders_every_n_epochs": [-1],
     "inference_mode": [None],
@@ -27,7 +27,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_epoch": 3}, "max_epochs"), ({"gpus": 1}, "accelerator='gpu'"),
     ({"resume_from_checkpoint": "a.ckpt"}, "ckpt_path"), ({"max_epochs": -2}, "-1 for no limit"),
     ({"min_epochs": 5, "max_epochs": 3}, "min_epochs=5"), ({"min_steps": 5, "max_steps": 3}, "min_steps=5"),
-    ({"max_time": "soon"}, "max_time"), ({"accumulate_grad_batches": {0: 2}}, "GradientAccumulationScheduler"),
+    ({"max_time": "soon"}, "max_time"), ({"max_epochs": "3"}, "max_epochs=...*'3'"),
     ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "check_val_every_n_epoch=None"),
     ({"gradient_clip_algorithm": "norms"}, "Did you mean 'norm'"), ({"callbacks": [3]}, "Callback"),
     ({"callbacks": [L.Callback]}, r"Callback\(\)"), ({"precision": "17"}, "precision"),

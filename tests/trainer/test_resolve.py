@@ -53,6 +53,9 @@ def test_one_gpu_by_its_index() -> None:
     run = runtime(accelerator="gpu", devices=[1])
     assert type(run.strategy) is SingleDeviceStrategy
     assert run.device == torch.device("cuda", 1)
+    run = runtime(accelerator="gpu", strategy="single_device")
+    assert type(run.strategy) is SingleDeviceStrategy
+    assert (run.device, run.world_size) == (torch.device("cuda", 0), 1)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +153,8 @@ def test_an_accelerator_of_ones_own() -> None:
     [
         ({"accelerator": "cdua"}, ValueError, "(accelerator='cdua'): use one of"),
         ({"accelerator": "cqu"}, ValueError, "use one of 'auto', 'cpu'. Did you mean 'cpu'?"),
-        ({"accelerator": "tpu"}, ValueError, "not in this version of hasten. Write accelerator='auto'"),
-        ({"accelerator": "rocm"}, ValueError, "torch calls AMD GPUs 'cuda', and this machine has no CUDA device"),
-        ({"accelerator": "ddp_spawn"}, ValueError, "(strategy='ddp_spawn')."),
-        ({"accelerator": "mps"}, MisconfigurationException, "Use accelerator='cpu'"),
+        ({"accelerator": "tpu"}, ValueError, "use one of 'auto', 'cpu'"),
+        ({"accelerator": "mps"}, MisconfigurationException, "Use one of 'auto', 'cpu'"),
         ({"accelerator": 1}, TypeError, "not int"),
         ({"accelerator": CPUAccelerator}, TypeError, "Write CPUAccelerator()"),
         ({"devices": 0}, ValueError, "(devices=0, accelerator='cpu'): use the number of processes, at least 1"),
@@ -163,24 +164,17 @@ def test_an_accelerator_of_ones_own() -> None:
         ({"num_nodes": 0}, ValueError, "at least 1"),
         ({"num_nodes": 1.5}, TypeError, "not float"),
         ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'?"),
-        ({"strategy": "fsdp"}, ValueError, "not in this version of hasten; DDP keeps the whole model"),
-        ({"strategy": "dp"}, ValueError, "it copies the model to each device in each step, from one process; DDP"),
-        ({"strategy": "dp"}, ValueError, "faster. Write strategy='ddp'."),
-        ({"strategy": "single_tpu"}, ValueError, "Write strategy='auto'"),
+        ({"strategy": "fsdp"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
         ({"strategy": "single_device", "devices": 2}, ValueError, "Use devices=1, or strategy='auto'"),
-        ({"strategy": "deepspeed_stage_2"}, ValueError, "not in this version of hasten"),
         ({"strategy": DDPStrategy}, TypeError, "Write DDPStrategy()"),
         ({"strategy": 3}, TypeError, "not int"),
         ({"strategy": SingleDeviceStrategy(), "devices": 2}, ValueError, "one device cannot be 2"),
         ({"precision": "bf17"}, ValueError, "Did you mean 'bf16'?"),
-        ({"precision": 8}, ValueError, "there is no such precision. Use one of '64-true'"),
-        ({"precision": "amp"}, ValueError, "Did you mean 'bf16-mixed'?"),
-        ({"precision": "bfloat16"}, ValueError, "there is no such precision. Did you mean 'bf16-mixed'?"),
-        ({"precision": "fp16"}, ValueError, "(precision='fp16', accelerator='cpu')"),
+        ({"precision": 8}, ValueError, "use one of '64-true'"),
+        ({"precision": "fp16"}, ValueError, "(precision='16-mixed', accelerator='cpu')"),
         ({"precision": "nf4"}, ValueError, "plugins=BitsandbytesPrecision('nf4')"),
         ({"precision": "fp8"}, ValueError, "CPU cannot multiply 8-bit floats"),
-        ({"precision": "fp8"}, ValueError, "Use precision='bf16-mixed'"),
-        ({"precision": "transformer-engine"}, ValueError, "CPU cannot multiply 8-bit floats"),
+        ({"precision": "transformer-engine"}, ValueError, "Use precision='bf16-mixed'"),
         ({"precision": 16.0}, TypeError, "not float"),
         ({"precision": "16-mixed"}, ValueError, "Use precision='bf16-mixed'"),
         ({"precision": 32, "plugins": [DoublePrecision()]}, ValueError, "Leave one out"),
@@ -203,15 +197,6 @@ def test_what_cannot_be_is_refused_with_what_can(
 def test_near_names_are_those_of_this_machine() -> None:
     with pytest.raises(ValueError, match=r"Did you mean 'cuda'\?"):
         runtime(accelerator="cdua")
-    with pytest.raises(ValueError, match="Write accelerator='cuda'"):
-        runtime(accelerator="rocm")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_single_device_is_the_first_one() -> None:
-    run = runtime(accelerator="gpu", strategy="single_device")
-    assert type(run.strategy) is SingleDeviceStrategy
-    assert (run.device, run.world_size) == (torch.device("cuda", 0), 1)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from hasten._lib import check
 from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import map_leaves
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.data.loaders import prepare
@@ -35,7 +34,7 @@ from hasten.fabric.wrappers import (
     unwrapped,
 )
 from hasten.loggers.base import Logger
-from hasten.machine import collectives
+from hasten.machine.collectives import first_one_first, numbers_as_tensors
 from hasten.module import LightningModule
 from hasten.optim.backward import InBackward, to_clip
 from hasten.optim.fused import use_fused
@@ -454,9 +453,8 @@ class Fabric(RuntimeView):
             raise TypeError(
                 f"Fabric.no_backward_sync({type(module).__name__}): pass the module that fabric.setup() returned."
             )
-        # What the strategy made of the user's module; that module itself on a single device.
-        wrapped: nn.Module = module.__dict__["_wrapped"]
-        return self._runtime.no_sync(wrapped) if enabled and wrapped is not module.module else nullcontext()
+        exchanges = enabled and module._wrapped is not module.module
+        return self._runtime.no_sync(module._wrapped) if exchanges else nullcontext()
 
     def to_device(self, obj: T) -> T:
         """Return a tensor, a collection or a module on the device; a module is moved in place."""
@@ -514,7 +512,7 @@ class Fabric(RuntimeView):
 
         """
         self._require_launch("all_gather")
-        return self.strategy.all_gather(self._as_tensors(data), group=group, sync_grads=sync_grads)
+        return self._runtime.all_gather(data, group=group, sync_grads=sync_grads)
 
     def all_reduce(self, data: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         """Return the tensors reduced over all processes, element by element; shapes stay.
@@ -529,15 +527,7 @@ class Fabric(RuntimeView):
 
         """
         self._require_launch("all_reduce")
-        return self._runtime.all_reduce(self._as_tensors(data), op=reduce_op, group=group)
-
-    def _as_tensors(self, data: Tensors) -> Any:
-        def as_tensor(leaf: object) -> Any:
-            if isinstance(leaf, (Tensor, bool, int, float, complex)) or type(leaf).__module__ == "numpy":
-                return torch.as_tensor(leaf, device=self.device)
-            return leaf
-
-        return map_leaves(as_tensor, data)
+        return self._runtime.all_reduce(numbers_as_tensors(data, self.device), op=reduce_op, group=group)
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
@@ -548,7 +538,7 @@ class Fabric(RuntimeView):
 
         """
         self._require_launch("rank_zero_first")
-        with collectives.first_one_first(self.local_rank if local else self.global_rank):
+        with first_one_first(self.local_rank if local else self.global_rank):
             yield
 
     # -- callbacks and loggers
@@ -559,7 +549,7 @@ class Fabric(RuntimeView):
         Args:
             hook_name: the name of the method.
             args: for the method.
-            kwargs: for the method; those it does not take are left out.
+            kwargs: for the method.
 
         """
         for callback in self._callbacks:
@@ -571,7 +561,7 @@ class Fabric(RuntimeView):
                     f"fabric.call({hook_name!r}): {type(callback).__name__}.{hook_name} is not a method and is skipped."
                 )
                 continue
-            method(*args, **_accepted(method, kwargs))
+            method(*args, **kwargs)
 
     def log(self, name: str, value: MetricValue, step: int | None = None) -> None:
         """Give one value to all loggers.
@@ -689,17 +679,6 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``kwargs`` that ``method`` accepts."""
-    try:
-        parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):
-        return kwargs
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return kwargs
-    return {name: value for name, value in kwargs.items() if name in parameters}
 
 
 def _as_number(name: str, value: object) -> Any:

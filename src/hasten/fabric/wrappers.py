@@ -35,6 +35,9 @@ class FabricModule(nn.Module):
     It shares parameters, buffers, children, names and state with the user's module; attributes are set there.
     """
 
+    # What the strategy made of the user's module; that module itself on a single device.
+    _wrapped: nn.Module
+
     def __init__(
         self, original: nn.Module, runtime: Runtime, wrapped: nn.Module, call: Callable[..., Any] | None = None
     ) -> None:

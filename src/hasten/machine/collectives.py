@@ -99,10 +99,12 @@ def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync
 
 
 def numbers_as_tensors(data: object, device: torch.device) -> Any:
-    """Return ``data`` with its numbers, also those in collections, as tensors on ``device``."""
+    """Return ``data`` with its numbers, arrays and tensors, also those in collections, as tensors on ``device``."""
 
     def as_tensor(leaf: Any) -> Any:
-        return torch.tensor(leaf, device=device) if isinstance(leaf, (bool, int, float)) else leaf
+        if isinstance(leaf, (Tensor, bool, int, float, complex)) or type(leaf).__module__ == "numpy":
+            return torch.as_tensor(leaf, device=device)
+        return leaf
 
     return map_leaves(as_tensor, data)
 

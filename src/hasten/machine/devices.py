@@ -234,34 +234,23 @@ def _whole_number(devices: object) -> int | None:
 
 def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     """Return the device indices for a number, a list or a string such as "0,1"."""
-    has = f"this machine has {present} {kind} device{'' if present == 1 else 's'}"
+    has = f"this machine has {present} {kind} devices"
     number = _whole_number(devices)
     if number is not None:
         number = present if number == -1 else number
         if not 1 <= number <= present:
-            allowed = f"devices={present}" if number > 0 else f"a number from 1 to {present}"
-            raise ValueError(f"devices={devices!r}: {has}. Use {allowed}, or devices='auto'.")
+            raise ValueError(f"devices={devices!r}: {has}. Use at least 1 and at most {present}, or devices='auto'.")
         return list(range(number))
-    indices: list[Any] = []
-    if isinstance(devices, str):
-        parts = [part.strip() for part in devices.split(",") if part.strip()]
-        if not parts or not all(part.isdigit() for part in parts):
-            raise ValueError(f"devices={devices!r}: write a number, indices such as '0,1', or 'auto'.")
-        indices = list(map(int, parts))
-    elif isinstance(devices, (list, tuple)):
-        indices = list(devices)
-    else:
+    indices = [part.strip() for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices
+    if not isinstance(indices, (list, tuple)):
         raise TypeError(
             f"devices={devices!r}: use a number, a list of indices, a string such as '0,1', or 'auto', "
             f"not {type(devices).__name__}."
         )
-    if not indices:
-        raise ValueError(f"devices={devices!r} names no device: {has}. Use devices='auto', or a number.")
-    for index in indices:
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(f"devices={devices!r}: {index!r} is not an index. Use whole numbers, such as [0, 1].")
-        if not 0 <= index < present:
-            raise ValueError(f"devices={devices!r}: there is no {kind} device {index}; {has}, counted from 0.")
+    if isinstance(devices, str) and all(part.isdigit() for part in indices):
+        indices = list(map(int, indices))
+    if not indices or not all(type(index) is int and 0 <= index < present for index in indices):
+        raise ValueError(f"devices={devices!r}: use indices from 0 to {present - 1}, or 'auto'; {has}.")
     if len(set(indices)) != len(indices):
         raise ValueError(f"devices={devices!r} names a device twice. Use each index once.")
-    return indices
+    return list(indices)

@@ -327,73 +327,36 @@ _FIRST_SECONDS, _NEXT_SECONDS = 0.7, 60.0
 
 
 @contextmanager
-def rendezvous(
-    command: list[str] | None,
-    *,
-    node_rank: int,
-    num_nodes: int,
-    num_processes: int,
-    local_rank: int,
-    timeout: timedelta,
-) -> Iterator[Any]:
-    """Yield the store that connects the processes of several machines; print which are missing meanwhile.
+def print_while_waiting(
+    command: list[str] | None, *, node_rank: int, num_nodes: int, local_rank: int
+) -> Iterator[None]:
+    """Print what to start on the other machines while the first process of this one waits for them.
 
     Args:
-        command: starts this program on the other machines, for the message; None if something else starts it there.
+        command: starts this program on the other machines; None if something else starts it there.
         node_rank: which machine this is, from 0.
         num_nodes: the number of machines.
-        num_processes: on each of them.
         local_rank: which process of its machine this is; the first one prints.
-        timeout: how long to wait for the others.
 
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_here = address in ("127.0.0.1", "localhost")
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    text = f"NODE_RANK={node_rank} waits at {address}:{port} for the others of num_nodes={num_nodes} machines."
+    if command is not None:
+        first = socket.gethostname() if node_rank == 0 and address in ("127.0.0.1", "localhost") else address
+        variables = f"MASTER_ADDR={first} MASTER_PORT={port} NODE_RANK=..."
+        text = f"{text}\nStart on each, with its own NODE_RANK from 0: {variables} {shlex.join(command)}"
     met = threading.Event()
 
-    def start(node: int) -> str:
-        places = f"MASTER_ADDR={socket.gethostname() if is_here else address} MASTER_PORT={port} NODE_RANK={node}"
-        return "" if command is None else f"\nStart there: {places} {shlex.join(command)}"
-
-    def missing() -> str:
-        try:
-            # First without torch, which prints a stack trace if nothing answers.
-            socket.create_connection((address, port), timeout=0.5).close()
-            # A second connection: that of the main thread is waiting.
-            second = _stores.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=5))
-            counts = [int(second.add(f"hasten-machine-{node}", 0)) for node in range(num_nodes)]
-        except (OSError, RuntimeError):
-            here = " That is this machine: set MASTER_ADDR to the address of the first one." if is_here else ""
-            return (
-                f"NODE_RANK={node_rank} waits for the first of num_nodes={num_nodes} machines at {address}:{port}, "
-                f"where nothing answers.{here}{start(0)}"
-            )
-        absent = [n for n, count in enumerate(counts) if n != node_rank and count < num_processes]
-        return (
-            f"NODE_RANK={node_rank} waits at {address}:{port} for {len(absent)} of num_nodes={num_nodes} machines: "
-            f"{sum(counts)} of {num_nodes * num_processes} processes have come."
-            + "".join(start(node) for node in absent[:1] if not counts[node])
-        )
-
-    def print_missing() -> None:
+    def print_until_met() -> None:
         seconds = _FIRST_SECONDS
         while not met.wait(seconds):
             seconds = _NEXT_SECONDS
             # Not print: the main thread is inside torch and may hold the lock of its output.
-            os.write(2, f"{missing()}\n".encode())
+            os.write(2, f"{text}\n".encode())
 
     if local_rank == 0:
-        threading.Thread(target=print_missing, name="hasten-meeting", daemon=True).start()
+        threading.Thread(target=print_until_met, name="hasten-waiting", daemon=True).start()
     try:
-        store = _stores.TCPStore(
-            address,
-            port,
-            is_master=node_rank == 0 and local_rank == 0,
-            wait_for_workers=False,
-            timeout=timeout,
-            multi_tenant=True,
-        )
-        store.add(f"hasten-machine-{node_rank}", 1)
-        yield _stores.PrefixStore("hasten", store)
+        yield
     finally:
         met.set()

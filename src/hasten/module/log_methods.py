@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
     from hasten.logged_values import LoggedValues
     from hasten.types import Group, MetricValue
@@ -99,3 +101,10 @@ class LogMethods:
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         """Log without values of a run."""
         raise NotImplementedError
+
+
+def log_into(module: nn.Module, values: LoggedValues) -> None:
+    """Let ``module`` and the modules in it log into the values of a run."""
+    for child in module.modules():
+        if isinstance(child, LogMethods):
+            child.__dict__["_run_values"] = values

@@ -16,7 +16,7 @@ from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import collectives
 from hasten.machine.cluster import LightningEnvironment
-from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program, rendezvous
+from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program, print_while_waiting
 from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
@@ -140,30 +140,29 @@ class ParallelStrategy(Strategy):
         device = self.root_device
         assert self.accelerator is not None
         self.accelerator.setup_device(device)
-        with self._meeting(store) as place:
+        with self._notice(store):
             collectives.join(
                 backend=self.process_group_backend,
                 rank=self.global_rank,
                 world_size=self.world_size,
                 device=device,
                 timeout=self._timeout,
-                store=place,
+                store=store,
             )
         return function(*args, **kwargs)
 
-    def _meeting(self, store: Any) -> AbstractContextManager[Any]:
-        """Return a context that gives the store where the processes meet; None for the one torch makes."""
+    def _notice(self, store: Any) -> AbstractContextManager[Any]:
+        """Return a context that prints which other machines this one waits for."""
         # torchrun has brought its processes together before they start.
         if self.num_nodes == 1 or store is not None or collectives.joined() or "TORCHELASTIC_RUN_ID" in os.environ:
-            return nullcontext(store)
+            return nullcontext()
         command = None
         if isinstance(self.cluster_environment, LightningEnvironment):
             with suppress(RuntimeError):  # a session, which has no command
                 command = command_of_this_program()
-        return rendezvous(
-            command, node_rank=self.node_rank, num_nodes=self.num_nodes, num_processes=self.num_processes,
-            local_rank=self.local_rank, timeout=self._timeout,
-        )  # fmt: skip
+        return print_while_waiting(
+            command, node_rank=self.node_rank, num_nodes=self.num_nodes, local_rank=self.local_rank
+        )
 
     # -- between processes
 

@@ -20,6 +20,7 @@ from hasten.loops.user_code import check_call
 from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
+from hasten.module.log_methods import log_into
 from hasten.profilers.base import PassThroughProfiler
 from hasten.seed import collect_rng_state, restore_rng_state
 
@@ -129,9 +130,7 @@ def limited_run(
         run = trainer._make_run(module, data, stop)
         # Programs see the arguments they gave.
         trainer._arguments, trainer._run = arguments, run
-        for child in module.modules():
-            if isinstance(child, LightningModule):
-                child.__dict__["_run_values"] = trainer._logged
+        log_into(module, trainer._logged)
         try:
             for source in run.data_of(stage):
                 if not source.is_off():

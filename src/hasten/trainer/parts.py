@@ -15,6 +15,7 @@ from hasten.machine import launch
 from hasten.machine.host import is_interactive
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
+from hasten.module.log_methods import log_into
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
@@ -90,9 +91,7 @@ def callbacks(arguments: Arguments) -> list[Callback]:
 def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
     """Attach module and datamodule to a Trainer, and add the callbacks of ``configure_callbacks``."""
     module.trainer = trainer
-    for child in module.modules():
-        if isinstance(child, LightningModule):
-            child.__dict__["_run_values"] = trainer._logged
+    log_into(module, trainer._logged)
     if datamodule is not None:
         datamodule.trainer = trainer
     configured = module.configure_callbacks()

@@ -50,6 +50,20 @@ def _limits(source_name: str, doc: str) -> ReadOnly[list[float]]:
     return ReadOnly(lambda trainer: trainer._limits(source_name), doc)
 
 
+def _of_class(trainer: TrainerView, name: str) -> list[Any]:
+    """Return the callbacks of a class of ``hasten.callbacks``, which is imported now."""
+    kind = getattr(callbacks, name)
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+
+
+def _callbacks_of(name: str, doc: str) -> ReadOnly[list[Any]]:
+    return ReadOnly(lambda trainer: _of_class(trainer, name), doc)
+
+
+def _first_of(name: str, doc: str) -> ReadOnly[Any]:
+    return ReadOnly(lambda trainer: next(iter(_of_class(trainer, name)), None), doc)
+
+
 class TrainerView(RuntimeView, TrainerSettings):
     """The readable side of a Trainer."""
 
@@ -89,15 +103,13 @@ class TrainerView(RuntimeView, TrainerSettings):
     )
     global_step = ReadOnly[int]("_progress.global_step", "Optimizer steps done in the whole run.")
 
-    @property
-    def total_batch_idx(self) -> int:
-        """Index of the last batch over the whole run, from 0."""
-        return self._progress.total_batches - 1
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the current training batch is the last of its epoch."""
-        return self._run is not None and self._run.is_last_batch
+    total_batch_idx = ReadOnly[int](
+        lambda trainer: trainer._progress.total_batches - 1, "Index of the last batch over the whole run, from 0."
+    )
+    is_last_batch = ReadOnly[bool](
+        lambda trainer: trainer._run is not None and trainer._run.is_last_batch,
+        "Whether the current training batch is the last of its epoch.",
+    )
 
     @property
     def should_stop(self) -> bool:
@@ -181,15 +193,14 @@ class TrainerView(RuntimeView, TrainerSettings):
         if self._run is not None:
             self._run.optimizers[:] = optimizers
 
-    @property
-    def wrapped_optimizers(self) -> list[Any]:
-        """The optimizers as manual optimization uses them."""
-        return [] if self._run is None else self._run.wrapped_optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """The learning-rate schedulers and when they step."""
-        return [] if self._run is None else self._run.schedulers
+    wrapped_optimizers = ReadOnly[list[Any]](
+        lambda trainer: [] if trainer._run is None else trainer._run.wrapped_optimizers,
+        "The optimizers as manual optimization uses them.",
+    )
+    lr_scheduler_configs = ReadOnly["list[LRSchedulerConfig]"](
+        lambda trainer: [] if trainer._run is None else trainer._run.schedulers,
+        "The learning-rate schedulers and when they step.",
+    )
 
     train_dataloader = _loaders("train", "The training loader as it is read, or None before it was loaded.")
     val_dataloaders = _loaders("validation", "The validation loader, or a list of several.")
@@ -238,7 +249,7 @@ class TrainerView(RuntimeView, TrainerSettings):
             run.train.load()
             if not math.isinf(limit := run.train.limit):
                 steps = run.max_epochs * math.ceil(limit / run.accumulate_grad_batches)
-                for schedule in self._callbacks_of(callbacks.GradientAccumulationScheduler)[:1]:
+                if (schedule := next(iter(_of_class(self, "GradientAccumulationScheduler")), None)) is not None:
                     windows = map(schedule.get_accumulate_grad_batches, range(int(run.max_epochs)))
                     steps = sum(math.ceil(limit / window) for window in windows)
         return _whole(steps if max_steps == -1 else min(steps, max_steps))
@@ -311,37 +322,15 @@ class TrainerView(RuntimeView, TrainerSettings):
     def callbacks(self, callbacks: list[Callback]) -> None:
         self._callbacks[:] = callbacks
 
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        """All callbacks that save checkpoints."""
-        return self._callbacks_of(callbacks.Checkpoint)
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        """The first callback that saves checkpoints, or None."""
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        """All EarlyStopping callbacks."""
-        return self._callbacks_of(callbacks.EarlyStopping)
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        """The first EarlyStopping callback, or None."""
-        return next(iter(self.early_stopping_callbacks), None)
-
-    @property
-    def progress_bar_callback(self) -> Any:
-        """The progress bar, or None."""
-        return next(iter(self._callbacks_of(callbacks.ProgressBar)), None)
+    checkpoint_callbacks = _callbacks_of("Checkpoint", "All callbacks that save checkpoints.")
+    checkpoint_callback = _first_of("Checkpoint", "The first callback that saves checkpoints, or None.")
+    early_stopping_callbacks = _callbacks_of("EarlyStopping", "All EarlyStopping callbacks.")
+    early_stopping_callback = _first_of("EarlyStopping", "The first EarlyStopping callback, or None.")
+    progress_bar_callback = _first_of("ProgressBar", "The progress bar, or None.")
 
     ckpt_path = ReadOnly["str | None"]("_ckpt_path", "The checkpoint the last call started from.")
 
     # -- inside
-
-    def _callbacks_of(self, kind: type) -> list[Any]:
-        return [callback for callback in self._callbacks if isinstance(callback, kind)]
 
     def _source(self, name: str) -> StageData | None:
         return None if self._run is None else getattr(self._run, name)
