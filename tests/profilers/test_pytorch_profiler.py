@@ -66,18 +66,15 @@ def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
     assert "aten::addmm" in report
 
 
-@pytest.mark.parametrize("batches", [1, 3, 4])
-def test_few_batches_are_recorded_all(tmp_path: Path, batches: int) -> None:
-    profiled(tmp_path, samples=4 * batches)
-    found = traces(tmp_path)
-    assert found["training"][STEP.format("training")] == batches
-    assert found["validation"][STEP.format("validation")] == batches
-
-
-def test_few_batches_over_many_epochs_are_not_few(tmp_path: Path) -> None:
-    profiled(tmp_path, samples=8, arguments={"max_epochs": 4})
-    found = traces(tmp_path)
-    assert found["training"][STEP.format("training")] == 3
+def test_a_quick_check_is_recorded_whole_and_a_run_that_is_too_short_warns(tmp_path: Path) -> None:
+    profiled(tmp_path, arguments={"fast_dev_run": 2})
+    (found,) = traces(tmp_path).values()
+    assert (found[STEP.format("training")], found[STEP.format("validation")]) == (2, 2)
+    with pytest.warns(UserWarning, match="ended before its schedule recorded a batch. Pass schedule=None"):
+        quiet(profiler=PyTorchProfiler(dirpath=tmp_path / "short")).fit(Classifier(), loader(8))
+    # Batches count over all epochs.
+    quiet(profiler=PyTorchProfiler(dirpath=tmp_path / "long"), max_epochs=4).fit(Classifier(), loader(8))
+    assert traces(tmp_path / "long")["training"][STEP.format("training")] == 3
 
 
 def test_a_schedule(tmp_path: Path) -> None:

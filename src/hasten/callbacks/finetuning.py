@@ -62,7 +62,7 @@ class BaseFinetuning(Callback):
 
     def __init__(self) -> None:
         self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
-        # The names of trainable parameters, and whether each batch normalisation tracks its statistics.
+        # The names of trainable parameters, and whether each batch normalization tracks its statistics.
         self._trainable: list[str] | None = None
         self._tracks_stats: dict[str, bool] = {}
         self._restarting = False
@@ -93,7 +93,14 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters that train (or do not), with ``train_bn`` also those of batch normalisation."""
+        """Yield the direct parameters of each inner module.
+
+        Args:
+            modules: a module, or modules nested in lists, tuples and dicts.
+            train_bn: include batch normalization.
+            requires_grad: yield the parameters that train (True) or those that are frozen (False).
+
+        """
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 for parameter in module.parameters(recurse=False):
@@ -113,7 +120,13 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters of a module, or a nest of them; with ``train_bn`` not those of batch normalisation."""
+        """Freeze all parameters.
+
+        Args:
+            modules: a module, or modules nested in lists, tuples and dicts.
+            train_bn: leave batch normalization trainable.
+
+        """
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
 
@@ -145,7 +158,7 @@ class BaseFinetuning(Callback):
             optimizer: gets a new group, unless it has all the parameters already.
             lr: learning rate of the group; by default that of the first group divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
-            train_bn: unfreeze batch normalisation too.
+            train_bn: unfreeze batch normalization too.
 
         """
         wanted: list[nn.Parameter] = []
@@ -239,7 +252,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: the backbone's first learning rate itself, instead of the share.
         should_align: do not exceed the first group's learning rate.
         initial_denom_lr: passed to ``unfreeze_and_add_param_group``, for subclasses.
-        train_bn: train the backbone's batch normalisation, also before it is unfrozen; False freezes it from the start.
+        train_bn: train the backbone's batch normalization, also before it is unfrozen; False freezes it from the start.
         verbose: report the learning rates each epoch.
         rounding: digits after the point in the report.
 
@@ -396,7 +409,7 @@ def _restore_groups(module: nn.Module, optimizer: Optimizer, groups: list[dict[s
     ]
 
 
-def schedule_new_groups(scheduler: Any, optimizer: Optimizer) -> None:
+def schedule_new_groups(scheduler: object, optimizer: Optimizer) -> None:
     """Let a scheduler scale groups added after it was made in proportion to the first group.
 
     torch's schedulers only know the groups there were at their creation, and raise at the next step otherwise.

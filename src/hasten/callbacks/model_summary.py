@@ -34,7 +34,7 @@ class ModelSummary(Callback):
 
     """
 
-    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: object) -> None:
         self._max_depth = check_depth(max_depth)
         self._summarize_kwargs = summarize_kwargs
 
@@ -61,7 +61,7 @@ class ModelSummary(Callback):
         model_size: float,
         total_training_modes: dict[str, int],
         total_flops: int = 0,
-        **summarize_kwargs: Any,
+        **summarize_kwargs: object,
     ) -> None:
         """Write the table.
 
@@ -97,7 +97,7 @@ class RichModelSummary(ModelSummary):
 
     """
 
-    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: object) -> None:
         need("rich", purpose="RichModelSummary()")
         super().__init__(max_depth, **summarize_kwargs)
 
@@ -109,14 +109,15 @@ class RichModelSummary(ModelSummary):
         model_size: float,
         total_training_modes: dict[str, int],
         total_flops: int = 0,
-        **summarize_kwargs: Any,
+        **summarize_kwargs: object,
     ) -> None:
         """Draw the table; see ``ModelSummary.summarize`` for the arguments."""
         from rich import get_console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
+        style: Any = summarize_kwargs.get("header_style", "bold magenta")
+        table = Table(header_style=style)
         for heading, _ in summary_data:
             table.add_column(
                 heading,

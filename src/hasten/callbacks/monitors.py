@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
-from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.module.callback import Callback
 from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from torch.optim import Optimizer
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -37,7 +38,8 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: "step" or "epoch"; None for the interval each scheduler steps at.
-        log_momentum: also log the momentum (for Adam and its kin the first beta) as ``<name>-momentum``.
+        log_momentum: also log the momentum (of Adam and its kin the first beta) as ``<name>-momentum``; 0 for an
+            optimizer without one.
         log_weight_decay: also log the weight decay as ``<name>-weight_decay``.
 
     Raises:
@@ -78,17 +80,6 @@ class LearningRateMonitor(Callback):
         self.lrs = {name: [] for name in names}
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
-        without = {
-            type(optimizer).__name__
-            for optimizer, _, _ in found
-            if "momentum" not in optimizer.defaults and "betas" not in optimizer.defaults
-        }
-        if self.log_momentum and without:
-            rank_zero_warn(
-                f"LearningRateMonitor(log_momentum=True): {', '.join(sorted(without))} has no momentum; 0 is logged "
-                "for it.",
-                RuntimeWarning,
-            )
 
     def on_train_batch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Log before a step whose values are logged too."""
@@ -304,6 +295,14 @@ _BATCH_START = {
 }
 
 
+class ThroughputOptions(TypedDict, total=False):
+    """The arguments of ``Throughput`` that a ``ThroughputMonitor`` takes."""
+
+    available_flops: float | None
+    window_size: int
+    separator: str
+
+
 class ThroughputMonitor(Callback):
     """Log how fast a run is: batches, samples and items a second, FLOP/s, and their share of the peak (MFU).
 
@@ -332,7 +331,10 @@ class ThroughputMonitor(Callback):
     """
 
     def __init__(
-        self, batch_size_fn: Callable[[Any], int], length_fn: Callable[[Any], int] | None = None, **kwargs: Any
+        self,
+        batch_size_fn: Callable[[Batch], int],
+        length_fn: Callable[[Batch], int] | None = None,
+        **kwargs: Unpack[ThroughputOptions],
     ) -> None:
         super().__init__()
         allowed = "a function of a batch, for instance lambda batch: batch[0].size(0)"
@@ -355,13 +357,13 @@ class ThroughputMonitor(Callback):
         device = trainer.strategy.root_device
         if "available_flops" not in self.kwargs:
             self.available_flops = get_available_flops(device, compute_dtype(trainer.precision_plugin))
-        options = {**self.kwargs, "available_flops": self.available_flops, "world_size": trainer.world_size}
+        options: ThroughputOptions = {**self.kwargs, "available_flops": self.available_flops}
         stages = [RunningStage.TRAINING, RunningStage.VALIDATING]
         if stage != TrainerFn.FITTING.value:
             assert trainer.state.stage is not None
             stages = [trainer.state.stage]
         for found in stages if trainer.is_global_zero else ():
-            self._stages[found] = StageThroughput(found, device, **options)
+            self._stages[found] = StageThroughput(found, device, trainer.world_size, **options)
         counts = trainer.is_global_zero and not hasattr(pl_module, "flops_per_batch")
         use_hooks(self, ThroughputMonitor, counts, *_BATCH_START.values())
 
@@ -465,12 +467,14 @@ class ThroughputMonitor(Callback):
 class StageThroughput(Throughput):
     """The rates of one stage, from the times at which the device ended its batches."""
 
-    def __init__(self, stage: RunningStage, device: torch.device, **options: Any) -> None:
+    def __init__(
+        self, stage: RunningStage, device: torch.device, world_size: int = 1, **options: Unpack[ThroughputOptions]
+    ) -> None:
         self.stage = stage
         self._on_cuda = device.type == "cuda"
         # The operations of a batch, once they are counted; ``reset`` keeps them.
         self.flops: int | None = None
-        super().__init__(**options)
+        super().__init__(world_size=world_size, **options)
 
     def reset(self) -> None:
         """Remove all that was recorded, but not the operations of a batch."""

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,9 +116,9 @@ class ProgressBar(Callback):
         """Show the bar again."""
         raise NotImplementedError(f"{type(self).__name__} must override enable().")
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print without breaking the bar."""
-        print(*args, **kwargs)
+    def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
+        """Print without breaking the bar; the arguments are those of Python's ``print``."""
+        print(*args, sep=sep, **kwargs)  # type: ignore[call-overload]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Keep the Trainer; show the bar on the first process only."""
@@ -162,17 +163,16 @@ _EVALUATION = {
 }
 
 
+def _bar_property(name: str, read: Callable[[DrawnProgressBar], Any], doc: str | None = None) -> Any:
+    return property(read, lambda self, bar: self._bars.__setitem__(name, bar), doc=doc)
+
+
 def _bar_of(name: str, stage: str) -> Any:
-    """Return a property for the bar of a stage."""
-    return property(
-        lambda self: self._public_bar(self._bar(name)),
-        lambda self, bar: self._bars.__setitem__(name, bar),
-        doc=f"The bar of {stage}.",
-    )
+    return _bar_property(name, lambda self: self._public_bar(self._bar(name)), f"The bar of {stage}.")
 
 
 def _bar_or_none(name: str) -> Any:
-    return property(lambda self: self._bars.get(name), lambda self, bar: self._bars.__setitem__(name, bar))
+    return _bar_property(name, lambda self: self._bars.get(name))
 
 
 class DrawnProgressBar(ProgressBar):
@@ -347,11 +347,11 @@ class DrawnProgressBar(ProgressBar):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bars that are shown."""
+    def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
+        """Print above the bars that are shown; the arguments are those of Python's ``print``."""
         shown = next((bar for bar in self._bars.values() if not bar.disable and draws(bar)), None)
         if shown is None:
-            print(*args, sep=sep, **{"flush": True, **kwargs})
+            print(*args, sep=sep, **{"flush": True, **kwargs})  # type: ignore[call-overload]
         else:
             kwargs.pop("flush", None)
             shown.write(sep.join(map(str, args)), **kwargs)
@@ -393,7 +393,7 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
     """Set a bar to zero of ``total``."""
     if bar.disable:
         return
-    if bar.n and not getattr(bar, "_quiet_lines", True):
+    if bar.n and getattr(bar, "leave", False):
         _write_line(bar)  # of the previous loader
     bar.set_description(description, refresh=False)
     bar.postfix = None
@@ -403,7 +403,7 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
 
 def convert_inf(total: float | None) -> float | None:
     """Return None for an unknown length, as tqdm writes it."""
-    return None if total is None or math.isinf(total) or math.isnan(total) else total
+    return None if total is None or math.isinf(total) else total
 
 
 def _write_line(bar: Any) -> None:
@@ -411,7 +411,7 @@ def _write_line(bar: Any) -> None:
         bar.write_line()
 
 
-def draws(bar: Any) -> bool:
+def draws(bar: object) -> bool:
     """Return whether a bar is drawn over itself, rather than written as lines."""
     return bool(getattr(bar, "_draws", True))
 
@@ -474,28 +474,28 @@ class TQDMProgressBar(DrawnProgressBar):
 
     # -- the bars; override to change how they look
 
-    def init_sanity_tqdm(self) -> Any:
+    def init_sanity_tqdm(self) -> tqdm[Any]:
         """Return the bar of the sanity check."""
-        return self._make(self.sanity_check_description, leave=False, quiet_lines=True)
+        return self._make(self.sanity_check_description, leave=False)
 
-    def init_train_tqdm(self) -> Any:
+    def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of training."""
         return self._make(self.train_description, leave=True, smoothing=0)
 
-    def init_predict_tqdm(self) -> Any:
+    def init_predict_tqdm(self) -> tqdm[Any]:
         """Return the bar of prediction."""
         return self._make(self.predict_description, leave=True, smoothing=0)
 
-    def init_validation_tqdm(self) -> Any:
+    def init_validation_tqdm(self) -> tqdm[Any]:
         """Return the bar of validation: below that of training, or alone."""
         inside = self.trainer.state.fn != TrainerFn.VALIDATING
-        return self._make(self.validation_description, leave=not inside, position=int(inside), quiet_lines=inside)
+        return self._make(self.validation_description, leave=not inside, position=int(inside))
 
-    def init_test_tqdm(self) -> Any:
+    def init_test_tqdm(self) -> tqdm[Any]:
         """Return the bar of the test."""
         return self._make(self.test_description, leave=True)
 
-    def _make(self, description: str, *, position: int = 0, quiet_lines: bool = False, **options: Any) -> Any:
+    def _make(self, description: str, *, position: int = 0, **options: Any) -> tqdm[Any]:
         options |= {
             "desc": description,
             "position": 2 * self._process_position + position,
@@ -508,7 +508,7 @@ class TQDMProgressBar(DrawnProgressBar):
             from tqdm.notebook import tqdm as widgets
 
             return widgets(**options)
-        return Tqdm(quiet_lines=quiet_lines, **options)
+        return Tqdm(**options)
 
     def _open(self, name: str) -> Any:
         return getattr(self, f"init_{name}_tqdm")()
@@ -535,7 +535,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     Args:
         *args: as for ``tqdm``.
-        **kwargs: as for ``tqdm``; ``quiet_lines`` keeps a bar inside another from writing a line at its end.
+        **kwargs: as for ``tqdm``; where there is no terminal, ``leave=False`` writes no line at the end.
 
     Example::
 
@@ -547,12 +547,11 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
     # The callback refreshes bars; tqdm's monitor thread would only cost time.
     monitor_interval: ClassVar[int] = 0
 
-    def __init__(self, *args: Any, quiet_lines: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._draws = _is_terminal(kwargs.get("file") or sys.stderr)
-        self._quiet_lines = quiet_lines
         self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
         self._shown: tuple[Any, ...] | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)  # type: ignore[call-overload]
 
     @staticmethod
     def format_num(n: float | str) -> str:
@@ -585,7 +584,9 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         state = (self.n, self.total, self.desc, self.postfix)
         if state != self._shown:
             self._shown = state
-            self.fp.write(self._line() + "\n")
+            # Without columns there is no bar, and the line is not cut.
+            looks = {"ncols": 0, "bar_format": None, "prefix": (self.desc or "").removesuffix(": ")}
+            self.fp.write(self.format_meter(**{**self.format_dict, **looks}) + "\n")
             self.fp.flush()
 
     def clear(self, nolock: bool = False) -> None:
@@ -596,7 +597,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
     def close(self) -> None:
         """End the bar; without a terminal its last state is written as a line."""
         if not self._draws and not self.disable:
-            if not self._quiet_lines and self.n:
+            if self.leave and self.n:
                 self.write_line()
             self.leave = False
         super().close()
@@ -606,28 +607,15 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         if self._draws:
             super().moveto(n)
 
-    def _line(self) -> str:
-        state = self.format_dict
-        elapsed, total, rate = state["elapsed"], self.total, state["rate"]
-        done = f"{self.n}/{total}" if total else f"{self.n}"
-        if not rate and elapsed > 0:
-            rate = (self.n - self.initial) / elapsed
-        times = self.format_interval(elapsed)
-        if total and rate and self.n < total:
-            times += "<" + self.format_interval((total - self.n) / rate)
-        parts = [times, f"{rate:.2f}it/s" if rate else "", str(self.postfix or "")]
-        description = (self.desc or "").rstrip()
-        return f"{description} {done} [{', '.join(filter(None, parts))}]".strip()
-
 
 # A lock between threads, instead of tqdm's lock between processes, which starts a helper process.
 Tqdm.set_lock(threading.RLock())
 
 
-def _is_terminal(stream: Any) -> bool:
+def _is_terminal(stream: object) -> bool:
     if in_notebook():
         return True
     try:
-        return bool(stream.isatty())
+        return bool(stream.isatty())  # type: ignore[attr-defined]
     except (AttributeError, ValueError):  # not a file, or a closed one
         return False

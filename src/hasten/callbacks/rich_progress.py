@@ -17,7 +17,7 @@ from hasten._lib.optional import installed, need
 from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, Tqdm, convert_inf
 
 if TYPE_CHECKING:
-    from rich.progress import Task
+    from rich.progress import ProgressColumn, Task
     from rich.style import Style
 
     from hasten.module import LightningModule
@@ -126,8 +126,24 @@ class RichProgressBar(DrawnProgressBar):
         """Whether the bar is shown."""
         return self._enabled and self._refresh_rate > 0
 
-    def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns of a bar, before the values; override it to change them."""
+    def configure_columns(self, trainer: Trainer) -> list[str | ProgressColumn]:
+        """Return the columns of a bar, before the values; override it to change them.
+
+        Args:
+            trainer: the Trainer whose run is shown.
+
+        Returns:
+            columns of rich, or strings with the fields of a ``rich.progress.Task``.
+
+        Example::
+
+            >>> class Short(RichProgressBar):
+            ...     def configure_columns(self, trainer):
+            ...         return ["{task.description}", "{task.completed}/{task.total}"]
+
+        Source of the columns: https://rich.readthedocs.io/en/stable/progress.html#columns
+
+        """
         from rich.progress import BarColumn, TextColumn
 
         theme = self.theme
@@ -143,10 +159,10 @@ class RichProgressBar(DrawnProgressBar):
             _column(theme.processing_speed, speed_text),
         ]
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print above the bars that are shown."""
+    def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
+        """Print above the bars that are shown; the arguments are those of Python's ``print``."""
         # rich replaces stdout while a bar is shown, and puts whole lines above it.
-        print(*args, **{"flush": self.progress is None, **kwargs})
+        print(*args, sep=sep, **{"flush": self.progress is None, **kwargs})  # type: ignore[call-overload]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop()
@@ -170,7 +186,6 @@ class RichProgressBar(DrawnProgressBar):
                 disable=self.is_disabled,
                 file=None if self._console is None else self._console.file,
                 leave=not inside,
-                quiet_lines=inside,
             )
         bar = RichBar(self, description, leave=not inside, shows_metrics=name == "train")
         self._shown.append(bar)
@@ -259,9 +274,10 @@ class RichBar:
         return self._owner.progress if self in self._owner._shown else None
 
     @property
-    def task(self) -> Any:
+    def task(self) -> Task:
         """Rich's task of this bar."""
-        return next(task for task in self._owner.progress.tasks if task.id == self.id)
+        tasks: list[Task] = self._owner.progress.tasks
+        return next(task for task in tasks if task.id == self.id)
 
     @property
     def initial(self) -> int:

@@ -29,7 +29,7 @@ FILE_NAME = "skip_batches.json"
 class TrainingSpikeException(RuntimeError):
     """The loss jumped; ``batch_idx`` is the batch in which it did."""
 
-    def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, batch_idx: int, *args: object, **kwargs: object) -> None:
         message = f"The loss jumped in batch {batch_idx} of the epoch."
         super().__init__(*(args or (message,)), **kwargs)
         self.batch_idx = batch_idx

@@ -49,7 +49,7 @@ class WeightAveraging(Callback):
 
     Args:
         device: where the average lives; by default where the module does.
-        use_buffers: average the buffers too (the statistics of batch normalisation, for instance) instead of copying
+        use_buffers: average the buffers too (the statistics of batch normalization, for instance) instead of copying
             them.
         kwargs: ``avg_fn(averaged, current, num_averaged)``, which returns the new average of a parameter, or
             ``multi_avg_fn(averaged, current, num_averaged)``, which changes lists of them in place; the mean over all
@@ -75,12 +75,17 @@ class WeightAveraging(Callback):
     # When a validation or an epoch ends, the module's own hooks still see the average, and all changes are done.
     runs_last: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        **kwargs: Callable[..., Any] | None,
+    ) -> None:
         owner, error, known = type(self).__name__, MisconfigurationException, ["avg_fn", "multi_avg_fn"]
         for name in kwargs.keys() - known:
             raise TypeError(
-                f"{owner}({name}=...): there is no such argument.{did_you_mean(name, known)} "
-                f"Besides device and use_buffers it takes {known}."
+                f"{owner}({name}=...): unknown argument.{did_you_mean(name, known)} "
+                f"Besides device and use_buffers, it takes {known}."
             )
         allowed = "a function of (averaged, current, num_averaged)"
         self._avg_fn, self._multi_avg_fn = (
@@ -351,7 +356,7 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: int = 1,
         update_starting_at_step: int | None = None,
         update_starting_at_epoch: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         name = type(self).__name__
         for fixed in {"avg_fn", "multi_avg_fn"}.intersection(kwargs):
@@ -364,7 +369,7 @@ class EMAWeightAveraging(WeightAveraging):
             ("update_starting_at_epoch", update_starting_at_epoch),
         ):
             check.whole(name, argument, value, at_least=0, allow_none=True, error=error)
-        super().__init__(device, use_buffers, **kwargs, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        super().__init__(device, use_buffers, **kwargs, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[arg-type]
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
@@ -476,7 +481,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     @staticmethod
     def pl_module_contains_batch_norm(pl_module: nn.Module) -> bool:
-        """Return whether a module has batch normalisation."""
+        """Return whether a module has batch normalization."""
         return any(isinstance(module, _BatchNorm) for module in pl_module.modules())
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -572,7 +577,7 @@ class StochasticWeightAveraging(WeightAveraging):
             target.copy_(source)
 
     def reset_batch_norm_and_save_state(self, pl_module: nn.Module) -> None:
-        """Reset the statistics of the batch normalisation that trains, and let it average over all batches."""
+        """Reset the statistics of the batch normalization that trains, and let it average over all batches."""
         self.momenta = {}
         for module in pl_module.modules():
             if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
@@ -581,7 +586,7 @@ class StochasticWeightAveraging(WeightAveraging):
                 module.momentum = None
 
     def reset_momenta(self) -> None:
-        """Restore the momentum of batch normalisation."""
+        """Restore the momentum of batch normalization."""
         for module, momentum in self.momenta.items():
             module.momentum = momentum  # type: ignore[assignment]
         self.momenta = {}
@@ -608,7 +613,7 @@ class StochasticWeightAveraging(WeightAveraging):
             )
         elif not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
             problem = (
-                f": batch normalisation needs training_step to run once more without training, and that of {kind} "
+                f": batch normalization needs training_step to run once more without training, and that of {kind} "
                 "steps the optimizer itself. Use automatic optimization or WeightAveraging."
             )
         if problem:

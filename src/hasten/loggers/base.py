@@ -85,7 +85,14 @@ class Logger(ABC):
 
     @abstractmethod
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record hyper-parameters, a dict or Namespace."""
+        """Record hyper-parameters.
+
+        Args:
+            params: names and values.
+            args: what a logger takes besides, such as metrics to show beside them.
+            kwargs: the same by name.
+
+        """
 
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:  # noqa: B027 - optional
         """Record the graph of ``model``, where the logger can."""

@@ -75,7 +75,7 @@ class CometLogger(UploadingLogger):
         online: bool | None = None,
         prefix: str | None = None,
         log_model: Literal["all"] | bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         # Comet records torch and other libraries unless this is set before it is imported.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
@@ -137,7 +137,13 @@ class CometLogger(UploadingLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values at an index of the optimizer step; "epoch" is logged as the epoch of the others."""
+        """Log values.
+
+        Args:
+            metrics: numbers by name; "epoch" is logged as the epoch of the others.
+            step: index of the optimizer step.
+
+        """
         row = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in metrics.items()}
         epoch = int(row.pop("epoch")) if "epoch" in row else None
         self.experiment.log_metrics(row, prefix=self._prefix, step=step, epoch=epoch)

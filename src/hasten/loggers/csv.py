@@ -226,7 +226,13 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row; ``step`` is the number of buffered rows by default, and a new name becomes a new column."""
+        """Add a row.
+
+        Args:
+            metrics: numbers by name; a new name becomes a new column.
+            step: index of the optimizer step; the number of buffered rows by default.
+
+        """
         buffered = self.experiment.metrics
         if step is None:
             step = len(buffered)

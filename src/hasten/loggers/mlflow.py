@@ -170,9 +170,12 @@ class MLFlowLogger(UploadingLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values at an index of the optimizer step.
+        """Log values.
 
-        Text is left out, and so are characters of names that MLflow does not take.
+        Args:
+            metrics: numbers by name. Text is left out, and so are characters of names that MLflow does not take.
+            step: index of the optimizer step; 0 by default.
+
         """
         metric = need("mlflow.entities", purpose="MLFlowLogger").Metric
         now_ms, row = int(time.time() * 1000), []
@@ -258,7 +261,9 @@ class MLFlowLogger(UploadingLogger):
     def finalize(self, status: str = "success") -> None:
         """Wait until all values have arrived, log the checkpoints that are left, and mark the run as ended.
 
-        "success" marks it FINISHED, "failed" FAILED, "aborted" KILLED.
+        Args:
+            status: "success" marks the run as FINISHED, "failed" as FAILED, "aborted" as KILLED.
+
         """
         if self._experiment is None:
             return

@@ -62,7 +62,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | os.PathLike[str] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         need("tensorboard", purpose="TensorBoardLogger")
         super().__init__(save_dir, name, version, prefix)

@@ -79,7 +79,7 @@ class WandbLogger(UploadingLogger):
         prefix: str = "",
         checkpoint_name: str | None = None,
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         need("wandb", purpose="WandbLogger")
         if offline and log_model:
@@ -150,9 +150,12 @@ class WandbLogger(UploadingLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers, or any of W&B's media, by name.
+        """Log values.
 
-        ``step`` is the index of the optimizer step: the x axis, logged as "trainer/global_step".
+        Args:
+            metrics: numbers, or any of W&B's media, by name.
+            step: index of the optimizer step: the x axis, logged as "trainer/global_step".
+
         """
         row = dict(with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR))
         if step is not None and not self._init.get("sync_tensorboard"):
@@ -173,9 +176,15 @@ class WandbLogger(UploadingLogger):
         dataframe: object = None,
         step: int | None = None,
     ) -> None:
-        """Log a table called ``key``: ``columns`` and ``data``, or a pandas ``dataframe``.
+        """Log a table.
 
-        ``data`` has rows of anything W&B shows: numbers, text, images; ``step`` is the index of the optimizer step.
+        Args:
+            key: its name.
+            columns: the names of its columns.
+            data: rows of anything that W&B shows: numbers, text, images.
+            dataframe: a pandas DataFrame, instead of ``columns`` and ``data``.
+            step: index of the optimizer step.
+
         """
         table = need("wandb", purpose="WandbLogger").Table(columns=columns, data=data, dataframe=dataframe)
         self.log_metrics({key: table}, step)
@@ -193,7 +202,7 @@ class WandbLogger(UploadingLogger):
         self.log_table(key, columns, data, dataframe, step)
 
     @rank_zero_only
-    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
         """Log images.
 
         Args:
@@ -210,12 +219,12 @@ class WandbLogger(UploadingLogger):
         self._log_media("Image", "images", key, images, step, kwargs)
 
     @rank_zero_only
-    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
         """Log sounds: arrays or paths; options as for ``log_image``, such as ``sample_rate=[16000]``."""
         self._log_media("Audio", "audios", key, audios, step, kwargs)
 
     @rank_zero_only
-    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
         """Log videos: arrays (time, channels, height, width) or paths; options as for ``log_image``."""
         self._log_media("Video", "videos", key, videos, step, kwargs)
 

@@ -180,12 +180,26 @@ class PassThroughProfiler(Profiler):
 
 
 class XLAProfiler(PassThroughProfiler):
-    """Not available, and raises ``ModuleNotFoundError``: hasten does not run on TPUs."""
+    """Not available: hasten does not run on TPUs.
+
+    Args:
+        port: not used.
+
+    Raises:
+        ModuleNotFoundError: always. ``PyTorchProfiler`` records the CPU and GPUs.
+
+    Example::
+
+        >>> XLAProfiler()
+        Traceback (most recent call last):
+            ...
+        ModuleNotFoundError: XLAProfiler: hasten does not run on TPUs. Use profiler="pytorch" for the CPU and GPUs.
+
+    """
 
     def __init__(self, port: int = 9012) -> None:
         raise ModuleNotFoundError(
-            'XLAProfiler(): hasten does not run on TPUs, so there is nothing it could trace. Use profiler="pytorch" '
-            "(PyTorchProfiler) for a trace of the CPU and of GPUs."
+            'XLAProfiler: hasten does not run on TPUs. Use profiler="pytorch" for the CPU and GPUs.'
         )
 
 
@@ -195,13 +209,13 @@ _CHOICES = [name for name in NAMED if name != "xla"]
 
 
 def resolve(profiler: object) -> Profiler:
-    """Return the profiler that ``Trainer(profiler=...)`` asks for.
+    """Return the profiler for ``Trainer(profiler=...)``.
 
     Args:
         profiler: None for none, a name, or a Profiler.
 
     Raises:
-        MisconfigurationException: there is none of this name.
+        MisconfigurationException: no profiler has this name.
         TypeError: it is something else.
 
     Example::

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,14 +18,13 @@ from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_h
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import warn_once
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.profilers.base import Profiler
 
 Schedule = Callable[[int], ProfilerAction]
 
 # The default: leave out the first batch, warm up on one, record three. Few enough not to slow a run down.
 _default = torch.profiler.schedule(wait=1, warmup=1, active=3)
-_DEFAULT_STEPS = 5
 _BATCH = "run_training_batch"
 _STAGES = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 # Arguments of Lightning's profiler that torch's does not have.
@@ -51,8 +50,8 @@ class PyTorchProfiler(Profiler):
         table_kwargs: more arguments of the table (``max_name_column_width``, ``top_level_events_only``, ...).
         **profiler_kwargs: for ``torch.profiler.profile``: ``schedule``, ``activities``, ``record_shapes``,
             ``profile_memory``, ``with_stack``, ``with_flops``, ``on_trace_ready``, ... By default a schedule that
-            leaves out one batch, warms up on one and records three; all batches where there are fewer than five,
-            with ``schedule=None``, and outside a Trainer.
+            leaves out one batch, warms up on one and records three. With ``schedule=None``, with
+            ``Trainer(fast_dev_run=...)``, and outside a Trainer all batches are recorded.
 
     Raises:
         MisconfigurationException: ``sort_by_key`` is not a column, ``schedule`` is not a schedule, or there is no CUDA.
@@ -89,7 +88,7 @@ class PyTorchProfiler(Profiler):
         sort_by_key: str | None = None,
         record_module_names: bool = True,
         table_kwargs: dict[str, Any] | None = None,
-        **profiler_kwargs: Any,
+        **profiler_kwargs: object,
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
         for name, own in (("sort_by", "sort_by_key"), ("row_limit", "row_limit")):
@@ -97,22 +96,21 @@ class PyTorchProfiler(Profiler):
                 raise KeyError(f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): Pass {own}=... instead.")
         _check_names(profiler_kwargs, torch.profiler.profile.__init__, _ADDED, TypeError)
         _check_names(table_kwargs or {}, EventList.table, frozenset(), KeyError)
-        self._enabled = profiler_kwargs.pop("enabled", True)
-        self._flame_graph = profiler_kwargs.pop("export_to_flame_graph", False)
-        self._metric = profiler_kwargs.pop("metric", "self_cpu_time_total")
-        cpu, cuda = profiler_kwargs.pop("use_cpu", True), profiler_kwargs.pop("use_cuda", None)
+        options: dict[str, Any] = dict(profiler_kwargs)
+        self._enabled = options.pop("enabled", True)
+        self._flame_graph = options.pop("export_to_flame_graph", False)
+        self._metric = options.pop("metric", "self_cpu_time_total")
+        cpu, cuda = options.pop("use_cpu", True), options.pop("use_cuda", None)
         cuda = torch.cuda.is_available() if cuda is None else cuda
         wanted = [ProfilerActivity.CPU] * bool(cpu) + [ProfilerActivity.CUDA] * bool(cuda)
-        activities = list(profiler_kwargs.pop("activities", None) or wanted)
-        self._by_default = "schedule" not in profiler_kwargs
-        schedule = profiler_kwargs.pop("schedule", None)
-        _check_schedule(schedule)
-        self._has_schedule = self._by_default or schedule is not None
-        self._schedule: Schedule | None = schedule
-        self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
-        with_stack = profiler_kwargs.pop("with_stack", False) or self._flame_graph
-        self._profiler_kwargs = {**profiler_kwargs, "activities": activities, "with_stack": with_stack}
-        self._group_by_input_shapes = group_by_input_shapes and profiler_kwargs.get("record_shapes", False)
+        activities = list(options.pop("activities", None) or wanted)
+        self._by_default = "schedule" not in options
+        self._schedule: Schedule | None = options.pop("schedule", None)
+        _check_schedule(self._schedule)
+        self._on_trace_ready = options.pop("on_trace_ready", None)
+        with_stack = options.pop("with_stack", False) or self._flame_graph
+        self._profiler_kwargs = {**options, "activities": activities, "with_stack": with_stack}
+        self._group_by_input_shapes = group_by_input_shapes and options.get("record_shapes", False)
         if emit_nvtx and not torch.cuda.is_available():
             raise MisconfigurationException(
                 "PyTorchProfiler(emit_nvtx=True): NVTX ranges are for NVIDIA's profiler, and there is no CUDA device "
@@ -140,8 +138,7 @@ class PyTorchProfiler(Profiler):
         self._recorded_stage: str | None = None
         self._batches: dict[str, int] = {}
         self._done: set[str] = set()
-        # The schedules of stages with fewer batches than the default one needs.
-        self._short: dict[str, Schedule] = {}
+        self._records_all = self._has_recorded = False
         self._next = ProfilerAction.NONE
         self._step_name = "profile"
         self._tables: dict[str, str] = {}
@@ -155,9 +152,9 @@ class PyTorchProfiler(Profiler):
         if self._names_modules and self.lightning_module is not None:
             self._contexts.enter_context(RegisterRecordFunction(self.lightning_module))
             self._names_modules = False
-        if (stage := _stage_of(action_name)) is not None:
+        stage = _stage_of(action_name)
+        if stage is not None and self._recorded_stage in (None, stage):
             self._step_name = action_name
-            self._begin_a_short_stage(stage)
         if action_name not in self._recording:
             # The prefix is known to viewers of traces, which group such ranges.
             record = record_function("[pl][profile]" + action_name)
@@ -178,10 +175,13 @@ class PyTorchProfiler(Profiler):
 
     def summary(self) -> str:
         """Return the tables of the operators that took longest, one for each stage recorded."""
+        has_begun = self.profiler is not None and not self._emit_nvtx
         self._end()
-        if not self._enabled or not self._tables:
-            return ""
-        return self._stats_to_str(self._tables)
+        if has_begun and not self._tables:
+            rank_zero_warn(
+                "PyTorchProfiler: the run ended before its schedule recorded a batch. Pass schedule=None to record all."
+            )
+        return self._stats_to_str(self._tables) if self._tables else ""
 
     def teardown(self, stage: str | None) -> None:
         """End the recording, and forget the run."""
@@ -200,7 +200,10 @@ class PyTorchProfiler(Profiler):
             self._contexts.enter_context(torch.cuda.profiler.profile())
             self.profiler = self._contexts.enter_context(torch.autograd.profiler.emit_nvtx())
             return
-        self._next = ProfilerAction.RECORD if self._records_all() else (self._schedule or _default)(0)
+        trainer = self._trainer()
+        has_default = self._by_default and trainer is not None and not trainer.fast_dev_run
+        self._records_all = self._schedule is None and not has_default
+        self._next = ProfilerAction.RECORD if self._records_all else (self._schedule or _default)(0)
         self.profiler = torch.profiler.profile(
             **self._profiler_kwargs, schedule=lambda _: self._next, on_trace_ready=self._trace_ready
         )
@@ -208,48 +211,27 @@ class PyTorchProfiler(Profiler):
         self.profiler.add_metadata("Framework", "hasten")
 
     def _batch_ended(self, stage: str) -> None:
-        if self._sanity_checking() or stage in self._done or self._records_all():
+        if self._records_all or stage in self._done or self._recorded_stage not in (None, stage):
             return
-        if self._recorded_stage not in (None, stage):
+        trainer = self._trainer()
+        # Training comes first: a cycle begun in the sanity check would leave it out.
+        if trainer is not None and trainer.sanity_checking:
             return
+        schedule = self._schedule or _default
         self._batches[stage] = self._batches.get(stage, 0) + 1
+        self._has_recorded = self._next in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
         if self._next == ProfilerAction.RECORD_AND_SAVE:
             self._done.add(stage)
-        self._go_on(stage)
-
-    def _go_on(self, stage: str) -> None:
-        """Take the next step of the schedule of a stage."""
-        schedule = self._short.get(stage) or self._schedule or _default
         self._next = ProfilerAction.NONE if stage in self._done else schedule(self._batches[stage])
         self._recorded_stage = None if self._next == ProfilerAction.NONE else stage
         self.profiler.step()
-
-    def _records_all(self) -> bool:
-        return not self._has_schedule or (self._by_default and self.lightning_module is None)
-
-    def _sanity_checking(self) -> bool:
-        # Training comes first: a cycle begun in the check would leave it out.
-        trainer = self._trainer()
-        return trainer is not None and trainer.sanity_checking
-
-    def _begin_a_short_stage(self, stage: str) -> None:
-        """Record from the first batch on where the default schedule would not come to its end."""
-        trainer = self._trainer()
-        if trainer is None or not self._by_default or self._recorded_stage is not None:
-            return
-        if stage in self._batches or self._sanity_checking():
-            return
-        batches = _batches_to_come(trainer, stage)
-        if batches < _DEFAULT_STEPS:
-            save, record = ProfilerAction.RECORD_AND_SAVE, ProfilerAction.RECORD
-            self._short[stage] = lambda done: save if done + 1 >= batches else record
-            self._batches[stage] = 0
-            self._go_on(stage)
 
     def _trainer(self) -> Any:
         return getattr(self.lightning_module, "_trainer", None) or getattr(self.lightning_module, "trainer", None)
 
     def _trace_ready(self, profiler: Any) -> None:
+        if not (self._records_all or self._has_recorded):
+            return
         name = self._step_name
         self.function_events = profiler.events()
         data = profiler.key_averages(group_by_input_shape=self._group_by_input_shapes)
@@ -262,7 +244,7 @@ class PyTorchProfiler(Profiler):
         if self.dirpath is None:
             warn_once(
                 "PyTorchProfiler dirpath",
-                "PyTorchProfiler: the trace is not written, there is no folder for it. Pass dirpath=..., or "
+                "PyTorchProfiler: the trace is not written, since no folder is given. Pass dirpath=..., or "
                 "export_to_chrome=False for the table alone.",
             )
             return
@@ -333,19 +315,8 @@ def _stage_of(action_name: str) -> str | None:
     return _STAGES.get(action_name.rpartition(".")[2])
 
 
-def _batches_to_come(trainer: Any, stage: str) -> float:
-    """Return how many batches of a stage a run has; those of one epoch where there is no end."""
-    if stage == "train":
-        epochs = trainer.max_epochs
-        batches: float = trainer.num_training_batches * (epochs if epochs is not None and epochs > 0 else 1)
-        steps = trainer.max_steps
-        return min(batches, steps * trainer.accumulate_grad_batches) if steps > 0 else batches
-    found: Any = getattr(trainer, f"num_{stage}_batches")
-    return sum(found) if isinstance(found, list) else found
-
-
 def _check_names(
-    kwargs: dict[str, Any], function: Callable[..., Any], added: frozenset[str], error: type[Exception]
+    kwargs: Iterable[str], function: Callable[..., Any], added: frozenset[str], error: type[Exception]
 ) -> None:
     """Raise for an argument that ``function`` does not take; torch would, but only when the run has begun."""
     known = {*inspect.signature(function).parameters, *added} - {"self"}
