@@ -17,7 +17,7 @@ from typing import Any
 
 from hasten.speed import advice as words
 from hasten.speed.advice import Advice, Line, Row, composed, notes
-from hasten.speed.engine import NO_GAIN, SLOWER, UNCLEAR, Engine, LateError, TrialError
+from hasten.speed.engine import NO_GAIN, SLOWER, SMALLEST_GAIN, UNCLEAR, Engine, LateError, TrialError
 from hasten.speed.fit_trial import Orders
 from hasten.speed.levers import FITTING, Lever, choose, expected_gain
 from hasten.speed.races import (
@@ -46,6 +46,8 @@ _MOST_TO_CONFIRM = 0.25
 _SHARE_OF_UNCHANGED = 0.25
 # A lever that promises less is not part of that search.
 _WORTH_A_SECOND_SEARCH = 1.02
+# A lever that compiles gets as much time as so many others: it starts slowly.
+_TIMES_TO_COMPILE = 3
 _UNCHANGED = "the unchanged program cannot be measured: "
 
 Say = Callable[[str], None]
@@ -128,7 +130,7 @@ class LineSearch:
         self._races = Races(open_trial, plan, clock=clock)
         self._began = clock()
         self._until = self._began + (plan.budget_seconds or math.inf)
-        self._left_to_try = 0
+        self._to_try: list[Lever] = []
         self._rows: dict[str, Row] = {}
         self._combinations: list[Row] = []
 
@@ -150,7 +152,7 @@ class LineSearch:
         # Compilers come last, the one of a whole model after the one of its blocks: their time is unknown.
         compiled = [lever for lever in same_model if "compile" in lever.arguments]
         compiled.sort(key=lambda lever: lever.arguments["compile"] != "regional")
-        self._left_to_try = len(fit)
+        self._to_try = fit
         kept = self._climb((), [lever for lever in same_model if lever not in compiled])
         # Levers that train another model are tried on top of those that train this one.
         whole = self._climb(kept, other_models)
@@ -158,7 +160,7 @@ class LineSearch:
         if self._plan.combine:
             kept = self._removed(self._climb(kept, self._worth_another_try(same_model, kept), again=True))
             whole = (*kept, *(lever for lever in whole if lever.safety == Safety.OTHER_MATHS))
-            lines = self._confirmed([self._automatic_line(same_model, kept), kept, whole])
+            lines = self._confirmed([*self._by_class(self._automatic_line(same_model, kept), kept), whole])
         else:
             lines = self._best_alone(levers)
         return self._advice(levers, lines)
@@ -243,15 +245,16 @@ class LineSearch:
         Levers that are tried ``again`` have a row already, which only a win replaces.
         """
         if again:
-            self._left_to_try = len(levers)
+            self._to_try = list(levers)
         for lever in levers:
             line = _with(base, lever)
             on_top = f" on top of {name_of(base)}" if base else ""
-            self._say(f"{lever.name}{on_top} ({self._left_to_try} to try, {self._left()})")
+            self._say(f"{lever.name}{on_top} ({len(self._to_try)} to try, {self._left()})")
             left = self._until - self._reserve() - self._clock()
+            share = _parts_of_time(lever) / sum(map(_parts_of_time, self._to_try))
             # Twice its share: most comparisons end early.
-            (row,) = self._race(base, {lever.name: line}, share=2 * left / self._left_to_try)
-            self._left_to_try -= 1
+            (row,) = self._race(base, {lever.name: line}, share=2 * share * left)
+            self._to_try = [other for other in self._to_try if other is not lever]
             if not again or row.wins:
                 self._rows[lever.name] = row
             if row.wins and self._plan.combine:
@@ -292,8 +295,7 @@ class LineSearch:
         automatic = tuple(lever for lever in kept if lever in safe)
         if automatic == kept:
             return automatic
-        gains = (self._rows[lever.name].gain or 1.0 for lever in automatic)
-        self._races.speeds.setdefault(key_of_line(automatic), math.prod(gains))
+        self._races.speeds.setdefault(key_of_line(automatic), self._concluded(automatic))
         spent = self._clock() - self._began
         allowed = (_SHARE_OF_UNCHANGED * spent - self._races.unchanged_seconds) / (1 - _SHARE_OF_UNCHANGED)
         if allowed < self._least_seconds(automatic):
@@ -309,6 +311,30 @@ class LineSearch:
             return self._climb(automatic, others, again=True)
         finally:
             self._until = before
+
+    def _by_class(self, automatic: Levers, kept: Levers) -> list[Levers]:
+        """Return the best line without consent, then the parts of the fastest by their class, the safest first."""
+        classes = {lever.name: lever.safety_in(self._facts) for lever in kept}
+        lines = [tuple(one for one in kept if classes[one.name] <= most) for most in sorted(set(classes.values()))]
+        for line in (automatic, *lines):
+            self._races.speeds.setdefault(key_of_line(line), self._concluded(line))
+        left = self._until - self._clock() - self._reserve()
+
+        def is_worth_it(line: Levers) -> bool:
+            promises = self._races.speeds[key_of_line(line)] > 1.0 + SMALLEST_GAIN
+            return promises or self._least_seconds(line) < left
+
+        return list(filter(is_worth_it, (automatic, *lines)))
+
+    def _concluded(self, line: Levers) -> float:
+        """Return about how many times as fast as the unchanged program a part of the fastest line is."""
+        names, seconds = key_of_line(line), 1.0
+        for row in (self._rows[lever.name] for lever in line):
+            gain, speed = row.gain or 1.0, row.speed or 1.0
+            share = 1.0 - 1.0 / gain
+            # On top of levers that the line does not have, it saves the time that it saved there.
+            seconds -= share * seconds if names.issuperset(row.levers) else share * min(seconds, gain / speed)
+        return 1.0 / seconds
 
     def _race(
         self, base: Levers, lines: dict[str, Levers], *, share: float = math.inf, reserve: float | None = None
@@ -348,7 +374,7 @@ class LineSearch:
                 speed = self._races.speeds.get(key_of_line(line), 0.0)
             elif not row.wins:
                 continue
-            if speed > (found[-1].speed if found else 1.0):
+            if speed > (found[-1].speed if found else 1.0) * (1.0 + SMALLEST_GAIN):
                 found.append(self._line_of(line, speed))
         return found or ([self._line_of((), 1.0)] if self._races.always else [])
 
@@ -391,6 +417,10 @@ class LineSearch:
         if math.isfinite(self._until):
             return f"{max(0.0, self._until - self._clock()):.0f} s left"
         return f"{self._clock() - self._began:.0f} s so far"
+
+
+def _parts_of_time(lever: Lever) -> int:
+    return _TIMES_TO_COMPILE if "compile" in lever.arguments else 1
 
 
 def _with(base: Levers, lever: Lever) -> Levers:
