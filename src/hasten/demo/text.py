@@ -45,8 +45,8 @@ EVALUATION_BATCH = 32
 LIBRARIES = ("python", "numpy", "sklearn", "torch", "transformers")
 # Texts of each library to train and to test on, and at most so many of one module.
 TRAIN, TEST, MODULE_TEXTS = 96, 40, 4
-# Shorter docstrings do not tell where they come from: "Return the value."
-SHORTEST = 30
+# Characters. Shorter docstrings do not tell where they come from ("Return the value."), longer ones are whole pages.
+SHORTEST, LONGEST = 30, 1_000
 # Generated and tested code, and packages of others.
 SKIPPED = {"test", "tests", "testing", "site-packages", "idlelib", "lib2to3"}
 # Seconds in which the plain loop is to be trained in full on docstrings.
@@ -345,7 +345,7 @@ def split_docstrings(folders: dict[str, Path], *, train: int, test: int) -> tupl
 
 
 def docstrings_of(path: Path) -> list[str]:
-    """Return the docstrings of a source file that are long enough; the file is parsed, not executed."""
+    """Return the docstrings of a source file that are not too short or too long; the file is parsed, not executed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -355,7 +355,7 @@ def docstrings_of(path: Path) -> list[str]:
         return []
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners)]
-    return [text for text in found if text and len(text) >= SHORTEST]
+    return [text for text in found if text and SHORTEST <= len(text) <= LONGEST]
 
 
 # -- reviews
