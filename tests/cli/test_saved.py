@@ -15,6 +15,15 @@ from tests.cli import program
 from tests.cli.program import QUIET, DeepEncoder, Encoder, Kind, LineNet, WideLineNet, cli
 from tests.models import same_weights
 
+
+class Typed(LineNet):
+    """A classifier that is given a dtype."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype_given = dtype
+
+
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 SAVING: dict[str, Any] = {"save_config_callback": SaveConfigCallback, "run": True}
 
@@ -37,6 +46,22 @@ def test_the_config_is_saved_with_the_run_and_repeats_it(tmp_path: Path) -> None
     assert "subcommand" not in config
     again = saving(tmp_path / "b", "fit", f"--config={path}", f"--trainer.default_root_dir={tmp_path / 'b'}")
     assert same_weights(again.model, made.model)
+
+
+def test_devices_and_dtypes_are_texts_in_the_saved_config(tmp_path: Path) -> None:
+    words = [
+        "--trainer.callbacks=StochasticWeightAveraging",
+        "--trainer.callbacks.swa_lrs=0.1",
+        "--model.dtype=float64",
+    ]
+    made = saving(tmp_path / "a", "fit", *words, model_class=Typed)
+    config = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    assert config["trainer"]["callbacks"][0]["init_args"]["device"] == "cpu"
+    assert (config["model"]["dtype"], made.model.dtype_given) == ("torch.float64", torch.float64)
+    again = cli("fit", f"--config={tmp_path / 'a' / 'config.yaml'}", model_class=Typed, run=True)
+    assert again.model.dtype_given is torch.float64
+    with pytest.raises(SystemExit):
+        cli("--model.dtype=nonsense", model_class=Typed)
 
 
 def width_in(path: Path) -> int:

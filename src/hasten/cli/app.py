@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -342,17 +341,7 @@ class LightningCLI:
                 f"The `{name}` class does not expose the `callbacks` argument so they will not be included: give it "
                 "an argument `callbacks` and pass it to the Trainer."
             )
-        try:
-            return self.trainer_class(**config)
-        except (ValueError, TypeError) as error:
-            # An argument of the command line that the Trainer refuses: a message instead of a traceback.
-            match = re.match(r"Trainer\((\w+)=(.*?)\)(?=:| got )", str(error), re.DOTALL)
-            parser = self._parser(self.subcommand)
-            known = match is not None and f"--trainer.{match[1]}" in parser._option_string_actions
-            if match is None or not known or self._words() is None:
-                raise
-            value = "" if match[2] == "..." else f"={match[2]}"
-            parser.error(f"--trainer.{match[1]}{value}{str(error)[match.end() :]}", error)
+        return self.trainer_class(**config)
 
     # -- optimizers
 
@@ -409,10 +398,10 @@ class LightningCLI:
     # -- the run
 
     def _run_subcommand(self, subcommand: str) -> None:
-        getattr(self, f"before_{subcommand}", _nothing)()
+        getattr(self, f"before_{subcommand}", lambda: None)()
         run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
         run(**self._prepare_subcommand_kwargs(subcommand))
-        getattr(self, f"after_{subcommand}", _nothing)()
+        getattr(self, f"after_{subcommand}", lambda: None)()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         wanted = self._subcommand_method_arguments[subcommand]
@@ -429,10 +418,6 @@ def _configured(module: LightningModule, configure: Any, optimizer: Any, schedul
     made = fused_where_possible(instantiate_class((module.parameters(),), optimizer))
     lr_scheduler = instantiate_class(made, scheduler) if scheduler else None
     return configure(module, made, lr_scheduler)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -92,7 +92,7 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
         raise ValueError(
             f"{class_type.__name__}: the hyper-parameters in the checkpoint do not fit: {error}"
         ) from error
-    kind = class_type if class_path is None else _imported(class_path)
+    kind = class_type if class_path is None else imported(class_path)
 
     def make(one: type[Any], *args: Any, **kwargs: Any) -> Any:
         if one is not kind:
@@ -154,7 +154,12 @@ def with_checkpoint(
         kind = _refuse_unsafe(kind, {**hparams, CLASS_PATH: named}, str(path))
     else:
         kind = _refuse_unsafe(kind, hparams, str(path))
-    _name_enums(kind, hparams)
+    hints = _hints(kind)
+    for name, value in hparams.items():
+        for enum in classes_in(hints.get(name)):
+            if issubclass(enum, Enum) and value not in enum.__members__:
+                # Without a command line, the value was saved; jsonargparse reads the name.
+                hparams[name] = next((member.name for member in enum if member.value == value), value)
     try:
         return parser.parse_object({subcommand: {"model": model}}, config)
     except SystemExit:
@@ -203,7 +208,7 @@ def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
     bases = tuple(classes_in(hint))
     package = class_path.partition(".")[0]
     if bases and package not in sys.stdlib_module_names:
-        kind = _imported(class_path)
+        kind = imported(class_path)
         if isinstance(kind, type) and issubclass(kind, bases):
             return kind
         if callable(kind) and not isinstance(kind, type):
@@ -231,15 +236,6 @@ def _takes_dict(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType) and any(_takes_dict(one) for one in get_args(hint))
 
 
-def _name_enums(kind: type, hparams: dict[str, Any]) -> None:
-    """Replace the values of enum members by their names."""
-    hints = _hints(kind)
-    for name, value in hparams.items():
-        for enum in classes_in(hints.get(name)):
-            if issubclass(enum, Enum) and value not in enum.__members__:
-                hparams[name] = next((member.name for member in enum if member.value == value), value)
-
-
 def _hints(kind: type) -> dict[str, Any]:
     hints: dict[str, Any] = {}
     for one in reversed(kind.__mro__):
@@ -252,7 +248,8 @@ def _hints(kind: type) -> dict[str, Any]:
     return hints
 
 
-def _imported(class_path: str) -> Any:
+def imported(class_path: str) -> Any:
+    """Return what a path such as ``"torch.nn.Linear"`` names, or raise ``ValueError``."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -14,7 +14,7 @@ from hasten._lib.names import did_you_mean
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's ``ReduceLROnPlateau``, which also knows the name of the value it watches.
+    """torch's ``ReduceLROnPlateau``, with the name of the value it watches.
 
     Args:
         optimizer: the optimizer.
@@ -41,7 +41,7 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 # The name that configs and saved files have for it.
 ReduceLROnPlateau.__module__ = "hasten.cli"
 
-# What a scheduler may be here: torch's own ReduceLROnPlateau does not know what to monitor.
+# What a scheduler may be here: torch's own ReduceLROnPlateau has no name to monitor.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion: TypeAlias = LRScheduler | ReduceLROnPlateau
 LRSchedulerType: TypeAlias = type[LRScheduler] | type[ReduceLROnPlateau]

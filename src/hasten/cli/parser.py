@@ -20,11 +20,12 @@ from jsonargparse import (
     register_unresolvable_import_paths,
     set_parsing_settings,
 )
+from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import nearest
-from hasten.cli.hyperparameters import classes_in
+from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -38,14 +39,28 @@ ArgsType: TypeAlias = list[str] | dict[str, Any] | Namespace | None
 register_unresolvable_import_paths(torch)
 set_parsing_settings(config_read_mode_fsspec_enabled=True)
 
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{text!r} is not a dtype of torch, such as torch.float32.")
+    return found
+
+
+# In configs they are texts: "cuda:0", "torch.float32".
+register_type(torch.device, deserializer_exceptions=(ValueError, TypeError, RuntimeError))
+register_type(torch.dtype, deserializer=_dtype)
+
 AUTOMATIC = "AUTOMATIC"
 
-# What jsonargparse says.
+# What jsonargparse does not know: an option, a key of a config, a sub-command or a class.
+_UNKNOWN = re.compile(
+    r"unrecognized arguments: --(?P<option>[\w.]+)|ption '(?P<key>[^']+)'|invalid choice: '(?P<command>[^']+)'"
+    r"|Expected a dot import path string: (?P<class>\S+)"
+)
 _KEY = re.compile(r'Parser key "([^"]*)"')
 _CLASS_PATH = re.compile(r"class_path '([^']*)'")
-_NOT_ACCEPTED = re.compile(r"(?:Group '(?P<group>[^']*)' does not accept o|does not accept o|O)ption '(?P<name>[^']*)'")
-_NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
-_NO_SUBCOMMAND = re.compile(r"invalid choice: '([^']*)'")
+_LIGHTNING = re.compile(r"class_path '(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)'")
 
 # Where a class passes its **kwargs: (module, name there, arguments that the class sets itself).
 _FORWARDS_TO = {
@@ -238,61 +253,42 @@ def _forwarded_arguments(kind: type) -> list[str]:
 
 
 def _hints(parser: ArgumentParser, message: str) -> list[str]:
-    """Return lines that name the nearest there is to what ``message`` of jsonargparse says was not found.
-
-    ``parser`` is that of the sub-command that refused, or of the program.
-    """
-    action = parser._subcommands_action
-    subcommands = dict(action.choices) if action is not None else {}
-    parsers = [parser, *subcommands.values()]
-    options = [
-        name
-        for one in parsers
-        for name in one._option_string_actions
-        if name.startswith("--") and not name.endswith("help")
-    ]
-    near: list[str | None] = []
-    if message.startswith("unrecognized arguments:"):
-        words = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-        near = [_nearest_option(word, options) for word in words]
-    elif found := _NO_SUBCOMMAND.search(message):
-        near = [nearest(found[1], subcommands)]
-    elif found := _NOT_ACCEPTED.search(message):
-        before = message[: found.start()]
-        keys = list(dict.fromkeys(_KEY.findall(before)))
-        for class_path in _CLASS_PATH.findall(before)[-1:]:
-            options += ["--" + ".".join([*keys, name]) for name in _argument_names(class_path)]
-        near = [_nearest_option("--" + ".".join(filter(None, (*keys, found["group"], found["name"]))), options)]
-    elif found := _NO_CLASS.search(message):
-        option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
-        near = [nearest(found[1], _subclass_names(classes_in(getattr(option, "_typehint", None))))]
-    lines = [f"Did you mean {name}?" for name in dict.fromkeys(near) if name is not None]
-    for package in ("lightning.pytorch.", "pytorch_lightning."):
-        if (found := _CLASS_PATH.search(message)) and found[1].startswith(package):
-            name = found[1].replace(package, "hasten.", 1)
-            lines.append(f"Write {name}, or start the program with `hasten run`.")
+    """Return the line that names what is nearest to the unknown word in ``message``, if anything is."""
+    lines = []
+    if (unknown := _UNKNOWN.search(message)) and (near := _nearest(parser, message, unknown)):
+        lines.append(f"Did you mean {near}?")
+    if named := _LIGHTNING.search(message):
+        lines.append(f"Write hasten.{named[1]}, or start the program with `hasten run`.")
     return lines
 
 
-def _argument_names(class_path: str) -> set[str]:
-    module, _, name = class_path.rpartition(".")
+def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> str | None:
+    action = parser._subcommands_action
+    subcommands = dict(action.choices) if action is not None else {}
+    if unknown["command"]:
+        return nearest(unknown["command"], subcommands)
+    if unknown["class"]:
+        option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
+        return nearest(unknown["class"], _subclass_names(classes_in(getattr(option, "_typehint", None))))
+    group, _, leaf = (unknown["option"] or unknown["key"]).rpartition(".")
+    named = _CLASS_PATH.findall(message)
+    if named and not group:  # An argument of the class.
+        return nearest(leaf, _argument_names(named[-1]))
+    options = [name for one in (parser, *subcommands.values()) for name in one._option_string_actions]
+    found = nearest(leaf, [name.removeprefix("--").rpartition(".")[2] for name in options])
+    same = [name for name in options if name.removeprefix("--").rpartition(".")[2] == found]
+    return min(same, key=lambda name: not name.startswith(f"--{group}."), default=None)
+
+
+def _argument_names(class_path: str) -> list[str]:
     try:
-        kind = getattr(importlib.import_module(module), name)
-        names = {name for one in kind.__mro__ for name in inspect.signature(one.__init__).parameters}
-        return names.union(_forwarded_arguments(kind))
-    except (ImportError, AttributeError, ValueError):
-        return set()
-
-
-def _nearest_option(option: str, options: list[str]) -> str | None:
-    group, _, leaf = option.rpartition(".")
-    same_group = {name.rpartition(".")[2]: name for name in options if name.rpartition(".")[0] == group}
-    # The common beginning of a group's options does not make two of them similar.
-    near = same_group.get(nearest(leaf, same_group) or "") if group and same_group else nearest(option, options)
-    # A name in the wrong group, or without one: --max_epochs for --trainer.max_epochs.
-    return near or next((name for name in options if name.rpartition(".")[2] == leaf.lstrip("-")), None)
+        kind = imported(class_path)
+        own = [name for one in kind.__mro__ for name in inspect.signature(one.__init__).parameters]
+    except (AttributeError, ValueError):
+        return []
+    return [*own, *_forwarded_arguments(kind)]
 
 
 def _subclass_names(kinds: list[type]) -> list[str]:
-    below: list[type] = list(itertools.chain.from_iterable(map(type.__subclasses__, kinds)))
+    below = list(itertools.chain.from_iterable(type.__subclasses__(kind) for kind in kinds))
     return [kind.__name__ for kind in below] + (_subclass_names(below) if below else [])

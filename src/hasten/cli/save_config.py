@@ -30,7 +30,7 @@ class SaveConfigCallback(Callback):
         config: what it read.
         config_filename: the name of the file.
         overwrite: replace a config that is there already.
-        multifile: keep parts that were read from files of their own as files of their own.
+        multifile: keep parts that were read from separate files in separate files.
         save_to_log_dir: write the file; False for a subclass whose ``save_config`` keeps it elsewhere.
 
     Raises:
@@ -82,7 +82,7 @@ class SaveConfigCallback(Callback):
         """Keep the config somewhere else too; called on the first process only."""
 
     def _save_to_log_dir(self, trainer: Trainer) -> None:
-        log_dir = trainer.log_dir  # All processes ask: they agree on it.
+        log_dir = trainer.log_dir  # Read on all processes: they agree on it.
         if log_dir is None:
             return
         path = os.path.join(log_dir, self.config_filename)
