@@ -54,11 +54,4 @@ def attach(
     def listed() -> list[str]:
         return sorted([*public, *submodules])
 
-    load.homes = names  # type: ignore[attr-defined]
     return load, listed, public
-
-
-def homes_of(package: str) -> dict[str, tuple[str, str]]:
-    """Return (module, name there) for each name that ``package`` loads lazily."""
-    homes: dict[str, tuple[str, str]] = vars(importlib.import_module(package))["__getattr__"].homes
-    return homes

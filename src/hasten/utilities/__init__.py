@@ -5,75 +5,52 @@ Most of them live elsewhere in hasten.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import ModuleType
 
-from hasten._lib.lazy import attach
-
-if TYPE_CHECKING:
-    from hasten._lib.errors import MisconfigurationException as MisconfigurationException
-    from hasten._lib.rank_zero import rank_zero_debug as rank_zero_debug
-    from hasten._lib.rank_zero import rank_zero_deprecation as rank_zero_deprecation
-    from hasten._lib.rank_zero import rank_zero_info as rank_zero_info
-    from hasten._lib.rank_zero import rank_zero_only as rank_zero_only
-    from hasten._lib.rank_zero import rank_zero_warn as rank_zero_warn
-    from hasten.data.combined import CombinedLoader as CombinedLoader
-    from hasten.loops.progress import RunningStage as RunningStage
-    from hasten.loops.progress import TrainerFn as TrainerFn
-    from hasten.loops.progress import TrainerState as TrainerState
-    from hasten.loops.progress import TrainerStatus as TrainerStatus
-    from hasten.module.hparams import AttributeDict as AttributeDict
-    from hasten.module.hparams import HyperparametersMixin as HyperparametersMixin
-    from hasten.optim import HastenOptimizer as LightningOptimizer  # noqa: F401
-    from hasten.report.summary import ModelSummary as ModelSummary
-    from hasten.report.summary import summarize as summarize
-    from hasten.report.throughput import Throughput as Throughput
-    from hasten.report.throughput import measure_flops as measure_flops
-    from hasten.seed import isolate_rng as isolate_rng
-    from hasten.utilities.data import apply_to_collection as apply_to_collection
-    from hasten.utilities.data import is_shared_filesystem as is_shared_filesystem
-    from hasten.utilities.data import move_data_to_device as move_data_to_device
-    from hasten.utilities.data import suggested_max_num_workers as suggested_max_num_workers
-    from hasten.utilities.enums import GradClipAlgorithmType as GradClipAlgorithmType
-    from hasten.utilities.enums import LightningEnum as LightningEnum
-    from hasten.utilities.model_helpers import find_shared_parameters as find_shared_parameters
-    from hasten.utilities.model_helpers import grad_norm as grad_norm
-    from hasten.utilities.model_helpers import is_overridden as is_overridden
-    from hasten.utilities.model_helpers import set_shared_parameters as set_shared_parameters
-    from hasten.utilities.parsing import is_picklable as is_picklable
-    from hasten.utilities.types import EVAL_DATALOADERS as EVAL_DATALOADERS
-    from hasten.utilities.types import STEP_OUTPUT as STEP_OUTPUT
-    from hasten.utilities.types import TRAIN_DATALOADERS as TRAIN_DATALOADERS
-    from hasten.utilities.types import LRSchedulerConfig as LRSchedulerConfig
-    from hasten.utilities.types import OptimizerLRScheduler as OptimizerLRScheduler
-    from hasten.utilities.types import OptimizerLRSchedulerConfig as OptimizerLRSchedulerConfig
-    from hasten.utilities.warnings import PossibleUserWarning as PossibleUserWarning
-    from hasten.utilities.warnings import disable_possible_user_warnings as disable_possible_user_warnings
+from hasten._lib.errors import MisconfigurationException as MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_debug as rank_zero_debug
+from hasten._lib.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+from hasten._lib.rank_zero import rank_zero_info as rank_zero_info
+from hasten._lib.rank_zero import rank_zero_only as rank_zero_only
+from hasten._lib.rank_zero import rank_zero_warn as rank_zero_warn
+from hasten.data.combined import CombinedLoader as CombinedLoader
+from hasten.loops.progress import RunningStage as RunningStage
+from hasten.loops.progress import TrainerFn as TrainerFn
+from hasten.loops.progress import TrainerState as TrainerState
+from hasten.loops.progress import TrainerStatus as TrainerStatus
+from hasten.module.hparams import AttributeDict as AttributeDict
+from hasten.module.hparams import HyperparametersMixin as HyperparametersMixin
+from hasten.optim import HastenOptimizer as LightningOptimizer  # noqa: F401
+from hasten.report.summary import ModelSummary as ModelSummary
+from hasten.report.summary import summarize as summarize
+from hasten.report.throughput import Throughput as Throughput
+from hasten.report.throughput import measure_flops as measure_flops
+from hasten.seed import isolate_rng as isolate_rng
+from hasten.utilities.data import apply_to_collection as apply_to_collection
+from hasten.utilities.data import is_shared_filesystem as is_shared_filesystem
+from hasten.utilities.data import move_data_to_device as move_data_to_device
+from hasten.utilities.data import suggested_max_num_workers as suggested_max_num_workers
+from hasten.utilities.enums import GradClipAlgorithmType as GradClipAlgorithmType
+from hasten.utilities.enums import LightningEnum as LightningEnum
+from hasten.utilities.model_helpers import find_shared_parameters as find_shared_parameters
+from hasten.utilities.model_helpers import grad_norm as grad_norm
+from hasten.utilities.model_helpers import is_overridden as is_overridden
+from hasten.utilities.model_helpers import set_shared_parameters as set_shared_parameters
+from hasten.utilities.parsing import is_picklable as is_picklable
+from hasten.utilities.types import EVAL_DATALOADERS as EVAL_DATALOADERS
+from hasten.utilities.types import STEP_OUTPUT as STEP_OUTPUT
+from hasten.utilities.types import TRAIN_DATALOADERS as TRAIN_DATALOADERS
+from hasten.utilities.types import LRSchedulerConfig as LRSchedulerConfig
+from hasten.utilities.types import OptimizerLRScheduler as OptimizerLRScheduler
+from hasten.utilities.types import OptimizerLRSchedulerConfig as OptimizerLRSchedulerConfig
+from hasten.utilities.warnings import PossibleUserWarning as PossibleUserWarning
+from hasten.utilities.warnings import disable_possible_user_warnings as disable_possible_user_warnings
 
 # The distance from 1 to the next larger number of each type; programs add it to divisors.
 FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = 2.0**-10, 2.0**-23, 2.0**-52
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "hasten._lib.errors": "MisconfigurationException",
-        "hasten._lib.rank_zero": ("rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn"),
-        "hasten.data.combined": "CombinedLoader",
-        "hasten.module.hparams": "AttributeDict HyperparametersMixin",
-        "hasten.loops.progress": "RunningStage TrainerFn TrainerState TrainerStatus",
-        "hasten.optim": "LRSchedulerConfig LightningOptimizer=HastenOptimizer",
-        "hasten.report.summary": "ModelSummary summarize",
-        "hasten.report.throughput": "Throughput measure_flops",
-        "hasten.seed": "isolate_rng",
-        "hasten.utilities.data": (
-            "apply_to_collection is_shared_filesystem move_data_to_device suggested_max_num_workers"
-        ),
-        "hasten.utilities.enums": "GradClipAlgorithmType LightningEnum",
-        "hasten.utilities.model_helpers": ("find_shared_parameters grad_norm is_overridden set_shared_parameters"),
-        "hasten.utilities.parsing": "is_picklable",
-        "hasten.utilities.types": (
-            "EVAL_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS"
-        ),
-        "hasten.utilities.warnings": "PossibleUserWarning disable_possible_user_warnings",
-    },
-    also=("FLOAT16_EPSILON", "FLOAT32_EPSILON", "FLOAT64_EPSILON"),
+__all__ = sorted(
+    name
+    for name, value in vars().items()
+    if not name.startswith("_") and not isinstance(value, ModuleType) and name not in ("annotations", "ModuleType")
 )
