@@ -35,6 +35,7 @@ from hasten.module.datamodule import LightningDataModule
 from hasten.optim.fused import fused_where_possible
 from hasten.seed import seed_everything
 from hasten.trainer import Trainer
+from hasten.types import OptimizerLRScheduler
 
 
 class LightningCLI:
@@ -348,7 +349,7 @@ class LightningCLI:
     @staticmethod
     def configure_optimizers(
         lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
-    ) -> Any:
+    ) -> OptimizerLRScheduler:
         """Return what the module's ``configure_optimizers`` returns; override to change it.
 
         Args:
@@ -360,8 +361,10 @@ class LightningCLI:
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
-            watched = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
-            return {"optimizer": optimizer, "lr_scheduler": watched}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor},
+            }
         return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:

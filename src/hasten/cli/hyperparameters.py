@@ -248,10 +248,11 @@ def _hints(kind: type) -> dict[str, Any]:
     return hints
 
 
-def imported(class_path: str) -> Any:
+def imported(class_path: str) -> object:
     """Return what a path such as ``"torch.nn.Linear"`` names, or raise ``ValueError``."""
     module, _, name = class_path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        found: object = getattr(importlib.import_module(module), name)
+        return found
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"the class {class_path!r} cannot be imported: {error}") from error

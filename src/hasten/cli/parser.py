@@ -282,7 +282,7 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
 
 def _argument_names(class_path: str) -> list[str]:
     try:
-        kind = imported(class_path)
+        kind: Any = imported(class_path)
         own = [name for one in kind.__mro__ for name in inspect.signature(one.__init__).parameters]
     except (AttributeError, ValueError):
         return []
@@ -290,5 +290,5 @@ def _argument_names(class_path: str) -> list[str]:
 
 
 def _subclass_names(kinds: list[type]) -> list[str]:
-    below = list(itertools.chain.from_iterable(type.__subclasses__(kind) for kind in kinds))
+    below: list[type] = list(itertools.chain.from_iterable(type.__subclasses__(kind) for kind in kinds))
     return [kind.__name__ for kind in below] + (_subclass_names(below) if below else [])

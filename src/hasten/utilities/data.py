@@ -43,8 +43,8 @@ def move_data_to_device(batch: Batch, device: torch.device | str | int) -> Batch
 
 
 def apply_to_collection(
-    data: object, dtype: type | tuple[type, ...] | Any, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    data: Batch, dtype: type | tuple[type, ...], function: Callable[..., object], *args: object, **kwargs: Any
+) -> Batch:
     """Return ``data`` with ``function(leaf, *args, **kwargs)`` in place of each leaf of type ``dtype``.
 
     ``kwargs`` also takes the options of ``lightning_utilities``, such as ``wrong_dtype``.
@@ -60,7 +60,7 @@ def apply_to_collection(
     return apply(data, dtype, function, *args, **kwargs)
 
 
-def convert_to_tensors(data: object, device: torch.device) -> Any:
+def convert_to_tensors(data: Batch, device: torch.device) -> Batch:
     """Return ``data`` with its numbers and arrays as tensors on ``device``."""
     import numpy
 
@@ -68,7 +68,7 @@ def convert_to_tensors(data: object, device: torch.device) -> Any:
     return move_data_to_device(apply_to_collection(numbers, numpy.ndarray, torch.from_numpy), device)
 
 
-def convert_tensors_to_scalars(data: object) -> Any:
+def convert_tensors_to_scalars(data: Batch) -> Batch:
     """Return ``data`` with each tensor of one element as a number; waits for the device.
 
     Raises:
@@ -76,10 +76,10 @@ def convert_tensors_to_scalars(data: object) -> Any:
 
     """
 
-    def number(tensor: Tensor) -> Any:
+    def number(tensor: Tensor) -> float:
         if tensor.numel() != 1:
             raise ValueError(
-                f"a tensor of one element is needed for a number; this one has the shape {tuple(tensor.shape)}. "
+                f"Only a tensor of one element becomes a number, not one of shape {tuple(tensor.shape)}. "
                 "Reduce it first, for instance with .mean()."
             )
         return tensor.item()
@@ -150,19 +150,19 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
         timeout: seconds in which a file of the first process must appear on the others.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: the folder does not exist.
 
     """
     folder = Path(os.getcwd() if path is None else path)
     if "://" in str(path) or strategy.world_size == 1:
         return True
     if not folder.exists():
-        raise FileNotFoundError(f"is_shared_filesystem(path={str(path)!r}): there is no such folder.")
+        raise FileNotFoundError(f"is_shared_filesystem(path={str(path)!r}): the folder does not exist.")
     own = None
     if strategy.is_global_zero:
         handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
         os.close(handle)
-    name: Any = strategy.broadcast(own)
+    name = strategy.broadcast(own) or ""
     deadline = time.monotonic() + timeout
     while not (seen := os.path.exists(name)) and time.monotonic() < deadline:
         time.sleep(0.05)

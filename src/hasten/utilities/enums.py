@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, StrEnum
-from typing import Any, NoReturn
+from typing import NoReturn, Self
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.machine.devices import ACCELERATORS
@@ -31,7 +31,7 @@ class LightningEnum(StrEnum):
         return hash(str(self.value).lower())
 
     @classmethod
-    def from_str(cls, value: str, source: str = "key") -> Any:
+    def from_str(cls, value: str, source: str = "key") -> Self:
         """Return the member with this name (``source="key"``), this value ("value"), or either ("any")."""
         wanted = value.replace("-", "_").lower()
         for member in cls:
@@ -74,7 +74,7 @@ class Registry(dict[str, None]):
 
     available_strategies = available_accelerators = available
 
-    def register(self, name: str, *_: Any, **__: Any) -> NoReturn:
+    def register(self, name: str, *_: object, **__: object) -> NoReturn:
         """Raise: other classes are passed as objects."""
         argument = "strategy" if self is StrategyRegistry else "accelerator"
         raise MisconfigurationException(

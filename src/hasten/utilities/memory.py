@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hasten._lib.out_of_memory import free_cached_memory as garbage_collection_cuda
 from hasten._lib.out_of_memory import is_out_of_device_memory as is_cuda_out_of_memory
 from hasten._lib.out_of_memory import is_out_of_host_memory as is_out_of_cpu_memory
 from hasten._lib.out_of_memory import is_out_of_memory as is_oom_error
 from hasten._lib.tree import map_tensors
+from hasten.types import Batch
 
 __all__ = [
     "garbage_collection_cuda", "is_cuda_out_of_memory", "is_cudnn_snafu", "is_oom_error",
@@ -16,7 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:
+def recursive_detach(in_dict: Batch, to_cpu: bool = False) -> Batch:
     """Return a nested collection with its tensors detached, and on the CPU with ``to_cpu``."""
     return map_tensors(lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach(), in_dict)
 

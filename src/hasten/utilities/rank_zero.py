@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from hasten._lib.rank_zero import (
     log,
@@ -37,19 +36,19 @@ class WarningCache(set[str]):
 
     """
 
-    def warn(self, message: str, stacklevel: int | None = None, **kwargs: Any) -> None:
+    def warn(self, message: str, stacklevel: int | None = None, **kwargs: object) -> None:
         """Warn of ``message``, unless this cache did before."""
         self._once(rank_zero_warn, message, stacklevel=stacklevel, **kwargs)
 
-    def deprecation(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
+    def deprecation(self, message: str, stacklevel: int = 5, **kwargs: object) -> None:
         """Warn that ``message`` will go away, unless this cache did before."""
         self._once(rank_zero_deprecation, message, stacklevel=stacklevel, **kwargs)
 
-    def info(self, message: str, **kwargs: Any) -> None:
+    def info(self, message: str, **kwargs: object) -> None:
         """Log ``message``, unless this cache did before."""
         self._once(rank_zero_info, message, **kwargs)
 
-    def _once(self, function: Callable[..., None], message: str, **kwargs: Any) -> None:
+    def _once(self, function: Callable[..., None], message: str, **kwargs: object) -> None:
         if message not in self:
             self.add(message)
             function(message, **kwargs)
