@@ -156,23 +156,20 @@ def test_padding_that_no_sample_needs_is_cut_from_every_field_over_tokens() -> N
     }
     assert given["input_ids"].shape == (2, 8)
     assert torch.equal(batch["input_ids"], given["input_ids"][:, :3])
-    # Names tell of labels and ids; what else is as wide as the mask may be anything.
-    by_name = FitWidth(lambda samples: given)([])
-    assert by_name["labels"].shape == (2, 3)
-    assert by_name["vectors"] is given["vectors"]
-    assert by_name["square"] is given["square"]
-    assert FitWidth(lambda samples: given, over_tokens=())([]) is given
+    assert FitWidth(lambda samples: given)([]) is given
+    assert FitWidth(lambda samples: "no batch", over_tokens=names)([]) == "no batch"
 
 
 def test_batches_are_filled_up_to_one_of_few_widths_and_never_beyond_the_limit() -> None:
     def narrow(samples: Any) -> Any:
         return {key: padded(3)[key] for key in ("input_ids", "attention_mask", "labels")}
 
-    batch = FitWidth(narrow, multiple_of=(4, 8))([])
+    names = ("input_ids", "labels")
+    batch = FitWidth(narrow, multiple_of=(4, 8), over_tokens=names)([])
     assert batch["input_ids"].shape == (2, 4)
     assert batch["attention_mask"][0].tolist() == [1, 1, 1, 0]
     assert batch["labels"][0, 3] == -100
-    assert FitWidth(narrow, multiple_of=8, limit=5)([])["labels"].shape == (2, 5)
+    assert FitWidth(narrow, multiple_of=8, limit=5, over_tokens=names)([])["labels"].shape == (2, 5)
 
 
 def test_fields_are_filled_up_with_what_pads_them_or_not_at_all() -> None:
@@ -194,25 +191,24 @@ def test_fields_are_filled_up_with_what_pads_them_or_not_at_all() -> None:
 
 
 def test_what_the_loss_counts_is_not_cut() -> None:
+    def width_of(given: Any, *names: str) -> int:
+        return int(FitWidth(lambda samples: given, over_tokens=("input_ids", "labels", *names))([])["labels"].size(1))
+
     given = padded()
     given["labels"][1, 5] = 4
     given["decoder_attention_mask"] = torch.ones(2, 8, dtype=torch.long).tril(5)
-    batch = FitWidth(lambda samples: given)([])
-    assert batch["labels"].shape == (2, 7)
-    del given["decoder_attention_mask"]
+    assert width_of(given, "decoder_attention_mask") == 7
     given["labels"][1, 5] = -1  # no class either
-    assert FitWidth(lambda samples: given)([])["labels"].shape == (2, 3)
+    assert width_of(given) == 3
     given["targets"] = torch.arange(16).view(2, 8)  # as wide as the mask, and no padding in it
-    named = FitWidth(lambda samples: given, over_tokens=("input_ids", "labels", "targets"))
-    assert named([])["labels"].shape == (2, 8)
-    left = {key: value.flip(1) if value.dim() == 2 else value for key, value in padded().items()}
-    assert FitWidth(lambda samples: left)([])["input_ids"].shape == (2, 8)  # cutting would move its positions
-    assert FitWidth(lambda samples: "no batch")([]) == "no batch"
+    assert width_of(given, "targets") == 8
+    # Cutting would move its positions.
+    assert width_of({key: value.flip(1) if value.dim() == 2 else value for key, value in padded().items()}) == 8
 
 
 def test_batches_keep_their_type() -> None:
     transformers = pytest.importorskip("transformers")
-    encoding = FitWidth(lambda samples: transformers.BatchEncoding(padded()))([])
+    encoding = FitWidth(lambda samples: transformers.BatchEncoding(padded()), over_tokens=("input_ids",))([])
     assert type(encoding) is transformers.BatchEncoding
     assert encoding["input_ids"].shape == (2, 3)
     given = padded()

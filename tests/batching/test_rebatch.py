@@ -70,28 +70,6 @@ def test_samples_need_no_padding_of_the_users() -> None:
     assert sorted(module.epochs[0]) == list(range(40))
 
 
-def test_tensors_with_a_mask_among_them_are_cut_too() -> None:
-    data = Padded()
-    rows = [data[index] for index in range(40)]
-    ids, mask = (torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask"))
-    widths = set()
-
-    class Tuples(Reader):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            ids, mask, index = batch
-            widths.add(ids.shape[1])
-            assert ids.shape == mask.shape
-            assert torch.equal(ids != 0, mask == 1)
-            return super().training_step(
-                {"input_ids": ids, "attention_mask": mask, "label": index % 2, "index": index}, batch_idx
-            )
-
-    module = Tuples()
-    quiet(batching="length").fit(module, DataLoader(TensorDataset(ids, mask, torch.arange(40)), 4, shuffle=True))
-    assert widths == {8, 16, 24}
-    assert sorted(module.epochs[0]) == list(range(40))
-
-
 def of_lengths(*lengths: int, **fields: Callable[[int], Any]) -> list[dict[str, Any]]:
     """Samples of so many tokens, with further fields made of their number."""
     return [
@@ -118,33 +96,22 @@ def masks_of(*lengths: int, width: int = 16) -> torch.Tensor:
     return (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
 
 
-def test_no_field_is_cut_that_may_be_no_sequence() -> None:
-    mask = masks_of(3, 4, 5, 6, 12, 16, 9, 10)
-    ids = torch.randint(1, 9, (8, 16)) * mask
-    counts = torch.zeros(8, 16)
-    counts[:, :3] = 1
-    for field in (counts, torch.rand(8, 16).round()):
-        batches = list(rebatch(DataLoader(TensorDataset(ids, mask, field), 2), LengthBatching()))
-        assert [batch[2].shape for batch in batches] == [(2, 16)] * 4
-        assert torch.cat([batch[2] for batch in batches]).sum() == field.sum()
-        assert all(batch[0].shape == batch[1].shape for batch in batches)
-    named = LengthBatching(over_tokens=(0,))
-    batches = list(rebatch(DataLoader(TensorDataset(ids, mask, counts), 2), named))
-    assert {batch[0].shape[1] for batch in batches} == {8, 16}
-    assert {batch[2].shape[1] for batch in batches} == {16}
-
-
 @pytest.mark.parametrize("kind", [TensorDataset, lambda *fields: list(zip(*fields, strict=True))])
-def test_fields_that_end_where_the_mask_ends_are_cut_by_position(kind: Any) -> None:
+def test_fields_as_wide_as_the_mask_are_cut_but_for_what_may_be_features(kind: Any) -> None:
     mask = masks_of(3, 4, 5, 6, 12, 16, 9, 10)
     ids = torch.randint(1, 9, (8, 16)) * mask
     no_class = torch.where(masks_of(2, 3, 1, 5, 7, 12, 8, 9) != 0, 0, -100)  # Special tokens have no label.
     vectors = torch.rand(8, 16, 16) * mask[..., None] + mask[..., None]
-    fields = (ids, mask, no_class, vectors, torch.arange(8))
-    shapes = [
-        [tuple(field.shape[1:]) for field in batch] for batch in rebatch(DataLoader(kind(*fields), 2), LengthBatching())
-    ]
-    assert [(8,), (8,), (8,), (8, 16), ()] in shapes
+    counts = torch.zeros(8, 16)
+    counts[:, :3] = 1
+    given = DataLoader(kind(ids, mask, no_class, vectors, counts, torch.arange(8)), 2)
+    for over_tokens, shapes in (
+        (None, [(8,), (8,), (8,), (8, 16), (16,), ()]),
+        ((0, 4), [(8,), (8,), (16,), (16, 16), (8,), ()]),
+    ):
+        batches = list(rebatch(given, LengthBatching(over_tokens=over_tokens)))
+        assert shapes in [[tuple(field.shape[1:]) for field in batch] for batch in batches]
+        assert sum(batch[4].sum() for batch in batches) == counts.sum()
 
 
 def test_what_a_collate_function_puts_where_the_mask_was_is_no_mask() -> None:
@@ -185,11 +152,7 @@ def test_which_fields_are_cut_or_padded_is_said(monkeypatch: Any) -> None:
     said: list[str] = []
     monkeypatch.setattr("hasten.batching.rebatch.rank_zero_info", said.append)
     rebatch(DataLoader(Padded(), 4), LengthBatching())
-    assert said.pop().endswith("of the train dataloader are cut off 'input_ids', 'attention_mask'.")
-    mask = masks_of(3, 9)
-    rebatch(DataLoader(TensorDataset(7 * mask, mask, torch.rand(2, 16)), 2), LengthBatching())
-    assert "field 2 is as wide as the mask" in said[0]
-    assert said.pop().endswith("LengthBatching(over_tokens=(0,)).")
+    assert "of the train dataloader are cut off 'input_ids', 'attention_mask'." in said.pop()
     rebatch(DataLoader(of_lengths(3, 4, labels=torch.arange), 2), LengthBatching())  # type: ignore[arg-type]
     assert "padded: 'input_ids' with 0, 'labels' with -100." in said.pop()
     assert not said
@@ -206,13 +169,6 @@ def test_labels_of_tokens_are_not_padded_with_a_class(stage: str) -> None:
     pairs: Any = [(sample["input_ids"], sample["tags"]) for sample in data]
     with pytest.raises(ValueError, match=r"PadCollator\(padding=\{1: -100\}\)"):
         rebatch(DataLoader(pairs, 2), LengthBatching())
-
-
-def test_a_field_that_is_a_list_here_and_a_number_there_is_named_with_its_samples() -> None:
-    data: Any = of_lengths(3, 5, 2, 9, 4, labels=lambda n: 1 if n == 2 else [1] * n)
-    with pytest.raises(ValueError, match=r"'labels' is a sequence in sample 0 .* single value in sample 2"):
-        quiet(batching="length").fit(Reader(), DataLoader(data, 2, shuffle=True))
-    assert len(rebatch(DataLoader(data, 2, collate_fn=list), LengthBatching())) == 3
 
 
 def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:

@@ -1,14 +1,11 @@
-"""Which fields of a loader's batches run over tokens and which over samples, decided once from the data.
-
-One batch cannot show it: six features beside texts that happen to have six tokens look like a sequence.
-"""
+"""Which fields of a loader's batches run over tokens and which over samples."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +14,6 @@ from torch.utils.data import DataLoader, default_collate
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.split import STACKED, Fields, compare
 from hasten.batching.pad import (
-    IGNORED_LABEL,
     KNOWN_KEYS,
     MASK_KEY,
     REBUILT_KEYS,
@@ -35,67 +31,40 @@ from hasten.data.memory.dataset_parts import preserve
 from hasten.data.memory.resident import HeldDataset
 from hasten.seed import isolate_rng
 
-# Fields of these names are (batch, time, ...); "input_features" may have its time elsewhere.
-SURE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "inputs_embeds")
-# Samples that are looked at, enough for independent values never to follow a mask by chance; and those of one batch.
-SAMPLES, BATCH_SIZE = 256, 32
+# Matrices of floats with these names are (batch, time).
+FLOAT_KEYS = ("input_values", MASK_KEY)
+# Samples of a batch that is looked at.
+BATCH_SIZE = 32
 # Samples that are joined to see which fields run over samples; even numbers, for functions that make pairs.
 MANY, FEW = 4, 2
 
 
-class TokenFields(NamedTuple):
-    """What was decided about the fields of a loader's batches.
-
-    ``over_tokens`` run over tokens, the mask among them: padding may be cut off them. ``doubtful`` are as wide as the
-    mask, and nothing shows whether they run over tokens: cutting could lose values, and not cutting could leave them
-    wider than the ids.
-    """
-
-    over_tokens: tuple[Any, ...] = ()
-    doubtful: tuple[Any, ...] = ()
-
-
-def token_fields(
+def fields_over_tokens(
     loader: DataLoader[Any], lengths: Tensor, collate_fn: Callable[[list[Any]], Any], mask_key: Hashable
-) -> TokenFields:
-    """Return which fields of the batches that ``collate_fn`` makes run over tokens.
+) -> tuple[Any, ...]:
+    """Return the fields that run over tokens in the batches that ``collate_fn`` makes.
 
-    A field does so if its name says so; if it is as wide as the mask in batches of several widths; or if, like
-    ids, its values end where each sample's mask ends (or as many tokens before) and one value fills the rest.
+    These are all that are as wide as the mask in a batch of the longest samples and in one of the shortest, but for
+    matrices of floats ``(batch, n)``, which may be features or one value for each class.
 
     Example::
 
         >>> mask = torch.ones(4, 5).tril(1).long()
         >>> loader = DataLoader(torch.utils.data.TensorDataset(mask * 7, mask, torch.rand(4, 5)), 2)
-        >>> token_fields(loader, mask.sum(1), default_collate, 1)
-        TokenFields(over_tokens=(0, 1), doubtful=(2,))
+        >>> fields_over_tokens(loader, mask.sum(1), default_collate, 1)
+        (0, 1)
 
     """
-    found: dict[Any, _Evidence] = {}
-    widths: set[int] = set()
-
-    def look_at(batches: Iterable[Any]) -> None:
-        for batch in batches:
-            fields = fields_of(batch) or {}
+    size, order = min(loader.batch_size or 1, BATCH_SIZE), lengths.argsort(stable=True)
+    found: dict[Any, bool] = {}
+    with isolate_rng(include_cuda=False):
+        for part in (order[-size:], order[:size]):
+            fields = fields_of(collate_fn(samples_at(loader.dataset, part.tolist()))) or {}
             mask = mask_in(fields, mask_key)
             if mask is not None:
-                widths.add(mask.size(1))
-                for key, value in fields.items():
-                    found.setdefault(key, _Evidence()).add(key, value, mask, is_mask=key == mask_key)
-
-    size, order = min(loader.batch_size or 1, BATCH_SIZE), lengths.argsort(stable=True)
-    # The longest and the shortest show which fields are as wide as the mask; mostly their names decide the rest.
-    look_at(_batches(loader, collate_fn, [order[-size:].tolist(), order[:size].tolist()]))
-    if any(each.is_open for each in found.values()):
-        chosen = spread(lengths, SAMPLES)
-        look_at(_batches(loader, collate_fn, [chosen[at : at + size] for at in range(0, len(chosen), size)]))
-    over_tokens, doubtful = [], []
-    for key, each in found.items():
-        if each.is_named or (each.is_open and (len(widths) > 1 or each.ends_with_the_mask())):
-            over_tokens.append(key)
-        elif each.is_open:
-            doubtful.append(key)
-    return TokenFields(tuple(over_tokens), tuple(doubtful))
+                runs = {key: bool(token_dims(key, value, mask)) for key, value in fields.items()}
+                found |= {key: found.get(key, True) and each for key, each in runs.items()}
+    return tuple(key for key, runs in found.items() if runs)
 
 
 def spread(lengths: Tensor, count: int) -> list[int]:
@@ -115,16 +84,14 @@ def ragged_fields(samples: Sequence[Any]) -> frozenset[Any]:
     )
 
 
-def named_time_dims(key: Hashable, value: Tensor, mask: Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a field that run over the mask's columns according to its name."""
-    if not isinstance(key, str):
-        return ()
-    dims = time_dims(value, mask)
-    if len(dims) > 1:
-        return dims if MASK_KEY in key or "attn_mask" in key else ()
-    is_sure = key in SURE_KEYS or key in REBUILT_KEYS or MASK_KEY in key
-    # Labels of floats may be one for each class.
-    return dims if is_sure or (key in KNOWN_KEYS and not value.is_floating_point()) else ()
+def token_dims(key: Hashable, value: object, mask: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a field that run over tokens: those as wide as the mask.
+
+    A matrix of floats ``(batch, n)`` has none, unless its name is known: it may be features.
+    """
+    may_be_features = isinstance(value, Tensor) and value.dim() == 2 and value.is_floating_point()
+    is_named = isinstance(key, str) and any(name in key for name in FLOAT_KEYS)
+    return () if may_be_features and not is_named else time_dims(value, mask)
 
 
 def time_dims(value: object, mask: Tensor) -> tuple[int, ...]:
@@ -136,55 +103,6 @@ def time_dims(value: object, mask: Tensor) -> tuple[int, ...]:
     if square and (value.dim() > 3 or not value.is_floating_point()):
         return value.dim() - 2, value.dim() - 1
     return (1,) if value.size(1) == time else ()
-
-
-def _batches(loader: DataLoader[Any], collate_fn: Any, parts: list[list[int]]) -> Iterator[Any]:
-    """Yield the batches of these samples, made where training makes them: workers may not share open files."""
-    with isolate_rng(include_cuda=False):
-        yield from DataLoader(
-            loader.dataset,
-            batch_sampler=parts,
-            collate_fn=collate_fn,
-            num_workers=min(1, loader.num_workers),
-            multiprocessing_context=loader.multiprocessing_context,
-            worker_init_fn=loader.worker_init_fn,
-        )
-
-
-@dataclass
-class _Evidence:
-    """What batches have shown of one field."""
-
-    is_named: bool = False  # Its name says that it runs over tokens.
-    is_other: bool = False  # It is not as wide as the mask in some batch.
-    mask_ends: set[int] = field(default_factory=set)
-    gaps: set[int] = field(default_factory=set)  # Columns between the end of its values and that of the mask.
-    behind: set[float] = field(default_factory=set)  # Values behind the mask.
-
-    @property
-    def is_open(self) -> bool:
-        return not (self.is_named or self.is_other)
-
-    def add(self, key: Hashable, value: Any, mask: Tensor, *, is_mask: bool) -> None:
-        dims = time_dims(value, mask)
-        self.is_named |= is_mask or bool(named_time_dims(key, value, mask))
-        self.is_other |= not dims
-        ends = extents(mask)
-        short = ends < mask.size(1)
-        if not self.is_open or value.is_complex() or not value.numel() or not bool(short.any()):
-            return
-        ends, values = ends[short], value.detach().movedim(dims[-1], 1)[short].unsqueeze(2).flatten(2)
-        behind = values[torch.arange(mask.size(1), device=mask.device) >= ends[:, None]]
-        self.behind |= set(torch.stack([behind.min(), behind.max()]).double().tolist())
-        if len(self.behind) == 1:
-            used = (values != behind.flatten()[0]).any(2)
-            self.gaps |= set((ends - extents(used)).tolist())
-            self.mask_ends |= set(ends.tolist())
-
-    def ends_with_the_mask(self) -> bool:
-        # Labels that no loss counts end where they like: other fields have no such value.
-        is_aligned = len(self.gaps) == 1 and len(self.mask_ends) > 1
-        return len(self.behind) == 1 and (self.behind == {IGNORED_LABEL} or is_aligned)
 
 
 def mask_in(fields: Mapping[Any, object], key: Hashable) -> Tensor | None:
@@ -210,8 +128,8 @@ class FitWidth:
         mask_key: the mask's key, or its position if batches are tuples or lists.
         multiple_of: see :class:`PadCollator`.
         limit: the widest batch, in tokens: none becomes wider.
-        over_tokens: the fields that run over tokens, by key or position, besides the mask; None decides it by their
-            names (``input_ids``, ``labels`` and others), and an empty collection changes no batch.
+        over_tokens: the fields that run over tokens, by key or position, besides the mask; without any, no batch
+            changes.
 
     """
 
@@ -220,16 +138,16 @@ class FitWidth:
     mask_key: Hashable = MASK_KEY
     multiple_of: int | Sequence[int] | None = None
     limit: int | None = None
-    over_tokens: Collection[Any] | None = None
+    over_tokens: Collection[Any] = ()
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return the batch that ``collate_fn`` makes, fitted."""
         batch = self.collate_fn(samples)
         fields = fields_of(batch) or {}
         mask = mask_in(fields, self.mask_key)
-        if mask is None or (self.over_tokens is not None and not self.over_tokens):
+        if mask is None or not self.over_tokens:
             return batch
-        dims = {key: self._dims(key, value, mask) for key, value in fields.items()}
+        dims = {key: time_dims(fields[key], mask) for key in fields if key == self.mask_key or key in self.over_tokens}
         timed = {key: fields[key] for key, found in dims.items() if found}
         width = self._width(mask, timed)
         if width == mask.size(1):
@@ -250,12 +168,6 @@ class FitWidth:
         new: Any = copy.copy(batch)
         new.update(changed)
         return new
-
-    def _dims(self, key: Any, value: Any, mask: Tensor) -> tuple[int, ...]:
-        """Return the dimensions of a field that run over tokens."""
-        if key != self.mask_key and self.over_tokens is None:
-            return named_time_dims(key, value, mask)
-        return time_dims(value, mask) if key == self.mask_key or key in (self.over_tokens or ()) else ()
 
     def _width(self, mask: Tensor, timed: dict[Any, Any]) -> int:
         """Return to how many columns a batch is cut or filled up."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
@@ -102,12 +101,14 @@ class PadCollator:
         self.side = getattr(tokenizer, "padding_side", side)
         self._ragged: frozenset[Any] | None = None
 
-    def decided(self, ragged: Collection[Any]) -> PadCollator:
+    def decided(self, ragged: Collection[Any], multiple_of: int | Sequence[int] | None) -> PadCollator:
         """Return a copy that pads, besides the sequence and its mask, just the fields whose size varies in the data.
 
-        Without the sequence itself among them, as where all samples are padded already, nothing is decided.
+        Without the sequence itself among them, as where all samples are padded already, nothing is decided. It pads to
+        ``multiple_of`` if the collator has none itself.
         """
         new = copy.copy(self)
+        new.multiple_of = multiple_of if self.multiple_of is None else self.multiple_of
         new._ragged = frozenset(ragged if self.tokenizer is None else map(_hugging_face_name, ragged))
         return new
 
@@ -219,20 +220,6 @@ def pad_collate(samples: Sequence[Any]) -> Any:
 
     """
     return PadCollator()(samples)
-
-
-def with_multiple_of(collate_fn: _T, multiple_of: int | Sequence[int] | None) -> _T:
-    """Return ``collate_fn`` padding to ``multiple_of`` if it has such an option that is not set, else itself."""
-    if isinstance(collate_fn, PadCollator):
-        name, is_free = "multiple_of", collate_fn.multiple_of is None
-    else:  # Of transformers.
-        name, is_free = "pad_to_multiple_of", getattr(collate_fn, "pad_to_multiple_of", 0) is None
-        pads = getattr(collate_fn, "padding", None) in (True, "longest")
-        is_free = is_free and pads and isinstance(multiple_of, int) and dataclasses.is_dataclass(collate_fn)
-    if is_free:
-        collate_fn = copy.copy(collate_fn)
-        setattr(collate_fn, name, multiple_of)
-    return collate_fn
 
 
 # -- fields of samples

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, defaul
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.batching.fields import FitWidth, ragged_fields, spread, token_fields
+from hasten.batching.fields import FitWidth, fields_over_tokens, ragged_fields, spread
 from hasten.batching.pad import (
     IGNORED_LABEL,
     MASK_KEY,
@@ -25,7 +25,6 @@ from hasten.batching.pad import (
     sequence_key,
     shown,
     widths_for,
-    with_multiple_of,
 )
 from hasten.batching.sample_lengths import LengthsNotFoundError, SampleLengths, sample_lengths
 from hasten.batching.samplers import LengthBatchSampler, PlannedBatches, TokenBatchSampler
@@ -62,9 +61,8 @@ class LengthBatching:
         reorder: the stages whose samples may come in another order. In the others, only padding is cut off.
             Predictions never change their order.
         over_tokens: the fields of a batch that run over tokens, off which padding may be cut, by key or position, such
-            as ``("input_ids", "tags")``. None decides by their names (``input_ids``, ``labels``, masks) and by the
-            data: fields whose values end where the mask ends are cut. If another field is as wide and nothing decides
-            it, nothing is cut, and the log says so.
+            as ``("input_ids", "tags")``. None takes all that are as wide as the mask, but for matrices of floats, which
+            may be features; the log names them.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -195,7 +193,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
         # A budget of tokens has few widths anyhow.
         few = few_shapes or batching.max_tokens is not None
         multiple_of = widths_for(lengths, FEW_WIDTHS, multiple_of=FINE) if few else FINE
-    collate_fn = with_multiple_of(_joining(loader, found, name), multiple_of)
+    collate_fn = _joining(loader, found, multiple_of, name)
     # Only a mask shows what may be cut; a batch without one stays as wide as the collate function makes it.
     fitting = FitWidth(
         collate_fn,
@@ -212,11 +210,13 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
     return _reordered(new, batching, lengths, multiple_of if few_shapes else None, stage, name)
 
 
-def _joining(loader: DataLoader[Any], found: SampleLengths, name: str) -> Callable[[list[Any]], Any]:
+def _joining(
+    loader: DataLoader[Any], found: SampleLengths, multiple_of: int | Sequence[int] | None, name: str
+) -> Callable[[list[Any]], Any]:
     """Return the loader's collate function, or one that pads if it has none."""
-    collate_fn: Any = loader.collate_fn
+    collate_fn: Callable[[list[Any]], Any] = loader.collate_fn
     if collate_fn is not default_collate and not isinstance(collate_fn, PadCollator):
-        return collate_fn  # type: ignore[no-any-return]
+        return collate_fn
     with isolate_rng(include_cuda=False):
         samples = [loader.dataset[index] for index in spread(found.lengths, FEW_SAMPLES)]
     if collate_fn is default_collate:
@@ -224,17 +224,14 @@ def _joining(loader: DataLoader[Any], found: SampleLengths, name: str) -> Callab
         try:
             default_collate(samples)
         except (RuntimeError, TypeError):
-            collate_fn = _padding_for(samples, found, name)
-    return collate_fn.decided(ragged_fields(samples)) if isinstance(collate_fn, PadCollator) else collate_fn
+            collate_fn = _padding_for(samples, name)
+    if isinstance(collate_fn, PadCollator):
+        collate_fn = collate_fn.decided(ragged_fields(samples), multiple_of)
+    return collate_fn
 
 
-def _padding_for(samples: list[Any], found: SampleLengths, name: str) -> PadCollator:
+def _padding_for(samples: list[Any], name: str) -> PadCollator:
     """Return a collate function for samples of different sizes, and log how it pads them."""
-    for key, (one, other) in found.mixed.items():
-        raise CannotJoinError(
-            f"batching: {shown(key)} is a sequence in sample {one} of {name} and a single value in sample {other}. "
-            "Give every sample the same kind of value, or the loader a collate_fn that joins them."
-        )
     ragged = ragged_fields(samples)
     rows = [fields_of(sample) or {} for sample in samples]
     for key in ragged - {sequence_key(samples[0]), MASK_KEY}:
@@ -257,29 +254,23 @@ def _over_tokens(
     loader: DataLoader[Any], found: SampleLengths, collate_fn: Callable[[list[Any]], Any], name: str
 ) -> Collection[Any]:
     """Return the fields off which padding may be cut, and log which they are."""
-    advice = "Name the fields that run over tokens: batching=hasten.data.LengthBatching"
     try:
-        fields = token_fields(loader, found.lengths, collate_fn, found.mask_key)
+        fields = fields_over_tokens(loader, found.lengths, collate_fn, found.mask_key)
     except Exception as error:
         # The user's code may need other batches than these. If it fails in training too, it is reported there.
         rank_zero_info(
             f"batching: no padding is cut off {name}: no batch could be made to look at ({type(error).__name__}: "
-            f"{error}). {advice}(over_tokens=(...))."
+            f"{error}). Name the fields: batching=hasten.data.LengthBatching(over_tokens=(...))."
         )
         return ()
-    named = tuple(key for key in fields.over_tokens if key != found.mask_key)
-    if fields.doubtful:
-        rank_zero_info(
-            f"batching: no padding is cut off {name}: {shown(*fields.doubtful)} is as wide as the mask, and nothing "
-            f"shows whether it runs over tokens. {advice}(over_tokens={named!r})."
-        )
-    if fields.doubtful or not named:
+    if fields == (found.mask_key,):
         return ()
-    if not isinstance(collate_fn, PadCollator):  # Its batches are as narrow as possible.
+    if fields and not isinstance(collate_fn, PadCollator):  # Its batches are as narrow as possible.
         rank_zero_info(
-            f"batching: columns that are padding for a whole batch of {name} are cut off {shown(*fields.over_tokens)}."
+            f"batching: columns that are padding for a whole batch of {name} are cut off {shown(*fields)}. To name "
+            "others: batching=hasten.data.LengthBatching(over_tokens=(...))."
         )
-    return fields.over_tokens
+    return fields
 
 
 def _reordered(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,8 +35,6 @@ class SampleLengths:
     mask_key: Hashable = MASK_KEY
     # False for characters of a text, say, that has not been tokenized.
     in_tokens: bool = True
-    # Fields that are a sequence in some samples and a single value in others, with a sample of each kind.
-    mixed: Mapping[Any, tuple[int, int]] = field(default_factory=dict)
 
 
 def sample_lengths(dataset: object, key: Hashable = None, *, name: str = "the dataset") -> SampleLengths:
@@ -134,8 +132,6 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
     in_tokens = True
     # Fields that were masks in all samples so far, and the length of each mask.
     masks: dict[Any, list[int]] = {}
-    # For each field, a sample in which it is a sequence (True) or a single value (False).
-    kinds: dict[Any, dict[bool, int]] = {}
     with isolate_rng(include_cuda=False):
         for index in range(len(dataset)):
             sample = dataset[index]
@@ -154,22 +150,19 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
                     del masks[place]
                 else:
                     masks[place].append(extent)
-            for place, value in fields.items():
-                kinds.setdefault(place, {}).setdefault(is_sequence(value), index)
     seconds = time.perf_counter() - start
     if seconds > 1:
         rank_zero_info(
             f"reading the lengths of the {len(lengths):,} samples of {name} took {seconds:.1f} s. An attribute "
             "`lengths` of the dataset, with a number for each sample, avoids it."
         )
-    mixed = {place: (seen[True], seen[False]) for place, seen in kinds.items() if len(seen) > 1}
     found = [place for place in (key, MASK_KEY) if place in masks]
     if not found and key is None and len(set(lengths)) == 1:
         # A sample's own ones and zeros may be its content: only samples of one size need a mask.
         found = sorted((each for each in masks if isinstance(each, int) or "mask" in str(each)), key=str)
     if found:
-        return SampleLengths(torch.tensor(masks[found[0]]), mask_key=found[0], mixed=mixed)
-    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens, mixed=mixed)
+        return SampleLengths(torch.tensor(masks[found[0]]), mask_key=found[0])
+    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens)
 
 
 def _length(sample: Any, key: Any) -> tuple[int, bool]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.split import measure, split
-from hasten.batching.fields import named_time_dims
+from hasten.batching.fields import token_dims
 from hasten.seed import isolate_rng
 from hasten.speed.inspect_run import mask_of
 from hasten.speed.safety import Safety
@@ -321,7 +321,7 @@ def _narrowed(fields: Any, mask: Tensor, width: int) -> Any:
         return fields
     cut = dict(fields)
     for key, value in fields.items():
-        for dim in named_time_dims(key, value, mask) if isinstance(value, Tensor) else ():
+        for dim in token_dims(key, value, mask):
             cut[key] = cut[key].narrow(dim, 0, width)
     return cut
 
