@@ -1,4 +1,4 @@
-"""The parts of a dataset: its attributes, transforms, functions, and the random generators among them."""
+"""The parts of a dataset: its attributes, transforms, and the random generators among them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,13 @@ _ELEMENTS, _MOST_HASHED, _MOST_NUMBERS = 32, 10_000, 4096
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _OPAQUE = (types.ModuleType, threading.Thread, io.IOBase, DataLoader, type(threading.Lock()))
 _LEAVES = (Tensor, type, os.PathLike, types.BuiltinFunctionType, *_OPAQUE)
-# Code of these packages reads nothing of the program's.
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "abc", "collections", "functools", "random", "enum")
 _RUNS = ("hasten", "lightning", "pytorch_lightning")
 _MISSING = object()
 
-_Part = tuple[str, Any, frozenset[str]]
-
 
 def own_generators(dataset: object) -> dict[int, bytes]:
-    """Return the states of the random generators that a dataset holds or its methods read, by the generator's id."""
+    """Return the states of the random generators that a dataset holds, by the generator's id."""
     found = ((part, _generator(part)) for _, part in parts(dataset))
     return {id(part): pickle.dumps(access[0]()) for part, access in found if access is not None}
 
@@ -51,7 +48,7 @@ def preserve(*things: object, containers: bool = False) -> Iterator[None]:
     """Restore the random generators of these objects afterwards.
 
     Args:
-        things: datasets, functions or other objects; the generators that their methods read count too.
+        things: datasets, functions or other objects.
         containers: also restore attributes, lists, dicts and sets.
 
     """
@@ -155,9 +152,9 @@ def _value(part: Any) -> Any:
 def parts(dataset: object) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a dataset, each with its place, nearest first."""
     seen: dict[int, Any] = {}
-    waiting: deque[tuple[int, _Part]] = deque([(0, ("", dataset, frozenset()))])
+    waiting: deque[tuple[int, str, Any]] = deque([(0, "", dataset)])
     while waiting and len(seen) < _MOST_PARTS:
-        depth, (place, part, names) = waiting.popleft()
+        depth, place, part = waiting.popleft()
         if isinstance(part, _PLAIN):
             yield place, part
             continue
@@ -171,50 +168,42 @@ def parts(dataset: object) -> Iterator[tuple[str, Any]]:
         if depth < _DEEPEST:
             # The user's objects may raise whatever is read of them; then their parts are left out.
             with suppress(Exception):
-                waiting.extend([(depth + 1, each) for each in _inside(place, part, names)])
+                waiting.extend([(depth + 1, *each) for each in _inside(place, part)])
 
 
-def _inside(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
-    """Yield place and value of what a part holds, and the names used by the code that reads it."""
+def _inside(place: str, part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield place and value of what a part holds."""
     if isinstance(part, _LEAVES) or _generator(part) is not None:
         return
     if isinstance(part, (list, tuple, deque)):
         for index in range(0, len(part), -(-len(part) // _ELEMENTS) or 1):
-            yield f"{place}[{index}]", part[index], names
+            yield f"{place}[{index}]", part[index]
     elif isinstance(part, Mapping):
         for index, (key, value) in enumerate(list(part.items())[: 8 * _ELEMENTS]):
             name = repr(key) if isinstance(key, (str, int, float, bool)) else f"#{index}"
-            yield f"{place}[{name}]", value, names
+            yield f"{place}[{name}]", value
     elif isinstance(part, functools.partial):
         for name in ("func", "args", "keywords"):
-            yield _join(place, name), getattr(part, name), names
+            yield _join(place, name), getattr(part, name)
     elif isinstance(part, types.MethodType):
-        yield f"{place}()", part.__func__, names
-        yield _join(place, "__self__"), part.__self__, _names(part.__func__)
+        yield _join(place, "__self__"), part.__self__
     elif isinstance(part, types.FunctionType):
-        yield from _read_by(place, part)
+        for name, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=False):
+            with suppress(ValueError):  # Not yet bound.
+                yield f"{place}: {name}", cell.cell_contents
+        yield f"{place}: defaults", (part.__defaults__, part.__kwdefaults__)
     elif hasattr(type(part), "get_obj"):
         # multiprocessing.Value and Array.
-        yield _join(place, "value"), part.get_obj(), names
+        yield _join(place, "value"), part.get_obj()
     else:
-        yield from _attributes(place, part, names)
+        yield from _attributes(place, part)
 
 
-def _attributes(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
+def _attributes(place: str, part: Any) -> Iterator[tuple[str, Any]]:
     kinds = [kind for kind in type(part).__mro__ if not _is_of(kind.__module__, _LIBRARIES)]
     users = [kind for kind in kinds if not _is_of(kind.__module__, _RUNS)]
     if any(kind not in users and ".data." not in f"{kind.__module__}." for kind in kinds):
-        # A run and its modules change with every step: only what the dataset's code reads counts.
-        for name in sorted(names):
-            value = None
-            with suppress(Exception):  # A property of a module that is not in a run.
-                value = getattr(part, name, None)
-            if isinstance(value, (*_PLAIN, Tensor)) and value is not None:
-                yield _join(place, name), value, names
-        return
-    # Overridden methods too: super() may call them.
-    functions = [(f"{kind.__name__}.{name}()", found) for kind in users for name, found in _functions(kind)]
-    read = names.union(*(_names(function) for _, function in functions))
+        return  # A run and its modules change with every step.
     held = dict(getattr(part, "__dict__", {}))
     for kind in kinds:
         slots = getattr(kind, "__slots__", ())
@@ -225,48 +214,8 @@ def _attributes(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]
         for name, value in list(vars(kind).items()):
             if not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__")):
                 held.setdefault(name, value)
-    for name, value in (*held.items(), *functions):
-        yield _join(place, name), value, read
-
-
-def _functions(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
-    for name, value in list(vars(kind).items()):
-        if isinstance(value, property):
-            value = value.fget
-        # Of a classmethod, a staticmethod, and what functools.cache makes.
-        value = getattr(value, "__func__", getattr(value, "__wrapped__", value))
-        if isinstance(value, types.FunctionType):
-            yield name, value
-
-
-def _read_by(place: str, function: types.FunctionType) -> Iterator[_Part]:
-    """Yield what a function reads besides its arguments: defaults, enclosing variables, globals that are data."""
-    if _is_of(function.__module__ or "", (*_LIBRARIES, *_RUNS)):
-        return
-    names = _names(function)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # Not yet bound.
-            if name != "__class__":
-                yield f"{place}: {name}", cell.cell_contents, names
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield f"{place}: {name}", value, names
-    for index, value in enumerate(function.__defaults__ or ()):
-        yield f"{place}: default {index}", value, names
-    for name in sorted(names):
-        value = function.__globals__.get(name, _MISSING)
-        if value is not _MISSING and not isinstance(value, (types.ModuleType, type)):
-            yield f"global {name}", value, names
-
-
-def _names(function: Any) -> frozenset[str]:
-    code = getattr(function, "__code__", None)
-    return frozenset() if code is None else _names_in(code)
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(code.co_names).union(*map(_names_in, inner))
+    for name, value in held.items():
+        yield _join(place, name), value
 
 
 def _is_of(module: str, packages: tuple[str, ...]) -> bool:

@@ -7,8 +7,7 @@ import copy
 import io
 import pickle
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -36,10 +35,9 @@ _T = TypeVar("_T")
 CHUNK = 256
 # Of the memory that is free: the rest is for everything else.
 SHARE = 0.8
-# Samples read a second time at least: with 500, of samples of which one in a hundred is another each time, one is found
-# in 99 of 100 datasets. As long as it takes a tenth of the first reading, or half a second, all others are, too.
-_READ_AGAIN, _MOST_READ_AGAIN, _CHUNK_READ_AGAIN = 512, 1 << 16, 64
-_SHARE_READ_AGAIN, _SECONDS_READ_AGAIN = 0.1, 0.5
+# Samples read a second time: at least so many, and one of so many. With 500, where one sample in a hundred is another
+# each time, that is found in 99 of 100 datasets.
+_READ_AGAIN, _ONE_OF = 512, 10
 
 
 class NoColumnsError(ValueError):
@@ -90,7 +88,6 @@ class Columns:
         self.leaves = list(leaves)
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._has_texts = len(tensors) < len(self.leaves)
         self._build = _builder(kind, iter(self.leaves), _batch_field, collated=True)
         # A copy of one sample, as the dataset gives it.
         self.sample: Callable[[int], Any] = _builder(kind, iter(self.leaves), _sample_field, collated=False)
@@ -98,14 +95,11 @@ class Columns:
     def __len__(self) -> int:
         return len(self.leaves[0])
 
-    def batch(self, indices: Tensor | Sequence[int]) -> Any:
+    def batch(self, indices: Iterable[int]) -> Any:
         """Return what ``default_collate`` makes of these samples, bit for bit."""
-        if isinstance(indices, Tensor):
-            index, numbers = indices, indices.tolist() if self._has_texts else []
-        else:
-            numbers = indices if isinstance(indices, list) else list(indices)
-            # torch.tensor reads number by number, which would take as long as all else.
-            index = torch.frombuffer(array.array("q", numbers or [0]), dtype=torch.int64)[: len(numbers)]
+        numbers = list(indices)
+        # torch.tensor reads number by number, which would take as long as all else.
+        index = torch.frombuffer(array.array("q", numbers or [0]), dtype=torch.int64)[: len(numbers)]
         if self._device.type == "cuda":
             # From pinned memory: the host does not wait.
             index = index.pin_memory().to(self._device, non_blocking=True)
@@ -183,8 +177,8 @@ class DatasetReader:
         """Return all samples, as columns if they are alike, else as a list.
 
         Random states, the dataset's own too, do not change. Random samples are found by the generators that move while
-        samples are read, those of the dataset, its transforms and its code among them, and by reading samples again:
-        all of a small dataset, 512 and more of a large one.
+        samples are read, those of the dataset and its transforms among them, and by reading samples again: all of a
+        small dataset, at least 512 and one in ten of a large one.
 
         Args:
             loader: whose workers read; without workers, or without a loader, this process does.
@@ -255,14 +249,14 @@ class DatasetReader:
     def _read(self, loader: DataLoader[Any] | None, allocate: Allocate | None) -> Columns | list[Any]:
         dataset, count = self.dataset, len(self.dataset)
         first = [range(start, min(count, start + CHUNK)) for start in range(0, count, CHUNK)]
-        again = _second_reading(count)
+        every = range(0, count, max(1, min(count // _READ_AGAIN, _ONE_OF)))
+        again = [every[start : start + CHUNK] for start in range(0, len(every), CHUNK)]
         names = ("num_workers", "multiprocessing_context", "worker_init_fn")
         options = {} if loader is None else {name: getattr(loader, name) for name in names}
         # collate_fn: without one, torch would convert what is in the chunks.
         chunks: Any = iter(
             DataLoader(_Chunks(dataset, first + again), batch_size=None, collate_fn=unchanged, **options)
         )
-        began = time.perf_counter()
         columns: Columns | None = None
         samples: list[Any] | None = None
         for indices, (kind, chunk, drawn) in zip(first, chunks, strict=False):
@@ -286,16 +280,10 @@ class DatasetReader:
                 samples = [] if columns is None else [columns.sample(index) for index in range(indices.start)]
             samples += _samples(kind, chunk)
         read = columns if samples is None and columns is not None else samples or []
-        now = time.perf_counter()
-        until = now + max(_SECONDS_READ_AGAIN, _SHARE_READ_AGAIN * (now - began))
-        compared = 0
         for indices, (kind, chunk, drawn) in zip(again, chunks, strict=False):
             for index, other in zip(indices, _samples(kind, chunk), strict=True):
                 if drawn or not same(read.sample(index) if isinstance(read, Columns) else read[index], other):
                     raise self._random_samples(f"sample {index}")
-            compared += len(indices)
-            if compared >= _READ_AGAIN and time.perf_counter() > until:
-                break
         return read
 
 
@@ -340,16 +328,6 @@ class _RandomWatch:
         # Looked for each time: some datasets make their generator with the first sample.
         own, self._own = self._own, own_generators(self._dataset)
         return before != self._last or any(own.get(key) != state for key, state in self._own.items())
-
-
-def _second_reading(count: int) -> list[range]:
-    """Return the samples to read a second time, in chunks: the first 512 spread evenly, the others after them."""
-    step = max(1, count // _READ_AGAIN)
-    found: list[range] = []
-    for start in range(min(step, _MOST_READ_AGAIN // _READ_AGAIN)):
-        every = range(start, count, step)
-        found += [every[at : at + _CHUNK_READ_AGAIN] for at in range(0, len(every), _CHUNK_READ_AGAIN)]
-    return found
 
 
 class DatasetProxy(Dataset[Any]):

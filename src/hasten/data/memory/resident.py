@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from hasten._lib import tree
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.data.loader_parts import (
-    check_dataloader,
-    drawn_generator,
-    is_plain_shuffle,
-    required_in_training,
-    unchanged,
-)
-from hasten.data.memory.dataset_parts import changed, fingerprint
-from hasten.data.memory.read import Columns, DatasetProxy, DatasetReader, fresh, gigabytes
+from hasten.data.loader_parts import check_dataloader, required_in_training, unchanged
+from hasten.data.memory.dataset_parts import changed, fingerprint, preserve
+from hasten.data.memory.read import Columns, DatasetProxy, DatasetReader, fresh, gigabytes, same
 from hasten.data.worker_count import WITHOUT_WORKERS
+from hasten.seed import isolate_rng
 
 _T = TypeVar("_T")
 
@@ -47,8 +33,9 @@ class ResidentLoader(DataLoader[Any]):
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read. If its
-            attributes change between epochs they are read again; a change in the middle of an epoch raises an error at
-            its end. The tensors of a ``TensorDataset`` are used without a copy.
+            attributes, or its first or last sample, change between epochs, all are read again; a change of attributes
+            in the middle of an epoch raises an error at its end. The tensors of a ``TensorDataset`` are used without a
+            copy.
         batch_size: samples of a batch.
         shuffle: another order each epoch.
         sampler: gives the order instead.
@@ -102,7 +89,7 @@ class ResidentLoader(DataLoader[Any]):
         self.__dict__.update(_held(self, device, "ResidentLoader", "its loader"))
 
     def _get_iterator(self) -> Any:
-        index_batches = _index_batches(self)
+        index_batches = iter(self._index_sampler)
         # torch's own iterator draws this seed for its workers: the order of samples depends on it.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         return _batches(self, index_batches)
@@ -175,7 +162,7 @@ class HeldDataset(DatasetProxy):
 
     def _hasten_begin_epoch(self) -> None:
         """Read the samples again if attributes of the dataset have changed since they were read."""
-        data = self._hasten_changes.read_again()
+        data = self._hasten_changes.read_again(self._hasten_differs())
         if data is None:
             return
         if isinstance(self._hasten_data, list):
@@ -186,6 +173,17 @@ class HeldDataset(DatasetProxy):
                 "held as before. Leave resident=... out."
             )
         self.__dict__["_hasten_data"] = data
+
+    def _hasten_differs(self) -> bool:
+        """Return whether the first or the last sample, read again, is another."""
+        dataset = self._hasten_dataset
+        try:
+            with isolate_rng(include_cuda=False), preserve(dataset):
+                ends = {0, len(self) - 1} if len(self) else ()
+                pairs = [tree.map_tensors(Tensor.cpu, (self[index], dataset[index])) for index in ends]
+                return not all(same(held, now) for held, now in pairs)
+        except Exception:
+            return False  # Only its workers may be able to read it.
 
 
 class _Changes:
@@ -212,9 +210,9 @@ class _Changes:
         self._by_reading.update(changed(before, self._before))
         return data
 
-    def read_again(self) -> Columns | list[Any] | None:
-        """Return the samples of a dataset that has changed; None if it has not."""
-        places = self._changed()
+    def read_again(self, differs: bool) -> Columns | list[Any] | None:
+        """Return the samples of a dataset that has changed, as its attributes or its samples show; None if not."""
+        places = self._changed() or ["its samples"] * differs
         if not places:
             return None
         if self._preloaded:
@@ -261,54 +259,9 @@ def _batches(loader: DataLoader[Any], index_batches: Iterator[Any]) -> Iterator[
     if loader.pin_memory and torch.cuda.is_available():
         from torch.utils.data._utils.pin_memory import pin_memory as pin
     for indices in index_batches:
-        samples = take(indices)
-        try:
-            batch = collate(samples)
-        except RuntimeError as error:
-            if collate is default_collate:
-                _raise_if_shapes_differ(samples, error)
-            raise
+        batch = collate(take(indices))
         yield batch if pin is None else pin(batch)
     held._hasten_changes.check()
-
-
-def _index_batches(loader: Any) -> Iterator[Any]:
-    """Yield the index batches of a loader, as tensors if its sampler is torch's; random draws are the same."""
-    batches = loader._index_sampler
-    if type(batches) is not BatchSampler or not isinstance(loader.dataset._hasten_data, Columns):
-        return iter(batches)
-    sampler: Any = batches.sampler
-    size, drop_last = batches.batch_size, batches.drop_last
-    if type(sampler) is SequentialSampler:
-        parts = torch.arange(len(sampler)).split(size) if len(sampler) else ()
-        return iter(parts[:-1] if drop_last and len(sampler) % size else parts)
-    if is_plain_shuffle(sampler) and _random_sampler_is_known():
-        return _shuffled(sampler, size, drop_last)
-    return iter(batches)
-
-
-def _shuffled(sampler: RandomSampler, size: int, drop_last: bool) -> Iterator[Tensor]:
-    """Yield the batches of a shuffled epoch, drawing what ``RandomSampler`` draws, when it does."""
-    count, generator = sampler.num_samples, sampler.generator
-    if generator is None:
-        generator = drawn_generator()
-    order = torch.randperm(count, generator=generator)
-    full = count // size * size
-    if full:
-        yield from order[:full].split(size)
-    # What it draws before it finds that all samples have been given.
-    torch.randperm(count, generator=generator)
-    if full < count and not drop_last:
-        yield order[full:]
-
-
-@functools.cache
-def _random_sampler_is_known() -> bool:
-    """Return whether this torch's ``RandomSampler`` draws as expected."""
-    ours, torchs = (torch.Generator().manual_seed(3) for _ in range(2))
-    expected = list(BatchSampler(RandomSampler(range(7), generator=torchs), 3, False))
-    found = [part.tolist() for part in _shuffled(RandomSampler(range(7), generator=ours), 3, False)]
-    return found == expected and torch.equal(ours.get_state(), torchs.get_state())
 
 
 def _made_resident(loader: Any, device: Any, argument: str, name: str) -> Any:
@@ -374,29 +327,3 @@ def _on_device(data: Columns | list[Any], device: torch.device, argument: str, n
                 f"{device} may be used. Use resident=True, which holds them on the host."
             )
     return data.to(device)
-
-
-def _raise_if_shapes_differ(samples: list[Any], error: RuntimeError) -> None:
-    """Raise an error that names a field of different shapes, which torch's ``default_collate`` cannot join, if any."""
-    shapes = [
-        {keystr(path): _shape(leaf) for path, leaf in tree_flatten_with_path(sample, _is_plain_list)[0]}
-        for sample in samples
-    ]
-    for place, shape in shapes[0].items():
-        for other in shapes[1:]:
-            if other.get(place, shape) != shape:
-                raise ValueError(
-                    f"in batch{place}: samples of the shapes {shape} and {other[place]} meet in a batch, and torch "
-                    "joins tensors of one shape only. Use the collate_fn hasten.data.pad_collate, or "
-                    "Trainer(batching='length'), which pads."
-                ) from error
-
-
-def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, list) and not any(
-        hasattr(each, "shape") or isinstance(each, (list, tuple, dict)) for each in value
-    )
-
-
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
