@@ -101,14 +101,12 @@ class PadCollator:
         self.side = getattr(tokenizer, "padding_side", side)
         self._ragged: frozenset[Any] | None = None
 
-    def decided(self, ragged: Collection[Any], multiple_of: int | Sequence[int] | None) -> PadCollator:
+    def decided(self, ragged: Collection[Any]) -> PadCollator:
         """Return a copy that pads, besides the sequence and its mask, just the fields whose size varies in the data.
 
-        Without the sequence itself among them, as where all samples are padded already, nothing is decided. It pads to
-        ``multiple_of`` if the collator has none itself.
+        Without the sequence itself among them, as where all samples are padded already, nothing is decided.
         """
         new = copy.copy(self)
-        new.multiple_of = multiple_of if self.multiple_of is None else self.multiple_of
         new._ragged = frozenset(ragged if self.tokenizer is None else map(_hugging_face_name, ragged))
         return new
 

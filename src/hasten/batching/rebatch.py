@@ -226,7 +226,9 @@ def _joining(
         except (RuntimeError, TypeError):
             collate_fn = _padding_for(samples, name)
     if isinstance(collate_fn, PadCollator):
-        collate_fn = collate_fn.decided(ragged_fields(samples), multiple_of)
+        collate_fn = collate_fn.decided(ragged_fields(samples))
+        if collate_fn.multiple_of is None:
+            collate_fn.multiple_of = multiple_of
     return collate_fn
 
 
