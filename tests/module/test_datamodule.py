@@ -86,24 +86,19 @@ def test_hooks_of_each_call() -> None:
     assert data.take() == ["prepare_data", "setup predict", "predict", "teardown predict"]
 
 
-def test_an_exception_is_told_and_teardown_runs() -> None:
-    data, model = Data(), Classifier()
-    model.training_step = lambda *_: 1 / 0  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
-        quiet().fit(model, datamodule=data)
-    assert data.take()[-2:] == ["on_exception ZeroDivisionError", "teardown fit"]
-
-
-def test_hooks_put_onto_a_datamodule_during_a_run_are_heard() -> None:
+def test_an_exception_is_passed_on_and_teardown_runs_also_one_set_during_the_run() -> None:
     heard: list[str] = []
 
-    class Patches(Classifier):
-        def on_train_start(self) -> None:
+    class Fails(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             assert self.trainer.datamodule is not None
             self.trainer.datamodule.teardown = heard.append  # type: ignore[method-assign]
+            raise ZeroDivisionError
 
-    data = L.LightningDataModule.from_datasets(dataset(8), batch_size=4)
-    quiet().fit(Patches(), datamodule=data)
+    data = Data()
+    with pytest.raises(ZeroDivisionError):
+        quiet().fit(Fails(), datamodule=data)
+    assert data.take()[-1] == "on_exception ZeroDivisionError"
     assert heard == ["fit"]
 
 
@@ -161,10 +156,9 @@ class Forgets(L.LightningDataModule):
         ("fit", {"datamodule": loader()}, r"fit\(datamodule=\.\.\.\): use a LightningDataModule, not"),
         ("fit", {}, r"fit\(\): there is no data. Pass train_dataloaders=.*\.train_dataloader"),
         ("validate", {}, r"validate\(\): there is no data. Pass dataloaders=.*\.val_dataloader"),
-        ("test", {}, r"test\(\): there is no data. Pass dataloaders=.*\.test_dataloader"),
         ("predict", {}, r"predict\(\): there is no data. Pass dataloaders=.*\.predict_dataloader"),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_what_is_no_data_is_named(call: str, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
@@ -231,17 +225,7 @@ def test_from_datasets() -> None:
     assert [len(batch[0]) for batch in data.predict_dataloader()] == [3, 3, 2]
 
 
-def test_from_datasets_gives_only_what_there_is() -> None:
-    data = L.LightningDataModule.from_datasets(Stream(), num_workers=1)
-    assert data.train_dataloader().num_workers == 1
-    assert data.train_dataloader().batch_size == 1
-    with pytest.raises(NotImplementedError):
-        data.val_dataloader()
-    trainer = quiet()
-    trainer.fit(Classifier(), datamodule=L.LightningDataModule.from_datasets(dataset(8), batch_size=4))
-    assert trainer.global_step == 2
-    assert trainer.num_val_batches == []
-
+def test_from_datasets_makes_only_what_it_was_given() -> None:
     class NoSize(L.LightningDataModule):
         def __init__(self, num_workers: int = 0) -> None:
             super().__init__()
@@ -249,8 +233,10 @@ def test_from_datasets_gives_only_what_there_is() -> None:
 
     made = NoSize.from_datasets(None, dataset(4), batch_size=2, num_workers=1)
     assert isinstance(made, NoSize)
-    assert made.num_workers == 1
+    assert made.num_workers == made.val_dataloader().num_workers == 1
     assert len(made.val_dataloader()) == 2
+    with pytest.raises(NotImplementedError):
+        made.train_dataloader()
     with pytest.raises(TypeError, match="unknown"):
         NoSize.from_datasets(dataset(4), unknown=3)
 
@@ -284,30 +270,22 @@ class Remembers(L.LightningDataModule):
         self.count = state_dict["count"]
 
 
-@pytest.fixture
-def remembered(tmp_path: Path) -> Path:
-    data, trainer = Remembers(), quiet()
+def test_state_is_in_the_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    data, trainer, path = Remembers(), quiet(), tmp_path / "data.ckpt"
     data.count = 4
     trainer.fit(Classifier(), datamodule=data)
     assert data.loaded == []
-    trainer.save_checkpoint(tmp_path / "data.ckpt")
-    return tmp_path / "data.ckpt"
-
-
-def test_state_is_in_the_checkpoint_and_comes_back(remembered: Path) -> None:
-    assert torch.load(remembered, weights_only=True)["Remembers"] == {"count": 5}
+    trainer.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["Remembers"] == {"count": 5}
     data = Remembers()
-    trainer = quiet(max_epochs=2)
-    trainer.fit(Classifier(), datamodule=data, ckpt_path=remembered)
+    quiet(max_epochs=2).fit(Classifier(), datamodule=data, ckpt_path=path)
     # Before its loaders are made: they may depend on it.
     assert (data.loaded, data.count) == ([{"count": 5}], 6)
-    data = Remembers()
-    trainer.validate(Classifier(), loader(8), datamodule=None, ckpt_path=remembered, verbose=False)
     other = quiet()
-    other.test(Any_(), Sized.from_datasets(test_dataset=dataset(4)), ckpt_path=remembered, verbose=False)
-    other.save_checkpoint(remembered.parent / "other.ckpt")
-    assert "Sized" not in torch.load(remembered.parent / "other.ckpt", weights_only=True)
-    assert Remembers.load_from_checkpoint(remembered).count == 5
+    other.test(Any_(), Sized.from_datasets(test_dataset=dataset(4)), ckpt_path=path, verbose=False)
+    other.save_checkpoint(tmp_path / "other.ckpt")
+    assert "Sized" not in torch.load(tmp_path / "other.ckpt", weights_only=True)
+    assert Remembers.load_from_checkpoint(path).count == 5
 
 
 # -- loaders asked for again
@@ -330,23 +308,21 @@ class Reloads(L.LightningDataModule):
 
 
 @pytest.mark.parametrize(
-    ("every", "train", "val", "steps"),
-    [(0, [0], [0], 10), (1, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 20), (2, [0, 2, 4], [0, 2, 4], 2 * 2 + 4 * 2 + 6)],
+    ("options", "train", "val", "steps"),
+    [
+        ({"reload_dataloaders_every_n_epochs": 0, "val_check_interval": 0.5}, [0], [0], 10),
+        ({"reload_dataloaders_every_n_epochs": 2, "val_check_interval": 0.5}, [0, 2, 4], [0, 2, 4], 2 * 2 + 4 * 2 + 6),
+        # Rare validation reloads when it runs.
+        ({"reload_dataloaders_every_n_epochs": 3, "check_val_every_n_epoch": 2}, [0, 3], [0, 3], 2 * 3 + 5 * 2),
+    ],
 )
-def test_reloading(every: int, train: list[int], val: list[int], steps: int) -> None:
+def test_reloading(options: dict[str, Any], train: list[int], val: list[int], steps: int) -> None:
     data = Reloads()
-    trainer = quiet(max_epochs=5, reload_dataloaders_every_n_epochs=every, val_check_interval=0.5)
+    trainer = quiet(max_epochs=5, **options)
     trainer.fit(Classifier(), datamodule=data)
     assert [epoch for who, epoch in data.asked if who == "train"] == train
     assert [epoch for who, epoch in data.asked if who == "val"] == val
     assert trainer.global_step == steps
-
-
-def test_validation_that_is_rare_reloads_when_it_runs() -> None:
-    data = Reloads()
-    trainer = quiet(max_epochs=4, reload_dataloaders_every_n_epochs=3, check_val_every_n_epoch=2)
-    trainer.fit(Classifier(), datamodule=data)
-    assert [epoch for who, epoch in data.asked if who == "val"] == [0, 3]
 
 
 def test_a_resumed_run_reloads_when_the_whole_one_would_have(tmp_path: Path) -> None:
@@ -354,17 +330,10 @@ def test_a_resumed_run_reloads_when_the_whole_one_would_have(tmp_path: Path) -> 
     trainer.fit(Classifier(), datamodule=Reloads())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     data = Reloads()
-    quiet(max_epochs=6, reload_dataloaders_every_n_epochs=2).fit(
-        Classifier(), datamodule=data, ckpt_path=tmp_path / "a.ckpt"
-    )
+    again = quiet(max_epochs=6, reload_dataloaders_every_n_epochs=2)
+    again.fit(Classifier(), datamodule=data, ckpt_path=tmp_path / "a.ckpt")
     assert [epoch for who, epoch in data.asked if who == "train"][1:] == [4]
     assert [epoch for who, epoch in data.asked if who == "val"][1:] == [4]
-
-
-def test_a_run_with_validation_is_resumed_without(tmp_path: Path) -> None:
-    trainer = quiet()
-    trainer.fit(Classifier(), loader(8), loader(8))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    trainer = quiet(max_epochs=2)
-    trainer.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
-    assert trainer.global_step == 4
+    without_validation = quiet(max_epochs=4)
+    without_validation.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
+    assert without_validation.global_step == trainer.global_step + 2

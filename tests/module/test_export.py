@@ -58,20 +58,14 @@ def test_torchscript_computes_the_same_and_is_written(net: Net, method: str, tmp
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("method", ["script", "trace"])
-def test_torchscript_without_a_trainer(method: str) -> None:
+def test_torchscript_without_a_trainer_of_given_inputs(method: str) -> None:
     model = nn.Sequential(Net())[0]
     scripted = model.to_torchscript(method=method, example_inputs=torch.randn(1, 8))
     assert scripted(torch.randn(5, 8)).shape == (5, 3)
     with pytest.raises(RuntimeError, match="not attached to a Trainer"):
         model.trainer
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_of_given_inputs(net: Net) -> None:
-    traced = net.to_torchscript(method="trace", example_inputs=torch.randn(1, 8))
-    assert traced(torch.randn(5, 8)).shape == (5, 3)
     with pytest.raises(ValueError, match=r"method='tracing'.*use one of 'script', 'trace'.*Did you mean 'trace'"):
-        net.to_torchscript(method="tracing")
+        model.to_torchscript(method="tracing")
 
 
 @pytest.mark.filterwarnings("ignore")

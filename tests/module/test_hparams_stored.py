@@ -54,16 +54,17 @@ KEPT: dict[str, tuple[Any, Any]] = {
 
 
 def test_what_is_plain_is_kept_as_plain_data(tmp_path: Path) -> None:
-    model = Any_({name: value for name, (value, _) in KEPT.items()})
-    found = stored(model, tmp_path)["hyper_parameters"]["value"]
+    # Objects inside collections are left out.
+    left_out = {"a": len, "b": [1, len], "c": (len, 2), "d": {len, 3}, len: 4, "e": {"f": object()}}
+    given = {name: value for name, (value, _) in KEPT.items()}
+    found = stored(Any_({**given, "tensor": torch.arange(3), "objects": left_out}), tmp_path)["hyper_parameters"][
+        "value"
+    ]
     for name, (_, expected) in KEPT.items():
         assert found[name] == expected, name
         assert type(found[name]) is type(expected), name
-
-
-def test_tensors_are_kept(tmp_path: Path) -> None:
-    found = stored(Any_(torch.arange(3)), tmp_path)["hyper_parameters"]
-    assert torch.equal(found["value"], torch.arange(3))
+    assert torch.equal(found["tensor"], torch.arange(3))
+    assert found["objects"] == {"b": [1], "c": (2,), "d": {3}, "e": {}}
 
 
 def test_objects_are_left_out_and_told_once(tmp_path: Path) -> None:
@@ -80,19 +81,11 @@ def test_objects_are_left_out_and_told_once(tmp_path: Path) -> None:
     assert Any_.load_from_checkpoint(tmp_path / "model.ckpt", value=3).hparams.value == 3
 
 
-def test_objects_inside_collections_are_left_out(tmp_path: Path) -> None:
-    value = {"a": len, "b": [1, len], "c": (len, 2), "d": {len, 3}, len: 4, "e": {"f": object()}}
-    found = stored(Any_(value), tmp_path)["hyper_parameters"]["value"]
-    assert found == {"b": [1], "c": (2,), "d": {3}, "e": {}}
-
-
 def test_what_was_changed_is_what_is_saved(tmp_path: Path) -> None:
     model = Any_(1)
     model.hparams.value = 5
     assert stored(model, tmp_path)["hyper_parameters"] == {"value": 5, "other": 2}
-
-
-def test_without_hyper_parameters_there_are_no_keys(tmp_path: Path) -> None:
+    assert Data.load_from_checkpoint(tmp_path / "model.ckpt").seen == 0
     assert not [key for key in stored(Base(), tmp_path) if "hparams" in key or "hyper" in key]
 
 
@@ -130,11 +123,6 @@ def test_a_datamodule_keeps_its_own(tmp_path: Path) -> None:
     assert Data.load_from_checkpoint(path, hparams_file=tmp_path / "data.yaml").hparams.batch_size == 8
     with pytest.raises(TypeError, match=r"Data\.load_from_checkpoint\(\) makes a new object"):
         data.load_from_checkpoint(path)
-
-
-def test_a_datamodule_without_state_in_the_file(tmp_path: Path) -> None:
-    stored(One(), tmp_path)
-    assert Data.load_from_checkpoint(tmp_path / "model.ckpt").seen == 0
 
 
 # -- loggers

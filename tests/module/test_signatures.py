@@ -30,13 +30,8 @@ def module_with(name: str, function: Any) -> Any:
     ("name", "function", "message"),
     [
         ("on_train_batch_start", lambda self, batch: None, r"def on_train_batch_start\(self, batch, batch_idx\)"),
-        ("on_train_epoch_end", lambda self, outputs: None, r"def on_train_epoch_end\(self\)\."),
-        ("on_before_optimizer_step", lambda self: None, r"def on_before_optimizer_step\(self, optimizer\)\."),
         ("optimizer_step", lambda self, epoch: None, r"given \(epoch, batch_idx, optimizer, optimizer_closure\)"),
-        ("lr_scheduler_step", lambda self, scheduler: None, r"def lr_scheduler_step\(self, scheduler, metric\)"),
-        ("on_save_checkpoint", lambda self: None, r"def on_save_checkpoint\(self, checkpoint\)"),
         ("train_dataloader", lambda self, batch_size: None, r"def train_dataloader\(self\)\."),
-        ("configure_optimizers", lambda self, lr: None, r"def configure_optimizers\(self\)\."),
         ("transfer_batch_to_device", lambda self, batch: None, r"\(self, batch, device, dataloader_idx\)"),
         ("training_step", lambda self: None, r"Net.training_step\(\) cannot.*given \(batch, batch_idx\)"),
         ("training_step", lambda self, batch, idx, optimizer_idx: None, r"manual optimisation.*not an optimizer_idx"),
@@ -80,8 +75,6 @@ def test_several_loaders_need_their_index() -> None:
     message = r"Classifier.validation_step\(\) does not take `dataloader_idx`, and there are 2 validation loaders"
     with pytest.raises(ValueError, match=message):
         quiet(num_sanity_val_steps=0).fit(model, loader(), [loader(8), loader(8)])
-    with pytest.raises(ValueError, match=message):
-        quiet().validate(model, [loader(8), loader(8)])
     with pytest.raises(ValueError, match=r"def test_step\(self, batch, batch_idx, dataloader_idx=0\)"):
         quiet().test(model, [loader(8), loader(8)])
 
@@ -94,7 +87,7 @@ def test_several_loaders_need_their_index() -> None:
         quiet().test(Takes(), [loader(8), loader(8)])
 
 
-def test_wider_signatures_and_mocks_are_fine() -> None:
+def test_wider_signatures_mocks_and_helpers_beside_a_hook_are_fine(recwarn: pytest.WarningsRecorder) -> None:
     class Wide(Classifier):
         def setup(self, stage: Any = None) -> None: ...
 
@@ -102,13 +95,22 @@ def test_wider_signatures_and_mocks_are_fine() -> None:
 
         def on_train_batch_end(self, *args: Any) -> None: ...
 
-        def training_step(self, batch: Any) -> Any:
+        def train_step(self, batch: Any) -> Any:
             return self.loss(batch)
 
+        def training_step(self, batch: Any) -> Any:
+            return self.train_step(batch)
+
+        def on_train_epoch_ends(self) -> None: ...
+
+        def on_train_epoch_end(self) -> None:
+            self.on_train_epoch_ends()
+
     model = Wide()
-    model.on_train_epoch_end = Mock()  # type: ignore[method-assign]
+    model.on_train_start = Mock()  # type: ignore[method-assign]
     quiet(limit_train_batches=1).fit(model, loader())
-    model.on_train_epoch_end.assert_called_once_with()
+    model.on_train_start.assert_called_once_with()
+    assert not [one for one in recwarn if "looks like the hook" in str(one.message)]
 
 
 class StepSlip(Classifier):
@@ -180,21 +182,6 @@ def test_a_method_named_almost_like_a_hook_is_warned_of_where_it_may_be_a_helper
     assert "Helpers.on_train_epoch_ends() looks like the hook on_train_epoch_end() misspelt" in messages
     assert "Rename it to validation_step" in messages
     assert "on_train_epoch_end_()" not in messages
-
-
-def test_a_helper_beside_the_hook_is_no_slip(recwarn: pytest.WarningsRecorder) -> None:
-    class Helped(Classifier):
-        def train_step(self, batch):
-            return self.loss(batch)
-
-        def on_train_epoch_ends(self) -> None:
-            pass
-
-        def on_train_epoch_end(self) -> None:
-            self.on_train_epoch_ends()
-
-    quiet().fit(Helped(), loader())
-    assert not [one for one in recwarn if "looks like the hook" in str(one.message)]
 
 
 @pytest.mark.parametrize("where", ["another file", "a package"])
