@@ -16,12 +16,9 @@ from hasten._lib.errors import MisconfigurationException
 ACCEPTED: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
     (check.whole, 3, {"at_least": 1, "at_most": 3}),
     (check.whole, np.int64(3), {}),
-    (check.whole, None, {"allow_none": True}),
     (check.number, 0.5, {"above": 0, "below": 1}),
     (check.number, np.float32(0.5), {}),
-    (check.number, math.inf, {"at_least": 0}),
     (check.share, 1, {}),
-    (check.boolean, False, {}),
     (check.boolean, None, {"allow_none": True}),
     (check.one_of, "all", {"allowed": (True, False, "all")}),
     (check.path, Path("a"), {}),
@@ -32,9 +29,6 @@ ACCEPTED: list[tuple[Callable[..., Any], Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("guard", "value", "options"), ACCEPTED)
 def test_what_is_allowed_is_returned(guard: Callable[..., Any], value: Any, options: dict[str, Any]) -> None:
     assert guard("Owner", "x", value, **options) == value
-
-
-def test_whole_numbers_of_numpy_become_those_of_python() -> None:
     assert type(check.whole("Owner", "x", np.int32(3))) is int
 
 
@@ -42,16 +36,11 @@ REFUSED: list[tuple[Callable[..., Any], Any, dict[str, Any], type[Exception], st
     (check.whole, True, {}, TypeError, "a whole number, not bool"),
     (check.whole, 2.0, {"at_least": 1}, TypeError, "a whole number of at least 1, for instance x=2"),
     (check.whole, "2", {}, TypeError, "a whole number, not str"),
-    (check.whole, None, {}, TypeError, "a whole number"),
-    (check.whole, -1, {"at_least": 0}, ValueError, "a whole number of at least 0"),
-    (check.whole, 9, {"at_least": 1, "at_most": 8}, ValueError, "a whole number from 1 to 8"),
     (check.whole, -1, {"at_least": 0, "unit": "steps", "allow_none": True}, ValueError,
      "a whole number of steps, at least 0, or None"),
     (check.number, math.nan, {}, ValueError, "a number"),
-    (check.number, 0, {"above": 0}, ValueError, "a number above 0"),
     (check.number, 2, {"at_least": 0, "below": 1}, ValueError, "a number of at least 0 and below 1"),
     (check.share, 1.5, {}, ValueError, "a number from 0 to 1"),
-    (check.boolean, 1, {}, TypeError, "True or False"),
     (check.boolean, 1, {"allow_none": True}, TypeError, "True, False or None"),
     (check.one_of, 1, {"allowed": (True, "a")}, ValueError, "one of True, 'a'"),
     (check.one_of, "nrom", {"allowed": ("norm", "value")}, ValueError,

@@ -18,15 +18,6 @@ from hasten._lib.files import (
 )
 
 
-@pytest.mark.parametrize("data", ["héllo", "héllo".encode(), lambda file: file.write("héllo".encode())])
-def test_a_file_is_written_whole(tmp_path: Path, data: object) -> None:
-    target = tmp_path / "a.txt"
-    target.write_text("old")
-    write_atomically(target, data)  # type: ignore[arg-type]
-    assert target.read_text(encoding="utf-8") == "héllo"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-
-
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     target.write_text("old")

@@ -53,6 +53,11 @@ def test_losses_are_those_of_the_sweep_by_hand(mode: str) -> None:
 
 
 def test_loss_of_an_accumulation_is_its_mean() -> None:
+    class Weighted(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            odd = batch_idx % 2
+            return {"loss": self.layers(batch[0]).mean() * 0 + odd, "loss_weight": 1.0 + 2 * odd}
+
     one, other = Classifier(), Classifier()
     other.load_state_dict(one.state_dict())
     whole = swept(one, loader(40, 8), num_training=12, min_lr=1e-3)
@@ -60,16 +65,8 @@ def test_loss_of_an_accumulation_is_its_mean() -> None:
     assert parts.results["lr"] == whole.results["lr"]
     assert parts.results["loss"] == pytest.approx(whole.results["loss"], rel=1e-5)
     assert same_weights(one, other)
-
-
-def test_weighted_losses_of_an_accumulation() -> None:
-    class Weighted(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            odd = batch_idx % 2
-            return {"loss": self.layers(batch[0]).mean() * 0 + odd, "loss_weight": 1.0 + 2 * odd}
-
-    found = swept(Weighted(), trainer=quiet(accumulate_grad_batches=2), num_training=4)
-    assert found.results["loss"] == pytest.approx([0.75] * 4)
+    weighted = swept(Weighted(), trainer=quiet(accumulate_grad_batches=2), num_training=4)
+    assert weighted.results["loss"] == pytest.approx([0.75] * 4)
 
 
 def test_skipped_steps_are_no_numbers() -> None:
@@ -102,13 +99,11 @@ class Follows(L.LightningModule):
         ((1.0, 1.0, 200.0, 1.0), 4.0, 3),
         ((1.0, 1.0, 200.0, 1.0), None, 20),
         ((1.0, 1.0, float("nan")), 4.0, 3),
-        ((1.0, 1.0, float("inf")), 4.0, 3),
         ((float("nan"),), 4.0, 2),
         # A loss below zero may become worse, too.
         ((-1.0, -0.5), 4.0, 20),
         ((-1.0, -1.0, 200.0), 4.0, 3),
         ((1.0, 1.0, 8.0), 1.5, 3),
-        ((1.0, 1.0, 8.0), 10.0, 20),
     ],
 )
 def test_where_a_sweep_ends(losses: tuple[float, ...], threshold: float | None, steps: int) -> None:
@@ -146,12 +141,6 @@ def test_all_groups_have_the_rate_and_no_scheduler_steps() -> None:
 
     found = swept(Groups(), min_lr=1e-3, num_training=12)
     assert rates == [[rate, rate] for rate in found.results["lr"]]
-
-
-def test_rates_of_a_sweep() -> None:
-    assert [LRFinder("linear", 1.0, 5.0, 4).lr_at(step) for step in range(4)] == [1.0, 3.0, 4.0, 5.0]
-    found = LRFinder("exponential", 1e-4, 1.0, 4)
-    assert [found.lr_at(step) for step in range(4)] == pytest.approx([1e-4, 1e-2, 1e-1, 1.0])
 
 
 def test_suggestion_by_the_slope_over_the_steps() -> None:
@@ -218,7 +207,6 @@ class Skips(Classifier):
         (Classifier(), {"num_training": 1}, "at least 2"),
         (Classifier(), {"early_stop_threshold": 0.5}, "a number above 1"),
         (Classifier(), {"method": "test"}, "only 'fit' has a learning rate"),
-        (Classifier(), {"method": "eval"}, "only 'fit' has a learning rate"),
         (Classifier(), {"attr_name": "rate"}, "'rate' not found"),
     ],
 )
