@@ -25,18 +25,6 @@ class OfACopy(Classifier):
         return sgd(copy.deepcopy(self).parameters())
 
 
-class MadeTooEarly(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = sgd(self.parameters())
-
-    def configure_model(self) -> None:
-        self.layers = nn.Sequential(nn.Linear(8, 2))
-
-    def configure_optimizers(self) -> Any:
-        return self.made
-
-
 class InAList(L.LightningModule):
     """Its layers are where torch does not find them."""
 
@@ -56,18 +44,17 @@ class Partly(Classifier):
         return sgd([*self.parameters(), *ELSEWHERE.parameters()])
 
 
-@pytest.mark.parametrize("kind", [OfACopy, MadeTooEarly])
-def test_a_module_that_would_not_be_trained_is_refused(kind: type[Classifier]) -> None:
-    message = rf"{kind.__name__}.configure_optimizers\(\): 4 of the 4 parameters of SGD .*SGD\(self.parameters\(\)"
+def test_a_module_that_would_not_be_trained_is_refused() -> None:
+    message = r"OfACopy.configure_optimizers\(\): 4 of the 4 parameters of SGD .*SGD\(self.parameters\(\)"
     with pytest.raises(ValueError, match=message):
-        quiet().fit(kind(), loader())
+        quiet().fit(OfACopy(), loader())
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (InAList, r"2 of the 2 parameters of SGD are not among those of InAList, which has 0.*nn.ModuleList"),
-        (Partly, r"2 of the 6 parameters of SGD .* of Partly, which has 4.*an attribute of Partly"),
+        (InAList, r"2 of the 2 parameters of SGD are not among those of InAList: they are neither.*nn.ModuleList"),
+        (Partly, r"2 of the 6 parameters of SGD .* of Partly: they are neither"),
     ],
 )
 def test_parameters_that_the_module_does_not_know_are_warned_of(kind: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Training that waits for its data is told so, once, with figures; training that does not is left alone."""
+"""Training that waits for its data is warned of once, with figures; training that does not wait is not."""
 
 from __future__ import annotations
 
@@ -71,10 +71,7 @@ def test_slow_data_is_named_with_its_share_and_what_helps(clock: Clock) -> None:
     (text,) = warned(clock, DataLoader(Slow(clock, 3.0)), max_epochs=2)
     assert "75 % of the time of the first 10 steps (3e+03 of 4e+03 ms a step)" in text
     assert "num_workers='auto'" in text
-    assert "resident='auto'" in text
-
-
-def test_levers_already_asked_for_are_not_named(clock: Clock) -> None:
+    # The lever in use is not named again.
     (text,) = warned(clock, DataLoader(Slow(clock, 3.0)), num_workers=0)
     assert "num_workers='auto'" not in text
     assert "resident='auto'" in text
@@ -91,16 +88,13 @@ def test_validation_is_no_part_of_a_step(clock: Clock) -> None:
     assert "47 % of the time" in text
 
 
-def test_a_first_batch_that_takes_its_time_is_no_cause(clock: Clock) -> None:
+def test_a_slow_first_batch_or_a_short_run_is_no_cause(clock: Clock) -> None:
     class Opening(Slow):
         def __getitem__(self, index: int) -> Any:
             self.clock.now += 500.0 if index == 0 else 0.0
             return super().__getitem__(index)
 
     assert warned(clock, DataLoader(Opening(clock, 0.1))) == []
-
-
-def test_a_short_run_is_not_judged(clock: Clock) -> None:
     assert warned(clock, DataLoader(Slow(clock, 3.0, samples=9))) == []
 
 
@@ -120,6 +114,6 @@ def test_every_batch_comes_whether_it_is_measured_or_not(clock: Clock) -> None:
                 clock.now += 2.0
                 yield torch.full((2, 8), float(number)), torch.tensor([0, 1])
 
-    with pytest.warns(UserWarning, match="what Numbers does"):
+    with pytest.warns(UserWarning, match="Make its samples cheaper"):
         quiet().fit(Noting(clock), Numbers())
     assert seen == [float(number) for number in range(20)]

@@ -76,9 +76,9 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     def forward_backward_again(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
         samples = measure(batch, parts.fields) if plan.shrinks else 1
-        state.save(batch, gradients=not window.is_start)
         failed = False
         while True:
+            state.save(batch, gradients=not window.is_start)
             attempted = samples if plan.samples is None else min(plan.samples, samples)
             outputs, error = parts.attempt(batch, batch_idx, keep_outputs, plan.samples)
             most, kept_is_changed = agree(attempted, error)
@@ -88,7 +88,6 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
             state.restore()
             if not plan.make_smaller(most, keep_less=kept_is_changed):
                 raise _nothing_left(plan, most, error)
-            state.module_was_changed()
             # After its tensors were let go of: what the attempt had taken would lie in pieces.
             del error
             free_cached_memory()

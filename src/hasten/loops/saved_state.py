@@ -7,13 +7,11 @@ left out because of its loss (``bad_loss.py``), and a checkpoint saved inside a 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 import random
 import sys
 import types
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +31,6 @@ from hasten._lib.tree import parameters_of
 from hasten.logged_value import LoggedValue, is_metric
 from hasten.loops.run import Run
 from hasten.memory import may_have_changed
-from hasten.module import LightningModule
 from hasten.seed import generator_state, set_generator_state
 
 # How many levels of objects and containers inside one another may belong to a step.
@@ -64,7 +61,6 @@ class _SavedContents(NamedTuple):
     before: Any
     look: Callable[[Any], Any]
     put_back: Callable[[Any, Any], None]
-    root: int
 
     def changed(self) -> bool:
         # Comparing the states of generators costs more than restoring one.
@@ -82,7 +78,6 @@ class _SavedTensor:
     where: str
     tensor: Any
     version: int | None
-    root: int
     copy: Any = None
     # Another name for the memory of a parameter: a step may give the parameter other memory.
     memory: Tensor | None = None
@@ -159,7 +154,6 @@ class SavedObjects:
         self._tensors: list[_SavedTensor] = []
         # The objects themselves: an id is theirs only as long as they live.
         self._seen: dict[int, Any] = {}
-        self._root = 0
 
     def save(self, thing: object, *, values: bool = True) -> None:
         """Save a module, a loader, an optimizer, a container, or any other object, and what it leads to.
@@ -190,7 +184,7 @@ class SavedObjects:
     def _note(self, thing: Any, look: Callable[[Any], Any], put_back: Callable[[Any, Any], None]) -> Any:
         """Save what ``look`` sees in a thing, and return it."""
         before = look(thing)
-        self._contents.append(_SavedContents(thing, before, look, put_back, self._root))
+        self._contents.append(_SavedContents(thing, before, look, put_back))
         return before
 
     def _visit(self, thing: Any, where: str, depth: int, values: bool) -> None:
@@ -249,7 +243,7 @@ class SavedObjects:
                 "The tuner cannot put a lazy layer back to what it was before it had parameters. Run one batch through "
                 "the module first: model(batch)."
             )
-        saved = _SavedTensor(where, tensor, None, self._root, required=tensor.requires_grad)
+        saved = _SavedTensor(where, tensor, None, required=tensor.requires_grad)
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, nn.Parameter):
                 saved.memory = tensor.detach()
@@ -264,79 +258,58 @@ class SavedObjects:
 
     def _save_array(self, array: Any, where: str, values: bool) -> None:
         if values:
-            self._tensors.append(_SavedTensor(where, array, None, self._root, copy=array.copy()))
+            self._tensors.append(_SavedTensor(where, array, None, copy=array.copy()))
 
 
-class LearningObjects(SavedObjects):
-    """Objects saved before each attempt at a step, which learns which of their tensors a step changes.
+class StepObjects(SavedObjects):
+    """The batch, the user's attributes and the parameters of a module, saved before each attempt at a step.
 
-    A write shows in a tensor's version. Values are copied only until an attempt that succeeded has shown which tensors
-    a step changes, and from then on those alone. Before that ``most_bytes`` are copied at most; None for a batch, whose
-    tensors are all copied and whose objects are searched, whatever their class.
+    Values are copied until the first step that succeeds has shown which tensors it changes, and from then on those
+    alone; of the module at most ``_COPIED_BYTES`` are copied before that. A write to another tensor shows in its
+    version, and is refused. Attributes of torch's own layers are not the user's.
     """
 
     _most_items = _MOST_ITEMS_OF_A_STEP
 
-    def __init__(self, most_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._most_bytes = most_bytes
-        self._bytes = 0
-        # By the place of a tensor: what successful attempts have shown.
-        self._changing: set[str] = set()
-        self._constant: set[str] = set()
-        self._compared: _Comparison | None = None
+        self._searches_all = False
+        self._free_bytes = 0
+        # The places of the tensors that a step changes; None until one has succeeded.
+        self._changing: set[str] | None = None
 
-    def save_batch(self, batch: object) -> None:
-        """Save a batch, whatever classes it is made of."""
-        self._start()
+    def look_through(self, module: nn.Module) -> None:
+        """Find the parts of the module that ``save_step`` saves."""
+        owner = type(module).__name__
+        parts = [(f"{owner}.{name}".rstrip("."), part) for name, part in module.named_modules()]
+        self._parts = [(name, part) for name, part in parts if not type(part).__module__.startswith("torch.nn.")]
+        self._parameters = [(f"{owner}.{name}", parameter) for name, parameter in module.named_parameters()]
+
+    def save_step(self, batch: object) -> None:
+        """Save a batch, whatever classes it is made of, and the module."""
+        self._contents, self._tensors, self._seen = [], [], {}
+        self._searches_all, self._free_bytes = True, sys.maxsize
         self._visit(batch, "batch", _DEPTH, True)
-
-    def save_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Save the attributes that the user gave each of these modules, and look at their parameters."""
-        self._start()
-        for self._root, (name, module) in enumerate(modules):
-            own = self._note(module, _own_attributes, _put_attributes_back)
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._save_tensor(parameter, f"{name}.{key}", True)
-            for key, value in own.items():
+        self._searches_all, self._free_bytes = False, _COPIED_BYTES
+        for name, part in self._parts:
+            for key, value in self._note(part, _own_attributes, _put_attributes_back).items():
                 if key not in _BACK_REFERENCES:
                     self._visit(value, f"{name}.{key}", _ATTRIBUTE_DEPTH, True)
+        for name, parameter in self._parameters:
+            if self._changing is None or name in self._changing:
+                self._save_tensor(parameter, name, True)
 
-    def learn(self) -> set[int]:
-        """After an attempt that succeeded, return the numbers of the modules that may have changed."""
-        if self._compared is not None and (differs := self._compared.results()) is not None:
-            self._compared = None
-            for where, changed in differs.items():
-                (self._changing if changed else self._constant).add(where)
-        roots = {saved.root for saved in self._contents if saved.changed()}
-        flags: dict[str, Tensor] = {}
-        for saved in self._tensors:
-            where = saved.where
-            if where not in self._changing and saved.was_written():
-                self._changing.add(where)
-                self._constant.discard(where)
-            elif where not in self._changing and where not in self._constant:
-                differs_now: Any = False if saved.copy is None else _differs(saved.tensor, saved.copy)
-                if not isinstance(differs_now, Tensor):
-                    (self._changing if differs_now else self._constant).add(where)
-                elif self._compared is None:
-                    flags[where] = differs_now
-            if where not in self._constant:
-                roots.add(saved.root)
-        if flags:
-            self._compared = _Comparison(flags)
-        self._start()
-        return roots
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the device has reported which tensors the first step changed past their version."""
-        return self._compared is None
-
-    def _start(self) -> None:
-        self._contents, self._tensors, self._seen = [], [], {}
-        self._root = self._bytes = 0
+    def learn(self) -> None:
+        """Note which tensors a step that succeeded has changed: the first one any, later ones as the version shows."""
+        changed = {saved.where for saved in self._tensors if saved.was_written()}
+        if self._changing is None:
+            changed |= {
+                saved.where
+                for saved in self._tensors
+                if saved.where not in changed and saved.copy is not None and _differs(saved.tensor, saved.copy)
+            }
+            self._changing = set()
+        self._changing |= changed
 
     def _save_container(self, thing: Any, where: str, depth: int, values: bool) -> None:
         if len(thing) <= self._most_items:
@@ -349,13 +322,13 @@ class LearningObjects(SavedObjects):
         """Leave them alone: each module is saved by itself, and loaders do not change in a step."""
 
     def _searches(self, thing: Any) -> bool:
-        return self._most_bytes is None or super()._searches(thing)
+        return self._searches_all or super()._searches(thing)
 
     def _save_tensor(self, tensor: Tensor, where: str, values: bool) -> None:
         if is_lazy(tensor):
             return
         version = None if tensor.is_inference() else tensor._version
-        saved = _SavedTensor(where, tensor, version, self._root, required=tensor.requires_grad)
+        saved = _SavedTensor(where, tensor, version, required=tensor.requires_grad)
         copies = version is None or self._copies(tensor, where)
         if copies and tensor.device.type != "meta" and not _is_expanded(tensor):
             saved.copy = _copy_of(tensor)
@@ -371,32 +344,10 @@ class LearningObjects(SavedObjects):
 
     def _copies(self, thing: Any, where: str) -> bool:
         """Return whether to copy a tensor: it is known to change, or may turn out to."""
-        if where in self._changing or where in self._constant:
+        if self._changing is not None:
             return where in self._changing
-        self._bytes += thing.nbytes
-        return self._most_bytes is None or self._bytes <= self._most_bytes
-
-
-class _Comparison:
-    """Flags on their way from a device, without waiting for it."""
-
-    def __init__(self, flags: dict[str, Tensor]) -> None:
-        self._names = list(flags)
-        values = list(flags.values())
-        self._arrived: torch.cuda.Event | None = None
-        if values[0].is_cuda and len({value.device for value in values}) == 1:
-            self._host = torch.empty(len(values), dtype=torch.bool, pin_memory=True)
-            self._host.copy_(torch.stack(values), non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values[0].device))
-        else:
-            self._host = torch.stack([value.cpu() for value in values])
-
-    def results(self) -> dict[str, bool] | None:
-        """Return the flags by name; None if they have not arrived."""
-        if self._arrived is not None and not self._arrived.query():
-            return None
-        return dict(zip(self._names, self._host.tolist(), strict=True))
+        self._free_bytes -= thing.nbytes
+        return self._free_bytes >= 0
 
 
 # -- tensors and arrays
@@ -411,19 +362,14 @@ def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _differs(one: Any, other: Any) -> bool | Tensor:
-    """Return whether values differ; for tensors on another device a flag there, which is not waited for."""
+def _differs(one: Any, other: Any) -> bool:
+    """Return whether two tensors or arrays differ, or might; nan differs from itself."""
     if not isinstance(one, Tensor):
         return bool(one.dtype != other.dtype or one.shape != other.shape or one.tobytes() != other.tobytes())
-    one = one.detach()
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
-    if type(one) is Tensor and one.layout is torch.strided and one.device.type == other.device.type == "cpu":
-        one, other = one.contiguous(), other.contiguous()
-        return ctypes.string_at(one.data_ptr(), one.nbytes) != ctypes.string_at(other.data_ptr(), other.nbytes)
     try:
-        flag: Tensor = (one != other.to(one.device)).any()
-        return flag
+        return not torch.equal(one.detach().to(other.device), other)
     except (RuntimeError, NotImplementedError):
         # A layout without comparison: copying it each time is slower, and right.
         return True
@@ -578,40 +524,6 @@ def set_generators(states: dict[str, Any]) -> None:
 # -- a step
 
 
-class StepObjects:
-    """The batch and the user's attributes of a module, as the steps of a run have shown what they change of them."""
-
-    def __init__(self) -> None:
-        self.batch = LearningObjects()
-        self.module = LearningObjects(most_bytes=_COPIED_BYTES)
-        # Modules whose attributes the first steps left alone; not those of the user's training_step.
-        self.constant: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._is_sure = False
-
-    def parts_of(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the parts of a module that may change, with their names."""
-        owner = type(module).__name__
-        return [
-            (f"{owner}.{name}" if name else owner, part)
-            for name, part in module.named_modules()
-            if part not in self.constant
-        ]
-
-    def learn(self, parts: list[tuple[str, nn.Module]]) -> bool:
-        """After a step that succeeded, see what it changed; return whether fewer parts may change from now on."""
-        self.batch.learn()
-        changed = self.module.learn()
-        if self._is_sure:
-            return False
-        self._changing.update(parts[index][1] for index in changed)
-        self._is_sure = self.module.is_sure
-        if self._is_sure:
-            steady = (part for _, part in parts if part not in self._changing)
-            self.constant.update(part for part in steady if not isinstance(part, LightningModule))
-        return self._is_sure
-
-
 class _SavedBuffer(NamedTuple):
     owner: nn.Module
     name: str
@@ -699,7 +611,8 @@ class StepState:
     def __init__(self, run: Run, objects: StepObjects | None = None) -> None:
         self._run = run
         self._objects = objects
-        self._parts = [] if objects is None else objects.parts_of(run.module)
+        if objects is not None:
+            objects.look_through(run.module)
         self.buffers = SavedBuffers(run.module)
         self._metrics = [part for part in run.module.modules() if is_metric(part)]
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
@@ -708,8 +621,7 @@ class StepState:
         """Save the present state, with that of ``batch`` where objects are saved, and with the gradients if asked."""
         run = self._run
         if self._objects is not None:
-            self._objects.batch.save_batch(batch)
-            self._objects.module.save_modules(self._parts)
+            self._objects.save_step(batch)
         self._random = generator_states()
         self.buffers.save()
         self._values = {logged: _logged_state(logged) for logged in run.logged.of_stage("train")}
@@ -724,8 +636,7 @@ class StepState:
         """Restore the saved state, as often as needed; raise if a tensor of which there is no copy was changed."""
         run = self._run
         if self._objects is not None:
-            self._objects.batch.restore()
-            self._objects.module.restore()
+            self._objects.restore()
         set_generators(self._random)
         self.buffers.restore()
         for logged in run.logged.of_stage("train"):
@@ -785,15 +696,10 @@ class StepState:
 
     # -- where objects are saved
 
-    def module_was_changed(self) -> None:
-        """Save the module as it is now, after ``restore``: recomputing replaces the forward of its blocks."""
-        if self._objects is not None:
-            self._objects.module.save_modules(self._parts)
-
     def step_succeeded(self) -> None:
-        """Learn what the step changed of the batch and the module."""
-        if self._objects is not None and self._objects.learn(self._parts):
-            self._parts = self._objects.parts_of(self._run.module)
+        """Note what the step changed of the batch and the module."""
+        if self._objects is not None:
+            self._objects.learn()
 
     def _restore_metrics(self) -> None:
         for metric, state in self._metric_states:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import math
-import os
 import re
-import sys
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
@@ -168,21 +162,18 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
     own = {id(parameter): parameter for parameter in module.parameters()}
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
-        outside = [p for p in parameters if id(p) not in own]
+        outside = sum(id(parameter) not in own for parameter in parameters)
         if not outside:
             continue
         kind = type(optimizer).__name__
         problem = (
-            f"{owner}.configure_optimizers(): {len(outside)} of the {len(parameters)} parameters of {kind} are not "
-            f"among those of {owner}, which has {len(own)}"
+            f"{owner}.configure_optimizers(): {outside} of the {len(parameters)} parameters of {kind} are not among "
+            f"those of {owner}"
         )
-        held = _tensors_held(module)
-        instead = f"Write {kind}(self.parameters(), ...), or keep their module in an attribute of {owner}."
-        if all(id(p) in held for p in outside):
-            instead = (
-                "Keep their modules in attributes, an nn.ModuleList or nn.ModuleDict, and tensors in nn.Parameter or "
-                "nn.ParameterList."
-            )
+        instead = (
+            f"Write {kind}(self.parameters(), ...), or keep their modules in attributes of {owner}, an nn.ModuleList "
+            "or nn.ModuleDict."
+        )
         # Programs whose optimizers have copies of the weights, in 32 bits for instance, override these.
         copies = not type(optimizer).__module__.startswith(("torch.optim", "hasten.optim")) or any(
             overrides(module, LightningModule, name)
@@ -193,38 +184,9 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
                 raise MisconfigurationException(
                     f"{problem}, so their gradients would not be averaged over the processes. {instead}"
                 )
-            nothing_trained = len(outside) == len(parameters) and not any(id(p) in held for p in outside)
-            if nothing_trained and any(p.requires_grad for p in own.values()):
+            if outside == len(parameters) and any(parameter.requires_grad for parameter in own.values()):
                 raise MisconfigurationException(f"{problem}: it would not be trained. {instead}")
         rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it. {instead}")
-
-
-def _tensors_held(module: nn.Module) -> set[int]:
-    """Return the ids of the tensors that a module has in lists and objects, where torch does not find them."""
-    found: set[int] = set()
-    seen: set[int] = set()
-
-    def visit(thing: Any, depth: int) -> None:
-        if id(thing) in seen:
-            return
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            found.add(id(thing))
-        elif isinstance(thing, nn.Module):
-            found.update(map(id, thing.parameters()))
-            for child in thing.modules():
-                visit(vars(child), depth)
-        elif depth and not isinstance(thing, (type, torch.optim.Optimizer)):
-            if isinstance(thing, Mapping):
-                inside = [value for key, value in thing.items() if key not in ("_trainer", "_fabric")]
-            else:
-                is_sequence = isinstance(thing, (list, tuple, set))
-                inside = list(thing) if is_sequence else [getattr(thing, "__dict__", None)]
-            for value in inside:
-                visit(value, depth - 1)
-
-    visit(module, 4)
-    return found
 
 
 def _near_method(module: object, name: str) -> str:
@@ -333,7 +295,7 @@ def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> Non
 
 
 def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
-    """Refuse a method that can only be a misspelt hook, and warn of one that looks like a hook or once was one."""
+    """Warn of methods that the trainer does not call and that look like hooks: misspelt, or renamed by Lightning."""
     kind = type(owner)
     for name in dir(kind):
         # Hooks are switched off by a number or "_" behind their names.
@@ -343,106 +305,24 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
         if not inspect.isfunction(method):
             continue
         if name in _OLD_HOOKS:
-            _warn_of_old_hook(kind, base, name)
-            continue
-        # A letter or two of twenty. If the hook is there as well, the other is a helper.
-        hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
-        if hook is None or overrides(owner, base, hook):
-            continue
-        rename = f"Rename it to {hook}; if it is a method for your own code, give it a name less alike."
-        slip = _is_one_letter_off(name, hook) and _has_arguments_of(method, base, hook)
-        if slip and _is_unused(kind, base, name):
-            raise MisconfigurationException(
-                f"{kind.__name__}.{name}() would never be called: the hook is {hook}(). {rename}"
+            # With other arguments it has another use: callbacks of other libraries have such names.
+            given = ("self", "trainer", "pl_module") if base is Callback else ("self",)
+            hook = _OLD_HOOKS[name] if _accepts(method, given) else None
+        else:
+            # One or two letters of twenty differ.
+            hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
+        # Beside the hook itself it is a helper.
+        if hook in hooks and not overrides(owner, base, hook):
+            arguments = ", ".join(inspect.signature(getattr(base, hook)).parameters)
+            rank_zero_warn(
+                f"{kind.__name__}.{name}() looks like the hook {hook}({arguments}), and the trainer does not call it. "
+                f"Rename it to {hook}; if it is a method for your own code, give it another name."
             )
-        rank_zero_warn(
-            f"{kind.__name__}.{name}() looks like the hook {hook}() misspelt, and the trainer does not call it. "
-            + rename
-        )
-
-
-def _warn_of_old_hook(kind: type, base: type, name: str) -> None:
-    """Warn of a hook that Lightning renamed, if nothing else calls the method."""
-    arguments = {LightningModule: (), Callback: ("trainer", "pl_module")}.get(base)
-    # With other arguments it has another use: callbacks of other libraries have such names.
-    taken = arguments is not None and _accepts(getattr(kind, name), ("self", *arguments))
-    if taken and _is_unused(kind, base, name):
-        new = _OLD_HOOKS[name]
-        given = ", ".join(inspect.signature(getattr(base, new)).parameters)
-        rank_zero_warn(
-            f"{kind.__name__}.{name}() was a hook of older versions of Lightning, and is not called any more. "
-            f"Rename it to {new}, with the arguments ({given})."
-        )
-
-
-def _is_one_letter_off(name: str, hook: str) -> bool:
-    """Return whether one letter too many, too few, or another one makes the difference, or two that changed places."""
-    longer, shorter = sorted((name, hook), key=len, reverse=True)
-    at = next((i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b), len(shorter))
-    if len(longer) == len(shorter):
-        swapped = longer[:at] + longer[at : at + 2][::-1] + longer[at + 2 :]
-        return longer[at + 1 :] == shorter[at + 1 :] or swapped == shorter
-    return len(longer) == len(shorter) + 1 and longer[at + 1 :] == shorter[at:]
-
-
-def _has_arguments_of(method: Any, base: type, hook: str) -> bool:
-    given = tuple(inspect.signature(method).parameters)[1:]
-    if hook in _STEPS:
-        return 0 < len(given) <= len(_STEPS[hook]) and given[0] == "batch"
-    taken = tuple(inspect.signature(getattr(base, hook)).parameters)[1:]
-    # Nothing but a hook begins with "on_" and takes what the hook is given.
-    return given == taken or (hook.startswith("on_") and _accepts(method, ("self", *taken)))
-
-
-def _is_unused(kind: type, base: type, name: str) -> bool:
-    """Return whether no file of the program mentions the method, beside where it is defined."""
-    files = set()
-    for one in kind.__mro__:
-        if issubclass(base, one) or one.__module__.startswith(("hasten.", "builtins")):
-            continue
-        if name in vars(one) and not issubclass(one, base):
-            return False  # A class for other uses as well.
-        try:
-            path = inspect.getsourcefile(one)
-        except (OSError, TypeError):
-            path = None
-        if path is None or (name in vars(one) and _is_installed(path)):
-            return False  # Typed in somewhere, or of a package, where nobody can rename it.
-        files.add(path)
-    loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    python = (path for path in loaded if path and path.endswith(".py") and os.path.isfile(path))
-    files.update(path for path in python if not _is_installed(path))
-    return not any(_mentions(path, name) for path in files)
-
-
-# Folders of Python's files and of this library's.
-_NOT_OURS = tuple(
-    os.path.join(folder, "")
-    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
-)
-
-
-def _is_installed(path: str) -> bool:
-    return path.startswith(_NOT_OURS) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
-
-
-def _mentions(path: str, name: str) -> bool:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        # Most files do not have the word, and need no parsing.
-        nodes = ast.walk(ast.parse(text)) if name in text else ()
-    except (OSError, SyntaxError, ValueError):
-        return True  # It cannot be seen.
-    return any(
-        name in (getattr(node, "attr", None), getattr(node, "id", None))
-        or (isinstance(node, ast.Call) and any(getattr(word, "value", None) == name for word in node.args))
-        for node in nodes
-    )
 
 
 # -- oversights
 
-# Parts named in a message; the others are counted.
+# Names listed in a message.
 _NAMED = 3
 
 # A cross-validation or a search fits the same class again and again, and validates after it.
@@ -478,24 +358,27 @@ class FirstEpoch:
         self._in_eval_mode = {part for part in run.module.modules() if not part.training}
 
     def at_start(self, run: Run) -> None:
-        """Warn of parts that would train in eval mode; by now every hook has had its chance to switch them."""
+        """Warn of layers that would train in eval mode; by now every hook has had its chance to switch them."""
         if self._begun:
             return
         self._begun, self._resumed = True, run.progress.logged_step > 0
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
-        trained = set(parameters_of(*run.optimizers))
-        found = [name for name, part in _trained_in_eval_mode(module, trained) if part in before]
-        if not found:
-            return
-        what, named, more = "is", found[:_NAMED], len(found) - _NAMED
-        if found != [""]:
-            what = f"has parts ({', '.join(named)}{f' and {more} more' if more > 0 else ''}) that are"
-        lines = ["model.train()"] if more > 0 else [f"{_attribute(name)}.train()" for name in named]
-        rank_zero_warn(
-            f"{type(module).__name__} {what} in eval mode while training: dropout is off there, and running statistics "
-            f"stay as they are. from_pretrained() returns models so. Write {', '.join(lines)} before fit; what is "
-            "frozen, with requires_grad=False, may stay in eval mode."
-        )
+        if any(type(part).train is not nn.Module.train for part in module.modules()):
+            return  # The model decides itself which of its parts are in which mode.
+        trained = {parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
+        found = [
+            name
+            for name, part in module.named_modules()
+            # A normalization may keep its statistics.
+            if part in before and not part.training and not isinstance(part, _NormBase)
+            if not trained.isdisjoint(part.parameters(recurse=False))
+        ]
+        if found:
+            rank_zero_warn(
+                f"{type(module).__name__} trains {len(found)} layers in eval mode ({', '.join(found[:_NAMED])}): "
+                "dropout is off there, as in what from_pretrained() returns. Write model.train() before fit; layers "
+                "with requires_grad=False may stay in eval mode."
+            )
 
     def at_end(self, run: Run) -> None:
         """Warn of values logged on steps that no logger has got: the epoch was shorter than the interval."""
@@ -505,34 +388,11 @@ class FirstEpoch:
         self._ended = True
         names = [] if silent or not 0 < steps < every else run.logged.logged_on_steps()
         if names:
-            listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
             rank_zero_warn(
-                f"Values logged on steps ({listed}) go to the loggers every {every} steps, and the first epoch had "
-                f"{steps}: none of them got there. Write Trainer(log_every_n_steps={max(1, steps // 10)}), or "
-                "self.log(..., on_epoch=True) for the mean of an epoch."
+                f"Values logged on steps ({', '.join(names[:_NAMED])}) go to the loggers every {every} steps, and the "
+                f"first epoch had {steps}: none of them got there. Write "
+                f"Trainer(log_every_n_steps={max(1, steps // 10)}), or self.log(..., on_epoch=True) for the mean."
             )
-
-
-def _trained_in_eval_mode(
-    module: nn.Module, trained: set[nn.Parameter], name: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the largest parts in eval mode that have parameters of an optimizer."""
-    if type(module).train is not nn.Module.train:
-        return  # Decides itself which of its parts are in which mode.
-    if module.training:
-        for child_name, child in module.named_children():
-            yield from _trained_in_eval_mode(child, trained, f"{name}.{child_name}" if name else child_name)
-        return
-    # One layer of torch by itself, such as a BatchNorm that keeps its statistics, was set so by the program.
-    single = type(module).__module__.startswith("torch.nn.") and not any(module.children())
-    if not single and any(p.requires_grad and p in trained and not is_lazy(p) for p in module.parameters()):
-        yield name, module
-
-
-def _attribute(name: str) -> str:
-    """Return the expression for a part of the model: ``layers.0`` is ``model.layers[0]``."""
-    parts = name.split(".") if name else []
-    return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
 
 
 # -- what a step returned

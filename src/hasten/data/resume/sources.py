@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -52,8 +51,6 @@ class BatchSource:
     keeps_indices = False
     # The index batches, where there are any.
     indices: CountingSampler | None = None
-    # How long the worker processes took to start, the last time; 0 without any, or before their batches.
-    start_seconds = 0.0
 
     def __init__(self, loader: Iterable[Any], *, replays: bool = False) -> None:
         self._loader: Any = loader
@@ -258,11 +255,6 @@ class WorkerSource(_DataLoaderSource):
         # epoch before this one.
         self._birth: bytes | None = None
         self._born_before = False
-        self._started_at = 0.0
-
-    @property
-    def start_seconds(self) -> float:  # type: ignore[override]
-        return max(0.0, self._states.ready - self._started_at)
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch; persistent workers continue from where they are."""
@@ -342,7 +334,6 @@ class WorkerSource(_DataLoaderSource):
         self._birth, self._born_before = birth, birth is not None
         self._init.states = states
         self._states.start_epoch(base, states or [None] * self._count)
-        self._states.ready, self._started_at = 0.0, time.time()
 
     def _make_iterator(self) -> UnpackingIterator:
         # A loader calls iter() of its index sampler right before it draws the seed of the workers.

@@ -243,11 +243,6 @@ class Stream:
         state = {**self._end(), "consumed": consumed, "ended": False, "generators": []}
         self.load_state_dict({**state, "start": None, "ahead": None, "source": None})
 
-    @property
-    def worker_start_seconds(self) -> float:
-        """How long the processes of its loaders took to start, the last time; 0 without any, or before batches."""
-        return self._source.start_seconds
-
     def keep_indices(self) -> None:
         """Remember the indices of the latest batches, for ``batch_indices``."""
         self._source.keeps_indices = True
@@ -563,10 +558,6 @@ class CombinedStream:
         if self._loaded is not None:
             return 0 if self._loaded["ended"] else self._loaded["consumed"]
         return 0 if self._at_end else self.handed
-
-    @property
-    def worker_start_seconds(self) -> float:
-        return sum(reader.stream.worker_start_seconds for reader in self._readers)
 
     # -- the batches
 

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -92,7 +91,7 @@ class StateCollate:
         batch = self.collate(samples)
         info = get_worker_info()
         assert info is not None
-        # "start" and "ready" are sent once.
+        # Sent once.
         state: State = {name: _to_send.pop(name) for name in list(_to_send)}
         if self.rng:
             rng = self._watch.state()
@@ -107,8 +106,7 @@ class StateCollate:
         return BatchWithState(batch, info.id, state or None)
 
 
-# In a worker: "ready", the time when it could read its first sample, and "start", the state in which the
-# iteration of its dataset began.
+# In a worker: "start", the state in which the iteration of its dataset began.
 _to_send: State = {}
 
 
@@ -138,7 +136,6 @@ class WorkerInit:
             info.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
         if "rng" in state:
             restore_rng_state(state["rng"])
-        _to_send["ready"] = time.time()
         ended = state.get("ended", False)
         if self.report_starts or ended:
             _observe(info.dataset, ended=ended)
@@ -193,8 +190,6 @@ class WorkerStates:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        # When the last worker was ready, in seconds of the wall clock; 0 before its first batch.
-        self.ready = 0.0
         self.start_epoch(0, [None] * num_workers)
 
     def start_epoch(self, number: int, states: list[State | None]) -> None:
@@ -217,7 +212,6 @@ class WorkerStates:
             self._rounds.append(self.number)
         if state is None:
             return
-        self.ready = max(self.ready, state.pop("ready", 0.0))
         start = state.pop("start", None)
         if start is not None and self._first == 0:
             self.starts[worker] = start
