@@ -63,11 +63,11 @@ def test_two_processes_train_to_the_weights_of_plain_ones() -> None:
     assert same_weights(net, bare)
     assert not any("_orig_mod" in key for key in keys)
     assert fabric.compile_report.graphs == 2
-    for compile in (TRACED, {**TRACED, "regional": True}):
-        module, trainer, _ = fitted_alike(Deep, compile=compile, **several)
-        report = trainer.compile_report
-        assert (report.graphs, report.graph_breaks, report.recompiles) == (2, {}, ())
-        assert list(module.state_dict()) == list(Deep().state_dict())
+    counters.clear()
+    module, trainer, _ = fitted_alike(Deep, compile={**TRACED, "regional": True}, max_epochs=1, **several)
+    report = trainer.compile_report
+    assert (report.graphs, report.graph_breaks, report.recompiles) == (2, {}, ())
+    assert list(module.state_dict()) == list(Deep().state_dict())
 
 
 # -- checkpoints, profilers, callbacks
@@ -210,7 +210,7 @@ def test_cuda_graphs_are_refused_without_a_gpu() -> None:
         ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "takes one of the two"),
         ({"options": {"max_autotone": True}}, ValueError, "max_autotune"),
         ({"backend": "inductr"}, ValueError, "Did you mean 'inductor'"),
-        ({"fullgraph": True}, ValueError, "the run decides it"),
+        ({"fullgraph": True}, ValueError, "use one of 'mode', 'options', 'backend', 'dynamic'"),
         ({"regional": "yes"}, TypeError, "use True or False"),
     ],
 )
@@ -223,39 +223,36 @@ def test_arguments_that_cannot_be_are_refused_at_once(value: Any, error: type[Ex
 # -- the cache
 
 PROGRAM = """
-import torch, hasten as L
+import hasten as L
 from tests.models import Classifier, loader, quiet
 L.seed_everything(1, verbose=False)
-module = Classifier(width=2)
-trainer = quiet(compile=True, num_sanity_val_steps=0)
-trainer.fit(module, loader(10))
+trainer = quiet(compile=True)
+(found,) = trainer.validate(Classifier(width=2), loader(10), verbose=False)
 report = trainer.compile_report
-print("RESULT", report.graphs, len(report.recompiles), report.cache_hit, report.seconds_saved,
-      [w.double().sum().item() for w in module.parameters()])
+print("RESULT", report.graphs, report.cache_hit, report.seconds_saved, found["val_loss"])
 """
 
 
 def run_program(cache: Path) -> tuple[list[str], str]:
-    done = run_python("-c", PROGRAM, timeout=300, HASTEN_CACHE=str(cache))
+    done = run_python("-c", PROGRAM, timeout=300, HASTEN_CACHE=str(cache), TORCHINDUCTOR_COMPILE_THREADS="1")
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
-    return line.split(maxsplit=5)[1:], done.stdout + done.stderr
+    return line.split()[1:], done.stdout + done.stderr
 
 
 def test_a_second_run_of_the_program_takes_what_the_first_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, output = run_program(tmp_path / "c")
-    assert first[:4] == ["1", "0", "False", "None"]
-    assert "Compiled Classifier.training_step: 1 graph" in output
+    assert first[:3] == ["1", "False", "None"]
+    assert "Compiled Classifier.validation_step" in output
     (kept,) = (tmp_path / "c" / "compile").glob("*.bin")
     second, output = run_program(tmp_path / "c")
-    assert second[:3] == ["1", "0", "True"]
-    assert float(second[3]) > 0
+    assert second[:2] == ["1", "True"]
+    assert float(second[2]) > 0
     assert "From the cache of an earlier run:" in output
-    assert "s saved" in output
-    assert second[4] == first[4]
-    # A file that was cut off is dropped.
+    assert second[3] == first[3]
+    # A truncated file is deleted.
     kept.write_bytes(kept.read_bytes()[:-100])
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "c"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ class Graph:
     compiled: int = 0
 
 
-class Compiled:
+class Compiled(ABC):
     """A function compiled to one graph for each phase and set of hooks.
 
     Args:
@@ -113,25 +114,62 @@ class Compiled:
         self._hook_sets: set[tuple[int, ...]] = set()
         self._stays_python = False
 
-    def _graph(
-        self, phase: object, hooks: InstalledHooks, data: object, make: Callable[[], Callable[..., Any]]
-    ) -> Graph | None:
-        """Return the graph for a call, made if it is the first; None if this call is not worth another graph.
+    @abstractmethod
+    def _compile(self) -> Callable[..., Any]:
+        """Return the compiled function."""
+
+    def _run(
+        self,
+        phase: object,
+        hooks: InstalledHooks,
+        data: object,
+        call: Callable[[Callable[..., Any]], Any],
+        python: Callable[[], Any],
+    ) -> tuple[Any, Graph | None]:
+        """Return the output of a call, and its graph; None if Python computed it.
 
         Args:
             phase: what is fixed in a graph, such as training or evaluation.
             hooks: those that are installed.
             data: the inputs, whose sizes are marked.
-            make: compiles the function.
+            call: calls the compiled function with its arguments.
+            python: computes the same in Python.
 
         """
+        counters = self._counters
+        graph = self._graph(phase, hooks, data)
+        if graph is None:
+            with counters.pause():
+                return python(), None
+        before = counters.graphs_in_process()
+        try:
+            output = call(graph.call)
+        except Exception as error:
+            ran = counters.graphs_in_process() != before or graph.compiled
+            if isinstance(error, torch.OutOfMemoryError) or (ran and not isinstance(error, TorchDynamoException)):
+                raise
+            reason = f"{type(error).__name__}: {brief(str(error))}"
+        else:
+            return self._done(graph, output, before), graph
+        self._leave_to_python(reason)
+        # Outside of the handler, so that an error of the function itself is raised with its own text and place.
+        output = python()
+        self._failed(reason)
+        return output, None
+
+    @abstractmethod
+    def _failed(self, reason: str) -> None:
+        """React to a function that could not be compiled and has been computed in Python."""
+
+    def _graph(self, phase: object, hooks: InstalledHooks, data: object) -> Graph | None:
+        """Return the graph for a call, made if it is the first; None if this call is not worth another graph."""
         installed, size = hooks.current(), batch_size(data)
         graph = self._graphs.get((phase, installed))
         if graph is None:
             self._hook_sets.add(installed)
             if installed and len(self._hook_sets) > MAX_HOOK_SETS:
                 return None
-            graph = self._graphs[phase, installed] = Graph(make(), size)
+            graph = self._graphs[phase, installed] = Graph(self._compile(), size)
         elif size != graph.size and (size == 1 or self._settings.one_size):
             # The compiler treats size 1 unlike all others, and a recorded graph has one batch size: the odd batch at
             # the end of an epoch is not worth another graph, nor are its parts.
@@ -146,12 +184,22 @@ class Compiled:
         if counters.graphs_in_process() != graphs_before:
             graph.compiled += 1
             counters.add_compiled(self.name)
-            _warn_of_recompiles(counters)
+            self._warn_of_recompiles()
         elif counters.unprinted:
             counters.print_report()
         if not self._settings.cuda_graphs:
             return output
         return kept_outputs(output, all_of_them=not torch.is_grad_enabled())
+
+    def _warn_of_recompiles(self) -> None:
+        """Warn once of a recompile that could be avoided; the report lists them all."""
+        for reason in self._counters.new_recompiles():
+            if not reason.endswith(FROZEN):
+                warn_once(
+                    f"recompile {self.name}",
+                    f"compile: a graph was made again. {reason} Pad inputs to few shapes (batching='length'), and keep "
+                    "what changes out of forward and of the step. All causes: trainer.compile_report.recompiles",
+                )
 
     def _leave_to_python(self, reason: str) -> None:
         self._stays_python = True
@@ -165,64 +213,33 @@ class Region(Compiled):
     def _compile(self) -> Callable[..., Any]:
         return self._settings.compile(own_code(_call, self.name))
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: InstalledHooks) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], hooks: InstalledHooks
+    ) -> object:
         """Call ``module``, which has these hooks, compiled."""
-        counters = self._counters
-        if self._stays_python or counters.paused or must_stay_python():
+        if self._stays_python or self._counters.paused or must_stay_python():
             return module._call_impl(*args, **kwargs)
         # Apart, so that what one phase fixes (dropout, statistics, gradients) never invalidates the other's graph.
         phase = module.training, torch.is_grad_enabled()
-        graph = self._graph(phase, hooks, (args, kwargs), self._compile)
-        if graph is None:
-            with counters.pause():
-                return module._call_impl(*args, **kwargs)
-        before = counters.graphs_in_process()
-        try:
-            return self._done(graph, graph.call(module, *args, **kwargs), before)
-        except TorchDynamoException as error:
-            failure = error
-        # Outside of the handler, so that an error of the model itself is raised with its own text and place.
-        output = module._call_impl(*args, **kwargs)
-        reason = f"{type(failure).__name__}: {brief(str(failure))}"
-        self._leave_to_python(reason)
+        output, _ = self._run(
+            phase,
+            hooks,
+            (args, kwargs),
+            lambda compiled: compiled(module, *args, **kwargs),
+            lambda: module._call_impl(*args, **kwargs),
+        )
+        return output
+
+    def _failed(self, reason: str) -> None:
         warn_once(
             f"compile {self.name} {reason}",
             f"compile: {self.name} could not be compiled and stays Python. {reason} Change that part, or leave it "
             "out of the graph with @torch.compiler.disable.",
         )
-        return output
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
-
-
-# A program is warned of this many recompiles; the report lists them all.
-_MAX_RECOMPILE_WARNINGS = 3
-
-
-def _warn_of_recompiles(counters: CompileCounters) -> None:
-    """Warn of the first few recompiles that could be avoided."""
-    for reason in counters.new_recompiles():
-        if reason.endswith(FROZEN):
-            continue
-        counters.recompiles_warned += 1
-        if counters.recompiles_warned <= _MAX_RECOMPILE_WARNINGS:
-            warn_once(f"recompile {reason}", f"compile: a graph was made again. {reason} {_advice(reason)}")
-
-
-def _advice(reason: str) -> str:
-    if "size mismatch" in reason or "stride mismatch" in reason or "dynamic" in reason:
-        return (
-            "Inputs of a new shape came: pad to few widths (batching='length', or a collate function that pads to "
-            "multiples), or pass compile={'dynamic': True}."
-        )
-    if "==" in reason or "dict" in reason or "len(" in reason:
-        return (
-            "A Python value that the graph was made for has changed: keep counters and settings that change out of "
-            "forward and of the step, or make them tensors."
-        )
-    return "Keep what differs out of forward and of the step."
 
 
 class CompiledParts:
@@ -250,7 +267,7 @@ class CompiledParts:
         dims: int = 1,
         packed: bool = False,
     ) -> None:
-        groups = list(repeated_blocks(module)) if settings.regional or packed else []
+        groups = list(alike_blocks(module)) if settings.regional or packed else []
         if packed:
             groups = _beside_attention(groups)
             if not groups:
@@ -331,7 +348,7 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield prefix + name, child
 
 
-def repeated_blocks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+def alike_blocks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield (name, blocks) for each group of children of a list that share their structure; the outermost only.
 
     Args:
@@ -340,7 +357,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     Example::
 
         >>> layers = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
-        >>> [(name, len(blocks)) for name, blocks in repeated_blocks(nn.Sequential(*layers))]
+        >>> [(name, len(blocks)) for name, blocks in alike_blocks(nn.Sequential(*layers))]
         [('TransformerEncoderLayer', 3)]
 
     """
@@ -356,4 +373,4 @@ def repeated_blocks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
             yield kind.__name__, group
     for child in module.children():
         if id(child) not in found:
-            yield from repeated_blocks(child)
+            yield from alike_blocks(child)

@@ -45,13 +45,13 @@ class CompileReport:
         Example::
 
             >>> CompileReport(compiled=("training_step",), seconds=4.2, graphs=1).line()
-            'Compiled training_step: 1 graph in 4.2 s, no graph breaks, no recompiles.'
+            'Compiled training_step in 4.2 s. Graphs: 1, graph breaks: 0, recompiles: 0.'
 
         """
         names = ", ".join(self.compiled) or "nothing"
         line = (
-            f"Compiled {names}: {_count(self.graphs, 'graph')} in {self.seconds:.1f} s, "
-            f"{_count(sum(self.graph_breaks.values()), 'graph break')}, {_count(len(self.recompiles), 'recompile')}."
+            f"Compiled {names} in {self.seconds:.1f} s. Graphs: {self.graphs}, "
+            f"graph breaks: {sum(self.graph_breaks.values())}, recompiles: {len(self.recompiles)}."
         )
         if self.cache_hit and self.seconds_saved:
             line += f" From the cache of an earlier run: {self.seconds_saved:.1f} s saved."
@@ -60,10 +60,6 @@ class CompileReport:
         for name, reason in self.left.items():
             line += f" {name} stays Python: {reason}"
         return line
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number or 'no'} {thing}{'' if number == 1 else 's'}"
 
 
 class CompileCounters:
@@ -82,7 +78,6 @@ class CompileCounters:
         self.seconds_by_graphs: dict[int, float] = {}
         # Printed in the next step: the first step's backward is compiled after its forward has returned.
         self.unprinted = False
-        self.recompiles_warned = 0
         # While true, every part computes in Python.
         self.paused = False
         self._totals = dict.fromkeys(("seconds", "graphs", "hits", "misses"), 0.0)
@@ -216,11 +211,6 @@ def _without_id(reason: str) -> str:
     return rest if separator and "/" in head and " " not in head.strip() else reason
 
 
-# The useful part of a message ends before a line that starts with one of these.
-_ENDS = (
-    "User Stack", "User stack trace", "Stack trace", "Developer debug context", "For more", "For extended", "For C++",
-    "Set TORCH", "from user code", "The branch condition involves",
-)  # fmt: skip
 _PLACE = re.compile(r'File "(.+?)", line (\d+), in \S+\n\s*(.+)')
 # Unavoidable, so it is reported without a warning.
 FROZEN = "what is trained and what is frozen has a graph each"
@@ -235,32 +225,20 @@ _KNOWN = {
 
 
 def brief(reason: str, width: int = 300) -> str:
-    """Return the essence of a compiler message and the place in the user's program, in one line.
+    """Return the first two lines of a compiler message and the place in the user's program, in one line.
 
     Args:
         reason: the message.
         width: how many characters of it, without the place.
 
     """
-    whole = str(reason).strip()
-    text = next((known for found, known in _KNOWN.items() if found in whole), None) or _first_lines(whole)
+    message, _, place = str(reason).partition("from user code:")
+    lines = [line.strip().removeprefix("Explanation: ") for line in message.splitlines() if line.strip()]
+    text = next((known for found, known in _KNOWN.items() if found in message), " ".join(lines[:2]))
     if len(text) > width:
         text = text[: width - 3] + "..."
-    places = _PLACE.findall(whole.partition("from user code:")[2])
+    places = _PLACE.findall(place)
     if not places:
         return text
     file, line, code = places[-1]
-    return f"{text if text.endswith('.') else text + '.'} At {os.path.basename(file)}:{line}: {code.strip()}"
-
-
-def _first_lines(whole: str) -> str:
-    kept: list[str] = []
-    for line in map(str.strip, whole.splitlines()):
-        if line.startswith(_ENDS):
-            break
-        if line.startswith("Explanation:"):
-            line = line.removeprefix("Explanation:").strip()
-            kept[-1:] = [f"{kept[-1]}:"] if kept else []
-        if line and not line.startswith("Hint:"):
-            kept.append(line)
-    return " ".join(kept)
+    return f"{text.removesuffix('.')}. At {os.path.basename(file)}:{line}: {code.strip()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -15,12 +14,11 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 
-# Options of hasten; all others are torch.compile's.
-_OWN = ("regional", "cache")
 _Model = TypeVar("_Model")
 
-# Arguments of torch.compile that the run decides.
-_RESERVED = ("model", "disable", "fullgraph", "name", "isolate_recompiles")
+# Options of hasten, and those of torch.compile that the run does not decide.
+_OWN = ("regional", "cache")
+_KEYS = ("mode", "options", "backend", "dynamic", *_OWN)
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,13 @@ class CompileSettings:
         return f"regional={self.regional} backend={self.backend} {sorted(options.items(), key=str)}"
 
     def compile(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
-        """Return ``function`` compiled on its first call; ``whole`` raises if it cannot be one graph."""
+        """Return ``function``, compiled when it is called for the first time.
+
+        Args:
+            function: the function.
+            whole: raise an error in that call if it cannot be one graph.
+
+        """
         if self.context is not None:
             return self.context(function)  # type: ignore[no-any-return]
         return torch.compile(function, fullgraph=whole, **self.options)
@@ -139,43 +143,25 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
 
 
 def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
-    own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
-    known = [name for name in inspect.signature(torch.compile).parameters if name not in _RESERVED]
     for name in given:
-        if name in _RESERVED:
-            raise ValueError(
-                f"{owner}(compile={{{name!r}: ...}}): the run decides it. Leave it out; "
-                "trainer.compile_report names steps that cannot be one graph."
-            )
-        if name not in known:
-            hint = did_you_mean(name, (*known, *_OWN))
-            if not hint and name in _inductor_options():
-                hint = f" Did you mean {{'options': {{{name!r}: ...}}}}?"
-            raise ValueError(
-                f"{owner}(compile={{{name!r}: ...}}): torch.compile has no such option.{hint} "
-                f"Known: {', '.join((*known, *_OWN))}."
-            )
+        check.one_of(owner, "compile option", name, _KEYS)
+    own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
     mode, inner, backend = given.get("mode"), given.get("options"), given.get("backend")
+    check.one_of(owner, "compile['mode']", mode, _modes(), allow_none=True)
+    check.instance(owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True)
     if mode is not None and inner:
         raise ValueError(
             f"{owner}(compile={{'mode': {mode!r}, 'options': ...}}): torch.compile takes one of the two. A mode is a "
             "set of options: torch._inductor.list_mode_options() shows them."
         )
-    if mode is not None:
-        check.one_of(owner, "compile['mode']", mode, _modes())
-    check.instance(owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True)
-    if backend is not None and not callable(backend):
+    if not callable(backend):
         known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            allowed = f"one of {', '.join(map(repr, known))}, or a function"
-            hint = did_you_mean(str(backend), known)
-            raise check.wrong(owner, "compile['backend']", backend, allowed, hint=hint)
+        check.one_of(owner, "compile['backend']", backend, known, allow_none=True)
     for name in inner or () if backend in (None, "inductor") else ():
         if str(name).replace("-", "_") not in _inductor_options():
-            raise ValueError(
-                f"{owner}(compile={{'options': {{{name!r}: ...}}}}): inductor has no such option."
-                f"{did_you_mean(str(name), _inductor_options())} torch._inductor.list_options() lists them."
-            )
+            hint = did_you_mean(str(name), _inductor_options())
+            allowed = "the options that torch._inductor.list_options() lists"
+            raise check.wrong(owner, "compile['options'] option", name, allowed, hint=hint)
     return CompileSettings(options=given, **own)
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import leaves
 from hasten.compile.regions import Compiled, InstalledHooks, must_stay_python, own_code
-from hasten.compile.report import CompileCounters, brief
+from hasten.compile.report import CompileCounters
 from hasten.compile.settings import CompileSettings
 
 # A step is compiled once, and again for inputs of other shapes; beyond this it is left to Python.
@@ -61,7 +59,7 @@ class Step(Compiled):
     def _compile(self) -> Callable[..., Any]:
         return self._settings.compile(own_code(_calling(self._function), self._code_name), whole=True)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         """Take the step."""
         if self._stays_python or must_stay_python():
             return self._function(*args)
@@ -70,33 +68,19 @@ class Step(Compiled):
                 self._leave_to_python(reason)
                 return self._function(*args)
             settle_lazily(self._parts, args[0])
-        counters = self._counters
-        # A graph for each number of arguments: with several loaders, the index of the loader is passed too.
-        graph = self._graph(len(args), self._hooks, args[0], self._compile)
-        if graph is None:
-            with counters.pause():
-                return self._function(*args)
-        before = counters.graphs_in_process()
-        failure: Exception | None = None
         _logged.clear()
-        with _collecting(self._loggers):
-            try:
-                output = graph.call(*args)
-            except Exception as error:
-                of_compiler = isinstance(error, TorchDynamoException)
-                ran = counters.graphs_in_process() != before or graph.compiled
-                if isinstance(error, torch.OutOfMemoryError) or (ran and not of_compiler):
-                    raise
-                failure = error
-        if failure is not None:
-            _logged.clear()
-            self._leave_to_python(brief(str(failure)))
-            # Outside of the handler, so that an error of the step itself is raised with its own text and place.
-            return self._function(*args)
-        compiled = graph.compiled
-        output = self._done(graph, output, before)
+        # A graph for each number of arguments: with several loaders, the index of the loader is passed too.
+        output, graph = self._run(
+            len(args),
+            self._hooks,
+            args[0],
+            lambda compiled: self._collecting(compiled, args),
+            lambda: self._function(*args),
+        )
+        if graph is None:
+            return output
         _log_all(copy=self._settings.cuda_graphs)
-        if graph.compiled > max(compiled, _MAX_COMPILES):
+        if graph.compiled > _MAX_COMPILES:
             self._leave_to_python(
                 f"it was compiled {graph.compiled} times. The causes are in trainer.compile_report.recompiles"
             )
@@ -106,6 +90,25 @@ class Step(Compiled):
                 "in trainer.compile_report.recompiles; its forward stays compiled.",
             )
         return output
+
+    def _failed(self, reason: str) -> None:
+        """Warn of nothing: the parts of the step stay compiled, and the report has the reason."""
+
+    def _collecting(self, compiled: Callable[..., Any], args: tuple[object, ...]) -> Any:
+        """Call the graph, and collect what ``self.log`` gets instead of logging it."""
+        hidden = [(part, part.__dict__["log"]) for part, _ in self._loggers if "log" in part.__dict__]
+        for part, log in self._loggers:
+            part.__dict__["log"] = log
+        try:
+            return compiled(*args)
+        except BaseException:
+            _logged.clear()
+            raise
+        finally:
+            for part, _ in self._loggers:
+                part.__dict__.pop("log", None)
+            for part, log in hidden:
+                part.__dict__["log"] = log
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,20 +128,6 @@ def _collect(module: Any) -> Callable[..., None]:
         _logged.append((module, name, value, args, kwargs))
 
     return log
-
-
-@contextmanager
-def _collecting(loggers: list[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
-    hidden = [(part, part.__dict__["log"]) for part, _ in loggers if "log" in part.__dict__]
-    for part, log in loggers:
-        part.__dict__["log"] = log
-    try:
-        yield
-    finally:
-        for part, _ in loggers:
-            part.__dict__.pop("log", None)
-        for part, log in hidden:
-            part.__dict__["log"] = log
 
 
 def _log_all(*, copy: bool) -> None:

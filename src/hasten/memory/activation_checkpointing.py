@@ -14,9 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 HOW = ("selective", "full")
 
-# Buffers of a block up to this size are copied before each forward; larger ones only if they are known to change.
-_SMALL_BYTES = 1 << 20
-
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a module: children of one class in an ``nn.ModuleList`` or ``nn.Sequential``.
@@ -125,9 +122,6 @@ class _Recomputed:
         self.block = block
         self.own = own
         self.selective = selective
-        # The buffers that a forward changed, once one was observed.
-        self.changing: set[tuple[int, str]] = set()
-        self.observed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
@@ -153,13 +147,8 @@ class _Recomputed:
         kwargs: dict[str, Any],
     ) -> Any:
         """Compute with buffers that may change; the recomputation starts with their values before the forward."""
-        all_small = sum(tensor.nbytes for _, _, tensor in buffers) <= _SMALL_BYTES
         versions = [tensor._version for _, _, tensor in buffers]
-        kept = {
-            (id(owner), name): (owner, name, tensor.clone())
-            for owner, name, tensor in buffers
-            if all_small or not self.observed or (id(owner), name) in self.changing
-        }
+        kept = {(id(owner), name): (owner, name, tensor.clone()) for owner, name, tensor in buffers}
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, second = _selective() if self.selective else (nullcontext(), nullcontext())
@@ -167,13 +156,9 @@ class _Recomputed:
 
         output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         for (owner, name, tensor), version in zip(buffers, versions, strict=True):
-            key = (id(owner), name)
             if owner._buffers.get(name) is tensor and not may_have_changed(owner, tensor, version):
                 # Unchanged: the recomputation may read the buffer itself.
-                kept.pop(key, None)
-            else:
-                self.changing.add(key)
-        self.observed = True
+                del kept[id(owner), name]
         return output
 
 

@@ -111,7 +111,7 @@ def mask_of(batch: Batch) -> Tensor | None:
 def facts(observed: Observed, trainer: Trainer, module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything known of device, model and data of a running ``fit``, as plain values that JSON can hold."""
     # These import the compiler, and every Trainer imports this module.
-    from hasten.compile.regions import repeated_blocks
+    from hasten.compile.regions import alike_blocks
 
     device: torch.device = trainer.strategy.root_device
     on_cuda = device.type == "cuda"
@@ -143,7 +143,7 @@ def facts(observed: Observed, trainer: Trainer, module: nn.Module, given: Mappin
         "dropout": any(isinstance(child, nn.Dropout) and child.p > 0 for child in children),
         "reads_first_token": any(type(child).__name__ in _READ_THE_FIRST_TOKEN for child in children),
         "not_packed": None if given.get("packed") else _why_not_packed(module),
-        "repeated_blocks": max((len(blocks) for _, blocks in repeated_blocks(module)), default=0),
+        "repeated_blocks": max((len(blocks) for _, blocks in alike_blocks(module)), default=0),
         "attention_dropout": sorted({type(child).__name__ for child, _ in attention_dropouts(module)}),
         "flops_per_step": observed.flops,
         "samples_counted": observed.samples_counted,
