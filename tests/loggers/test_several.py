@@ -96,13 +96,6 @@ def test_loggers_are_opened_before_the_module_is_set_up(tmp_path: Path) -> None:
     assert order == ["experiment", "prepare_data", "setup"]
 
 
-def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A superuser, as in many containers, may write anywhere: what the system would say is put in its place.
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(PermissionError, match=r"CSVLogger\(save_dir='.*'\) cannot write to .*: Permission denied"):
-        CSVLogger(tmp_path).experiment
-
-
 # -- a resume in the same version
 
 
@@ -184,73 +177,45 @@ def test_each_step_is_there_once_after_a_resume_and_another_runs_are_kept(
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
-@pytest.mark.parametrize("rows", [20, 2000])
-def test_a_csv_file_goes_back_to_where_it_was(tmp_path: Path, rows: int) -> None:
-    logger = CSVLogger(tmp_path, version=0, flush_logs_every_n_steps=7)
-    assert logger.state_dict() == {}
-    for step in range(rows):
-        logger.log_metrics({"loss": step / 2, "text": "a\nb"}, step=step)  # type: ignore[dict-item]
-    state = logger.state_dict()
-    assert state["rows"] == rows
-    logger.log_metrics({"loss": -1.0, "new": 3.0}, step=rows)
-    logger.finalize("failed")
-    again = CSVLogger(tmp_path, version=0)
-    again.load_state_dict(state)
-    again.log_metrics({"loss": -2.0}, step=rows)
-    again.finalize("success")
-    written = table(Path(again.log_dir) / "metrics.csv")
-    assert [float(row["loss"]) for row in written] == [*(step / 2 for step in range(rows)), -2.0]
-    assert again.state_dict()["rows"] == rows + 1
-    again.load_state_dict({**state, "rows": rows + 100})  # more than there are: nothing to drop
-    again.load_state_dict({})
-    assert again.state_dict()["rows"] == rows + 1
-
-
-def test_a_csv_file_behind_a_url_goes_on_and_back() -> None:
+@pytest.mark.parametrize("folder", ["memory://back", "disk"])
+def test_a_csv_file_goes_back_to_where_it_was(tmp_path: Path, folder: str) -> None:
     import fsspec
 
-    logger = CSVLogger("memory://back", name="exp")
+    folder = folder if "://" in folder else str(tmp_path)
+    logger = CSVLogger(folder, name="exp")
+    assert logger.state_dict() == {}
     logger.log_hyperparams({"lr": 0.1})
     for step in range(3):
-        logger.log_metrics({"loss": float(step)}, step=step)
+        logger.log_metrics({"loss": float(step), "text": "a\nb"}, step=step)
     state = logger.state_dict()
     assert state["rows"] == 3
     logger.log_metrics({"loss": 9.0}, step=3)
     logger.finalize("failed")
-    again = CSVLogger("memory://back", name="exp", version=0)
+    again = CSVLogger(folder, name="exp", version=0)
     again.load_state_dict(state)
     again.log_metrics({"loss": 7.0, "acc": 0.5}, step=3)
     again.finalize("success")
-    with fsspec.open(again.experiment.metrics_file_path, "rt") as file:
+    again.load_state_dict({**state, "rows": 100})  # more than there are: nothing to drop
+    with fsspec.open(again.experiment.metrics_file_path, "rt", newline="") as file:
         rows = [(row["loss"], row["acc"], row["step"]) for row in csv.DictReader(file)]
     assert rows == [("0.0", "", "0"), ("1.0", "", "1"), ("2.0", "", "2"), ("7.0", "0.5", "3")]
-    assert CSVLogger("memory://back", name="exp").version == 1
+    assert CSVLogger(folder, name="exp").version == 1
 
 
 # -- other processes than the first
 
 
 def test_dummies_take_anything() -> None:
-    experiment = DummyExperiment()
-    experiment.config["lr"] = 0.1
-    experiment.name = "x"
+    experiment, logger = DummyExperiment(), DummyLogger()
     assert experiment.log({"loss": 1.0}).artifacts.download(root="here") is experiment
-    assert list(experiment.rows) == []
-    assert len(experiment) == 0
-    assert experiment
     with experiment.train() as inside:
         inside.log_metric("loss", 1.0)
-    assert experiment.nop(1, key=2) is None
-    assert isinstance(pickle.loads(pickle.dumps(experiment)), DummyExperiment)
-    assert isinstance(copy.deepcopy(experiment), DummyExperiment)
-    logger = DummyLogger()
-    logger.log_metrics({"loss": 1.0}, step=3)
-    logger.log_hyperparams({"lr": 1.0})
-    logger.log_image("key", images=[])
-    assert logger[0] is logger
-    assert list(logger) == []
-    assert (logger.name, logger.version) == ("", "")
-    assert isinstance(logger.experiment, DummyExperiment)
+    assert (list(experiment.rows), len(experiment), bool(experiment), experiment.nop(1, key=2)) == ([], 0, True, None)
+    for twin in (pickle.loads(pickle.dumps(experiment)), copy.deepcopy(experiment), logger.experiment):
+        assert isinstance(twin, DummyExperiment)
+    for call in (logger.log_metrics, logger.log_hyperparams, logger.log_image):
+        call({"loss": 1.0}, step=3)
+    assert (logger[0], list(logger), logger.name, logger.version) == (logger, [], "", "")
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger])
@@ -415,44 +380,35 @@ def test_which_checkpoints_of_a_fit_are_uploaded_and_when(
     assert [Path(one.path).name for one in uploads.at_end()] == [f"epoch={epoch}.ckpt" for epoch in at_end]
 
 
-def test_each_written_checkpoint_is_uploaded_once(tmp_path: Path) -> None:
+def test_each_written_checkpoint_is_uploaded_once_in_the_order_of_writing(tmp_path: Path) -> None:
     uploads, callback = Uploads("all"), Callback(tmp_path)
     callback.write("a.ckpt", 0.75, best=True, at=1000.0)
     (first,) = uploads.after(callback)
-    assert (first.path, first.is_folder) == (str(tmp_path / "a.ckpt"), False)
-    assert first.aliases == ["latest", "best"]
+    assert (first.path, first.is_folder, first.aliases) == (str(tmp_path / "a.ckpt"), False, ["latest", "best"])
     assert first.metadata == {
         "score": 0.75,
         "original_filename": "a.ckpt",
         "ModelCheckpoint": {"monitor": "val_loss", "mode": "min", "save_top_k": 2},
     }
     assert uploads.after(callback) == []
-    callback.write("b.ckpt", 0.5, best=False, at=1001.0)
-    (second,) = uploads.after(callback)
-    assert (second.aliases, second.metadata["score"]) == (["latest"], 0.5)
+    callback.write("b.ckpt", 0.5, best=False, at=1003.0)
     callback.write("a.ckpt", 0.25, best=True, at=1002.0)  # written again under its name
-    assert [checkpoint.metadata["score"] for checkpoint in uploads.after(callback)] == [0.25]
-    assert uploads.at_end() == []
-    assert Uploads(False).after(callback) == []
-
-
-def test_remaining_checkpoints_are_uploaded_in_the_order_of_writing(tmp_path: Path) -> None:
-    uploads, callback = Uploads(True), Callback(tmp_path)
-    callback.write("late.ckpt", 0.5, best=True, at=1002.0)
-    callback.write("early.ckpt", 0.75, best=False, at=1001.0)
     callback.write("gone.ckpt", 0.9, best=False, at=1000.0)
     (tmp_path / "gone.ckpt").unlink()
     (tmp_path / "folder.ckpt").mkdir()
-    callback.last_model_path, callback.current_score = str(tmp_path / "folder.ckpt"), torch.tensor(0.1)  # type: ignore[assignment]
-    assert uploads.after(callback) == uploads.after(callback) == []
-    left = uploads.at_end()
-    assert [Path(checkpoint.path).name for checkpoint in left] == ["early.ckpt", "late.ckpt", "folder.ckpt"]
-    assert [checkpoint.is_folder for checkpoint in left] == [False, False, True]
-    assert left[2].metadata["score"] == pytest.approx(0.1)
-    assert uploads.at_end() == []
-    callback.write("late.ckpt", 0.4, best=True, at=1003.0)
-    uploads.after(callback)
-    assert pickle.loads(pickle.dumps(uploads)).at_end() == []  # callbacks stay in their process
+    callback.last_model_path, callback.current_score = str(tmp_path / "folder.ckpt"), torch.tensor(0.5)  # type: ignore[assignment]
+    again = uploads.after(callback)
+    found = [(Path(one.path).name, one.aliases[1:], one.is_folder, one.metadata["score"]) for one in again]
+    assert found == [
+        ("a.ckpt", ["best"], False, 0.25),
+        ("b.ckpt", [], False, 0.5),
+        ("folder.ckpt", [], True, 0.5),
+    ]
+    left = Uploads(True)
+    assert left.after(callback) == left.after(callback) == []
+    assert pickle.loads(pickle.dumps(left)).at_end() == []  # callbacks stay in their process
+    assert [one.path for one in left.at_end()] == [one.path for one in again]
+    assert left.at_end() == []
 
 
 # -- what all refuse, by name
@@ -510,7 +466,9 @@ def test_a_missing_package_is_named(
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger])
-def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path, kind: Any) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "runs"
     seen: list[int] = []
@@ -527,3 +485,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: P
     assert f"cannot write to {folder}" in message
     assert "Give a folder that can be written to" in message
     assert seen == []
+    # A superuser, as in many containers, may write anywhere: what the system would say is put in its place.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match=r"\(save_dir='.*'\) cannot write to .*: Permission denied"):
+        kind(save_dir=tmp_path).experiment
