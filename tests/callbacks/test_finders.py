@@ -191,14 +191,6 @@ def test_rate_found_for_a_checkpoint_of_a_run_without_finder(tmp_path: Path) -> 
     assert finder.optimal_lr.results["loss"][0] < 0.5 < Sized().loss(next(iter(loader(80, 80)))).item()
 
 
-def test_state_is_plain() -> None:
-    finder = BatchSizeFinder()
-    assert finder.state_dict() == LearningRateFinder().state_dict() == {}
-    finder.load_state_dict({"batch_size": 12})
-    assert finder.optimal_batch_size == 12
-    assert finder.state_dict() == {"batch_size": 12}
-
-
 # -- rates and schedulers
 
 
@@ -262,27 +254,6 @@ def test_the_rate_can_be_kept_and_may_be_a_tensor() -> None:
     rate = rate_of(trained(model := OnDevice(batch_size=8), rate_finder()))
     assert isinstance(rate, torch.Tensor)
     assert rate.item() == pytest.approx(model.hparams.lr)
-
-
-def test_search_at_the_end_of_a_validation() -> None:
-    stages = []
-
-    def search(trainer: L.Trainer, module: L.LightningModule) -> None:
-        finder = LearningRateFinder(num_training_steps=3, update_attr=False)
-        finder.lr_find(trainer, module)
-        assert finder.optimal_lr is not None
-        assert len(finder.optimal_lr.results["loss"]) == 3
-
-    class Notes(Sized):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            stages.append((self.trainer.training, torch.is_grad_enabled()))
-            return super().training_step(batch, batch_idx)
-
-    model, plain = twins(Notes, batch_size=20)
-    trained(model, LambdaCallback(on_validation_end=search), num_sanity_val_steps=0)
-    assert stages == [(True, True)] * (4 + 3)
-    trained(plain, num_sanity_val_steps=0)
-    assert same_weights(model, plain)
 
 
 def test_schedulers_stepped_by_hand_are_put_back() -> None:

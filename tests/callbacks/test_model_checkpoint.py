@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import hasten as L
-from hasten.callbacks import ModelCheckpoint
+from hasten.callbacks import EarlyStopping, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
@@ -279,3 +279,75 @@ def test_remote_folders() -> None:
     found = fsspec.filesystem("memory").ls("/checks", detail=False)
     assert sorted(path.rsplit("/", 1)[1] for path in found) == ["epoch=1.ckpt", "last.ckpt"]
     assert checkpoint.best_model_path == "memory://checks/epoch=1.ckpt"
+
+
+# -- what programs and Lightning rely on
+
+# Methods of ModelCheckpoint that programs override, and those that run with and without a monitor alone.
+OVERRIDDEN = {
+    "_format_checkpoint_name",
+    "_get_metric_interpolated_filepath_name",
+    "_monitor_candidates",
+    "_remove_checkpoint",
+    "_save_checkpoint",
+    "_save_last_checkpoint",
+    "_save_topk_checkpoint",
+    "_should_remove_checkpoint",
+    "_should_save_on_train_epoch_end",
+    "_should_skip_saving_checkpoint",
+}
+WITH_MONITOR = {"_save_monitor_checkpoint", "_update_best_and_save", "check_monitor_top_k"}
+
+
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_methods_that_programs_override_take_effect(tmp_path: Path, monitor: str | None) -> None:
+    called: set[str] = set()
+
+    def noted(name: str) -> Any:
+        def method(self: ModelCheckpoint, *arguments: Any, **options: Any) -> Any:
+            called.add(name)
+            result = getattr(ModelCheckpoint, name)(self, *arguments, **options)
+            return f"my-{result}" if name == "_format_checkpoint_name" else result
+
+        return method
+
+    class Linked(ModelCheckpoint):
+        @staticmethod
+        def _link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
+            Path(linkpath).write_text(Path(filepath).name)
+
+    expected = OVERRIDDEN | ({"_save_none_monitor_checkpoint"} if monitor is None else WITH_MONITOR)
+    checkpoint = type("Noted", (Linked,), {name: noted(name) for name in expected})(
+        tmp_path, "{epoch}", monitor, save_last="link"
+    )
+    run(Scripted(val=[2.0, 1.0]), checkpoint, max_epochs=2)
+    assert names(tmp_path) == ["my-epoch=1.ckpt", "my-last.ckpt"]
+    assert (tmp_path / "my-last.ckpt").read_text() == "my-epoch=1.ckpt"
+    assert called == expected
+    assert checkpoint._format_checkpoint_name(None, {"epoch": 1, "step": 2}, "p", False) == "my-p-1-2"
+
+
+def test_states_have_the_keys_of_lightning(tmp_path: Path) -> None:
+    best, stopper = ModelCheckpoint(tmp_path, "{epoch}", "val_loss", save_last=True), EarlyStopping("val_loss")
+    run(Scripted(val=[3.0, 1.0]), best, stopper, max_epochs=2)
+    states = files.load(tmp_path / "last.ckpt")["callbacks"]
+    of_best, of_stopper = states[best.state_key], states[stopper.state_key]
+    epoch_1, last = str(tmp_path / "epoch=1.ckpt"), str(tmp_path / "last.ckpt")
+    assert {name: value for name, value in of_best.items() if name != "books"} == {
+        "monitor": "val_loss",
+        "best_model_score": 1.0,
+        "best_model_path": epoch_1,
+        "current_score": 1.0,
+        "dirpath": str(tmp_path),
+        "best_k_models": {epoch_1: 1.0},
+        "kth_best_model_path": epoch_1,
+        "kth_value": 1.0,
+        "last_model_path": last,
+    }
+    known = {"wait_count": 0, "stopped_epoch": 0, "best_score": 1.0, "patience": 3}
+    assert known.items() <= of_stopper.items()
+    # Lightning stores no more than these.
+    fresh_best, fresh_stopper = ModelCheckpoint(tmp_path, "{epoch}", "val_loss"), EarlyStopping("val_loss")
+    fresh_best.load_state_dict({name: value for name, value in of_best.items() if name != "books"})
+    fresh_stopper.load_state_dict(known)
+    assert (fresh_best.best_model_path, fresh_stopper.best_score) == (epoch_1, 1.0)

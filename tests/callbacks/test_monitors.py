@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -244,13 +243,6 @@ def test_what_is_logged_in_training(clock: Clock) -> None:
     assert [(row["step"], row["batches"]) for row in rows] == [(0, 2), (1, 4), (2, 6), (3, 8), (4, 10)]
 
 
-def test_the_peak_is_that_of_the_device_and_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(monitors, "get_available_flops", lambda *arguments: asked.append(arguments))
-    speed(throughput(), precision="bf16-mixed")
-    assert asked == [(torch.device("cpu"), torch.bfloat16)]
-
-
 def test_validation_is_not_the_time_of_training(clock: Clock) -> None:
     def wait(*_: Any) -> None:
         clock.now += 1000.0
@@ -366,9 +358,3 @@ def test_times_that_the_device_measures() -> None:
     # Two batches at the same time are one entry; the time between two intervals is left out.
     assert measured.compute() == {"time": 5.0, "batches": 4, "samples": 16}
     assert [last["time"] for last, _ in measured._updates] == [1.0, 3.0, 5.0]
-
-
-def test_it_can_be_pickled() -> None:
-    callback = ThroughputMonitor(len, window_size=7)
-    quiet(callbacks=[callback]).fit(Classifier(), loader())
-    assert pickle.loads(pickle.dumps(callback)).kwargs == {"window_size": 7}

@@ -355,14 +355,6 @@ def test_columns_and_colours_can_be_chosen() -> None:
     assert "\x1b[32m4/4\x1b[0m" in terminal.getvalue()
 
 
-def test_defaults_are_those_of_lightning() -> None:
-    theme, bar = RichProgressBarTheme(), RichProgressBar()
-    assert (theme.progress_bar, theme.time, theme.metrics_format) == ("#6206E0", "dim", ".3f")
-    assert (bar.refresh_rate, bar.theme, bar.is_enabled) == (100, theme, True)
-    assert not isinstance(bar, TQDMProgressBar)
-    assert [RichProgressBar(rate)._refresh_seconds for rate in (100, 10, 4)] == [0.1, 0.1, 0.25]
-
-
 def test_a_notebook_without_widgets_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("hasten.callbacks.rich_progress.installed", lambda name: False)
     fit(RichProgressBar(console_kwargs={"force_jupyter": True}))

@@ -166,7 +166,7 @@ def test_losses_that_are_on_their_way_are_in_the_state(tmp_path: Path) -> None:
     assert callback.bad_batches == [1, 3, 4]
 
 
-def test_manual_optimisation_must_return_a_loss(tmp_path: Path) -> None:
+def test_manual_optimization_must_return_a_loss(tmp_path: Path) -> None:
     class Manual(Losses):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.losses[0]

@@ -19,7 +19,7 @@ from hasten.loggers import CSVLogger
 from tests.callbacks.resuming import SaveAt, assert_same, fitted, weights
 from tests.callbacks.scripted import Losses, names
 from tests.callbacks.test_finetuning import Model
-from tests.callbacks.test_weight_averaging import Normalised
+from tests.callbacks.test_weight_averaging import Normalized
 from tests.models import Classifier, dataset, loader, quiet
 
 TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
@@ -83,7 +83,7 @@ def test_all_prune_alike_and_average_alike(tmp_path: Path) -> None:
     pruning = cb.ModelPruning("random_unstructured", amount=0.5, resample_parameters=True)
     pruned = fitted(Classifier, lambda: [pruning, Draws()], data=loader(16), max_epochs=2, **TWO)
     average = cb.StochasticWeightAveraging(0.1, 1)
-    averaged = fitted(Normalised, lambda: [average, Draws()], data=loader(16), max_epochs=2, **TWO)
+    averaged = fitted(Normalized, lambda: [average, Draws()], data=loader(16), max_epochs=2, **TWO)
     for trainer in (pruned, averaged):
         assert_same(*of_both(weights(trainer)))
     assert int((weights(pruned)["layers.0.weight"] == 0).sum()) > 60

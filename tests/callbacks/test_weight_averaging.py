@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,6 @@ import hasten as L
 from hasten.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
-    LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -33,14 +31,13 @@ from tests.callbacks.resuming import (
     fitted,
     weights,
 )
-from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
 
 FIRST = "layers.0.weight"
 
 
-class Normalised(Classifier):
-    """With batch normalisation, whose count of batches is a whole number, and a record of the weights validated."""
+class Normalized(Classifier):
+    """With batch normalization, whose count of batches is a whole number, and a record of the weights validated."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(width=6)
@@ -54,7 +51,7 @@ class Normalised(Classifier):
         self.validated.append(self.layers[0].weight.detach().clone())
 
 
-class Decaying(Normalised):
+class Decaying(Normalized):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [ExponentialLR(optimizer, 0.9)]
@@ -94,23 +91,23 @@ def stored(path: Path) -> dict[str, Any]:
 def test_the_moving_average_equals_one_by_hand_and_training_is_the_same() -> None:
     trace, plain = Trace(), Trace()
     options: dict[str, Any] = {"max_epochs": 2, "validation": loader(8)}
-    trainer = fitted(Normalised, ema(decay=0.9), trace, **options)
+    trainer = fitted(Normalized, ema(decay=0.9), trace, **options)
     assert len(trace.steps) == 12
     assert_same(weights(trainer), moving_average(trace.steps, 0.9))
     slow = trace.steps[0][FIRST]
     for step in trace.steps[1:]:
         slow = 0.9 * slow + 0.1 * step[FIRST]
     assert torch.allclose(weights(trainer)[FIRST], slow, atol=1e-6)
-    fitted(Normalised, list, plain, **options)
+    fitted(Normalized, list, plain, **options)
     assert_same(plain.steps, trace.steps)
 
 
 def test_the_mean_is_the_default_and_buffers_can_be_copied() -> None:
     trace = Trace()
     options = {"accumulate_grad_batches": 2}
-    trainer = fitted(Normalised, lambda: [WeightAveraging(use_buffers=False)], trace, **options)
+    trainer = fitted(Normalized, lambda: [WeightAveraging(use_buffers=False)], trace, **options)
     assert len(trace.steps) == 3  # Once a step, not once a batch.
-    buffers = {name: trace.steps[-1][name] for name, _ in Normalised().named_buffers()}
+    buffers = {name: trace.steps[-1][name] for name, _ in Normalized().named_buffers()}
     assert_close(weights(trainer), {**mean_of(trace.steps), **buffers})
 
 
@@ -195,13 +192,6 @@ def test_tied_parameters_are_averaged_once() -> None:
     assert_close(weights(trainer), mean_of(trace.steps))
 
 
-def test_the_average_can_live_elsewhere() -> None:
-    callback = WeightAveraging(device="cpu")
-    fitted(Classifier, lambda: [callback])
-    assert callback._device == WeightAveraging(device=torch.device("cpu"))._device == torch.device("cpu")
-    assert copy.deepcopy(callback)._latest_update_step == 6
-
-
 def test_when_the_moving_average_is_updated() -> None:
     average = EMAWeightAveraging(update_every_n_steps=5, update_starting_at_step=10, update_starting_at_epoch=2)
     assert [step for step in range(22) if average.should_update(step_idx=step)] == [10, 15, 20]
@@ -220,7 +210,7 @@ def test_when_the_moving_average_is_updated() -> None:
 def test_validation_and_its_hooks_see_the_average() -> None:
     seen: list[Tensor] = []
 
-    class Watched(Normalised):
+    class Watched(Normalized):
         def on_validation_epoch_end(self) -> None:
             seen.append(self.layers[0].weight.detach().clone())
 
@@ -243,7 +233,7 @@ def test_validation_and_its_hooks_see_the_average() -> None:
 
 @pytest.mark.parametrize("what", [RuntimeError, KeyboardInterrupt])
 def test_a_broken_validation_leaves_the_weights_of_training(tmp_path: Path, what: type[BaseException]) -> None:
-    class Breaking(Normalised):
+    class Breaking(Normalized):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             raise what("on purpose")
 
@@ -263,7 +253,7 @@ def test_a_broken_validation_leaves_the_weights_of_training(tmp_path: Path, what
 
 def test_nothing_is_averaged_before_the_first_update(tmp_path: Path) -> None:
     trace, saver = Trace(), SaveLast(tmp_path / "a.ckpt", 3)
-    trainer = fitted(Normalised, ema(update_starting_at_step=100), trace, saver, validation=loader(8))
+    trainer = fitted(Normalized, ema(update_starting_at_step=100), trace, saver, validation=loader(8))
     module: Any = trainer.lightning_module
     assert torch.equal(module.validated[0], trace.steps[-1][FIRST])
     assert_same(weights(trainer), trace.steps[-1])
@@ -292,7 +282,7 @@ def test_a_checkpoint_holds_the_average_and_loads_without_the_callback(tmp_path:
 
 
 def test_a_checkpoint_saved_during_validation_holds_both(tmp_path: Path) -> None:
-    class Saving(Normalised):
+    class Saving(Normalized):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.trainer.save_checkpoint(tmp_path / "a.ckpt")
 
@@ -309,12 +299,12 @@ def test_a_checkpoint_saved_during_validation_holds_both(tmp_path: Path) -> None
     ("model", "make", "batches", "options"),
     [
         (
-            lambda: Normalised(0.2),
+            lambda: Normalized(0.2),
             ema(decay=0.7, update_every_n_steps=2, update_starting_at_epoch=1),
             [1, 6, 7, 11],
             {"max_epochs": 3, "validation": loader(8), "accumulate_grad_batches": 2},
         ),
-        (lambda: Normalised(0.3), swa(0.3, 2, annealing_epochs=2), [4, 6, 7, 15, 24], {"max_epochs": 4}),
+        (lambda: Normalized(0.3), swa(0.3, 2, annealing_epochs=2), [4, 6, 7, 15, 24], {"max_epochs": 4}),
         (lambda: Decaying(), swa(0.3, 2, annealing_epochs=2), [4, 6, 7, 15, 24], {"max_epochs": 4}),
     ],
 )
@@ -328,7 +318,7 @@ def test_a_resumed_run_goes_on_exactly(
 def test_a_finished_run_is_extended_with_the_weights_of_training(tmp_path: Path, make: Any) -> None:
     def fit(epochs: int, **options: Any) -> L.Trainer:
         data = loader(24, shuffle=True, generator=torch.Generator().manual_seed(3))
-        return fitted(Normalised, make, data=data, max_epochs=epochs, **options)
+        return fitted(Normalized, make, data=data, max_epochs=epochs, **options)
 
     short, path = fit(3), tmp_path / "end.ckpt"
     short.save_checkpoint(path)
@@ -354,9 +344,9 @@ def test_updates_due_when_the_checkpoint_was_saved_are_done_later(tmp_path: Path
         def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"epoch-{trainer.current_epoch}.ckpt")
 
-    whole = fitted(Normalised, lambda: [Early(), *make()], max_epochs=3)
+    whole = fitted(Normalized, lambda: [Early(), *make()], max_epochs=3)
     for path in tmp_path.iterdir():
-        assert_same(weights(fitted(Normalised, make, ckpt_path=path, max_epochs=3, seed=5)), weights(whole))
+        assert_same(weights(fitted(Normalized, make, ckpt_path=path, max_epochs=3, seed=5)), weights(whole))
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -411,9 +401,9 @@ class Rates(L.Callback):
         self.seen.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
 
-@pytest.mark.parametrize("make", [Classifier, Normalised, Decaying])
 @pytest.mark.parametrize(
-    ("start", "index", "anneal", "strategy"), [(0.5, 2, 3, "cos"), (2, 1, 0, "cos"), (4, 3, 2, "linear")]
+    ("make", "start", "index", "anneal", "strategy"),
+    [(Classifier, 0.5, 2, 3, "cos"), (Normalized, 2, 1, 0, "cos"), (Decaying, 4, 3, 2, "linear")],
 )
 def test_it_equals_the_recipe_of_pytorch(make: Any, start: Any, index: int, anneal: int, strategy: str) -> None:
     # 0.5 of 6 epochs is the third one.
@@ -430,7 +420,7 @@ def test_it_equals_the_recipe_of_pytorch(make: Any, start: Any, index: int, anne
 
 def test_a_checkpoint_in_mid_run_has_the_weights_of_training(tmp_path: Path) -> None:
     savers, trace = [SaveAt(tmp_path / "a.ckpt", 8), SaveLast(tmp_path / "b.ckpt", 8)], Trace()
-    fitted(Normalised, swa(0.3, 1), trace, *savers, max_epochs=2)
+    fitted(Normalized, swa(0.3, 1), trace, *savers, max_epochs=2)
     for saver in savers:
         assert_same(dict(stored(saver.path)["state_dict"]), trace.steps[7])
 
@@ -447,26 +437,34 @@ def test_a_run_stopped_early_gets_the_average_of_its_epochs() -> None:
 
 def test_an_epoch_that_is_cut_short_is_not_averaged() -> None:
     options: dict[str, Any] = {"data": loader(24), "max_epochs": 6}
-    trainer = fitted(Normalised, swa(0.3, 2), max_steps=15, **options)
+    trainer = fitted(Normalized, swa(0.3, 2), max_steps=15, **options)
     assert trainer.callbacks[0].state_dict()["n_averaged"] == 1
-    assert_close(weights(trainer), dict(by_hand(Normalised, epochs=2, start=1, anneal=10)[0]))
-    never = fitted(Normalised, swa(0.3, 5), max_steps=8, **options)
-    assert_same(weights(never), weights(fitted(Normalised, list, max_steps=8, **options)))
+    assert_close(weights(trainer), dict(by_hand(Normalized, epochs=2, start=1, anneal=10)[0]))
+    never = fitted(Normalized, swa(0.3, 5), max_steps=8, **options)
+    assert_same(weights(never), weights(fitted(Normalized, list, max_steps=8, **options)))
 
 
-def test_nothing_but_the_weights_shows_that_it_ran_once_more() -> None:
+class Endless(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        torch.manual_seed(0)
+        while True:
+            yield torch.randn(8), torch.randint(0, 2, ())
+
+
+@pytest.mark.parametrize("data", [loader(24), torch.utils.data.DataLoader(Endless(), 4)], ids=["finite", "endless"])
+def test_nothing_but_the_weights_shows_that_it_ran_once_more(data: Any) -> None:
     def trained(make_callbacks: Any) -> tuple[list[int], list[int], torch.Tensor, dict[str, Any]]:
         steps: list[int] = []
         ends: list[int] = []
 
-        class Counting(Normalised):
+        class Counting(Normalized):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 steps.append(batch_idx)
                 self.log("batch_idx", float(batch_idx), on_step=True, on_epoch=True)
                 return super().training_step(batch, batch_idx)
 
         count = LambdaCallback(on_train_batch_end=lambda *rest: ends.append(rest[-1]))
-        trainer = fitted(Counting, make_callbacks, count, max_epochs=2, limit_train_batches=4)
+        trainer = fitted(Counting, make_callbacks, count, data=data, max_epochs=2, limit_train_batches=4)
         logged = {name: value for name, value in trainer.callback_metrics.items() if "batch_idx" in name}
         return steps, ends, torch.rand(3), logged
 
@@ -476,33 +474,14 @@ def test_nothing_but_the_weights_shows_that_it_ran_once_more() -> None:
     assert_same(plain[1:], averaged[1:])
 
 
-def test_batch_normalisation_that_does_not_train_keeps_its_statistics() -> None:
-    class Frozen(Normalised):
+def test_batch_normalization_that_does_not_train_keeps_its_statistics() -> None:
+    class Frozen(Normalized):
         def on_train_epoch_start(self) -> None:
             self.layers[1].eval()
 
     found = weights(fitted(Frozen, swa(0.3, 1)))
     assert torch.equal(found["layers.1.running_mean"], torch.zeros(6))
     assert found["layers.1.num_batches_tracked"] == 0
-
-
-def test_without_an_end_as_many_batches_as_the_epoch_had() -> None:
-    steps: list[int] = []
-
-    class Endless(torch.utils.data.IterableDataset):
-        def __iter__(self) -> Any:
-            torch.manual_seed(0)
-            while True:
-                yield torch.randn(8), torch.randint(0, 2, ())
-
-    class Steps(Normalised):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            steps.append(batch_idx)
-            return super().training_step(batch, batch_idx)
-
-    data = torch.utils.data.DataLoader(Endless(), batch_size=4)
-    fitted(Steps, swa(0.3, 1), data=data, limit_train_batches=3)
-    assert steps == [0, 1, 2] * 2
 
 
 def test_own_averages_and_several_groups() -> None:
@@ -522,15 +501,6 @@ def test_own_averages_and_several_groups() -> None:
     assert_same(weights(trainer), trace.steps[-1])
 
 
-def test_the_learning_rate_monitor_goes_on() -> None:
-    logger = RowLogger()
-    make = swa(0.3, 2, annealing_epochs=1)
-    trainer = fitted(Decaying, lambda: [LearningRateMonitor(), *make()], max_epochs=4, logger=logger)
-    (config,) = trainer.lr_scheduler_configs
-    assert (config.interval, type(config.scheduler)) == ("epoch", SWALR)
-    assert [rate for _, rate in logger.of("lr-SGD")] == [0.1, 0.09, 0.3, 0.3]
-
-
 @pytest.mark.parametrize(("start", "epochs", "expected"), [(1, 10, 0), (5, 10, 4), (0.8, 10, 7), (0.0, 10, 0)])
 def test_when_it_starts_and_ends(start: Any, epochs: int, expected: int) -> None:
     callback = StochasticWeightAveraging(0.1, start)
@@ -538,11 +508,11 @@ def test_when_it_starts_and_ends(start: Any, epochs: int, expected: int) -> None
     assert (callback.swa_start, callback.swa_end) == (expected, epochs - 1)
     callback._max_epochs = -1
     assert callback.swa_end == float("inf")
-    assert StochasticWeightAveraging.pl_module_contains_batch_norm(Normalised())
+    assert StochasticWeightAveraging.pl_module_contains_batch_norm(Normalized())
     assert not StochasticWeightAveraging.pl_module_contains_batch_norm(Classifier())
 
 
-class Untrained(Normalised):
+class Untrained(Normalized):
     optimizers_made, schedulers_made = 1, 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -561,7 +531,7 @@ class Untrained(Normalised):
         ({}, (0.1,), {"max_epochs": -1, "max_steps": 5}, r"a share needs Trainer\(max_epochs=...\)"),
         ({}, (0.1, 4), {"max_epochs": 3}, r"swa_epoch_start=4\): training ends after max_epochs=3"),
         ({}, ([0.1, 0.2],), {}, "2 learning rates, and the optimizer has 1 parameter groups"),
-        ({"automatic": False}, (0.1,), {}, "batch normalisation needs training_step to run once more"),
+        ({"automatic": False}, (0.1,), {}, "batch normalization needs training_step to run once more"),
     ],
 )
 def test_runs_it_cannot_average_are_refused_before_training(
@@ -573,4 +543,4 @@ def test_runs_it_cannot_average_are_refused_before_training(
     vars(model).update(options)
     with pytest.raises(ValueError, match=message):
         quiet(callbacks=swa(*arguments)(), **trainer).fit(model, loader(8))
-    quiet(callbacks=swa(0.1, 4)(), fast_dev_run=True).fit(Normalised(), loader(8))
+    quiet(callbacks=swa(0.1, 4)(), fast_dev_run=True).fit(Normalized(), loader(8))
