@@ -369,7 +369,9 @@ class Runtime:
         if error is not None:
             raise error
         if failed is not None:
-            raise RuntimeError(f"the first process could not write {os.fspath(path)}: {failed}")
+            # Contents that cannot be stored are a mistake of all processes alike.
+            kind = TypeError if failed.startswith("TypeError") else RuntimeError
+            raise kind(f"the first process could not write {os.fspath(path)}: {failed}")
 
     def load(
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None

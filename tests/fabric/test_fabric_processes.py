@@ -178,3 +178,20 @@ def test_a_function_is_launched_in_copies() -> None:
         )
     fabric = Launches(accelerator="cpu", devices=2, strategy="ddp_fork")
     assert fabric.run(2) == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_parts_of_a_sharded_tensor_are_neither_saved_as_a_whole_nor_copied(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    fabric, module = launched(), nn.Linear(8, 16)
+    weight = distribute_tensor(module.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    module.weight = nn.Parameter(weight)
+    with pytest.raises(TypeError, match=r"\['model'\]\['weight'\] is a DTensor"):
+        fabric.save(tmp_path / "part.ckpt", {"model": module})
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="'weight' is a DTensor"):
+        fabric.setup(module)
+    fabric.save(tmp_path / "whole.ckpt", {"weight": weight.full_tensor()})
+    assert fabric.load(tmp_path / "whole.ckpt")["weight"].shape == (16, 8)

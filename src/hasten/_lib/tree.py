@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -264,3 +265,10 @@ def preserve_modes(module: nn.Module) -> Iterator[None]:
 def parameters_of(*optimizers: Any) -> list[Any]:
     """Return the parameters that optimizers train, in the order of their groups."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def is_sharded(value: object) -> bool:
+    """Return whether a value is a ``DTensor``: a tensor of which each process may have a part."""
+    # Nothing is one before this module is imported, and importing it takes long.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

@@ -33,7 +33,7 @@ from hasten._lib.files import TEMPORARY, is_url, local, remove_abandoned, replac
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import map_tensors
+from hasten._lib.tree import is_sharded, map_tensors
 
 if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike
@@ -401,6 +401,11 @@ def _check(value: Any, place: str, above: set[int]) -> None:
         attributes = vars(value)
         if attributes:
             _check(attributes, f"the attributes of {place}", above)
+    elif is_sharded(value):
+        raise TypeError(
+            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone. Save "
+            "its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
+        )
     elif kind in _MAPPINGS or kind in _SEQUENCES:
         if id(value) in above:
             raise TypeError(f"{place} contains itself, which a checkpoint does not hold.")

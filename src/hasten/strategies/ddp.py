@@ -18,6 +18,7 @@ from torch.nn.modules import module as registration
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten._lib.names import did_you_mean
+from hasten._lib.tree import is_sharded
 from hasten.machine import agreement, collectives
 from hasten.strategies.parallel import ParallelStrategy
 
@@ -225,6 +226,12 @@ class DDPStrategy(ParallelStrategy):
         self.model = module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
+        sharded = [name for name, parameter in module.named_parameters() if is_sharded(parameter)]
+        if sharded:
+            raise ValueError(
+                f"strategy='ddp': the parameter {sharded[0]!r} is a DTensor, and DDP trains whole parameters that each "
+                "process has a copy of. Pass the module before it is sharded."
+            )
         kwargs = self._ddp_kwargs
         if _is_manual(module) and not kwargs.get("static_graph"):
             # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic).
