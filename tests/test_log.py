@@ -145,20 +145,6 @@ def test_validation_values_are_epoch_means_and_go_to_the_logger_once() -> None:
     assert trainer.validate(module, BATCHES, verbose=False) == [{"v": pytest.approx(3.6)}]
 
 
-def test_sanity_check_leaves_no_value_behind() -> None:
-    logger = RowLogger()
-    seen: list[dict[str, Any]] = []
-
-    class Look(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(dict(trainer.callback_metrics))
-
-    module = Validates(validation=lambda m, b, i: m.log("v", b.mean()))
-    quiet(logger=logger, num_sanity_val_steps=2, callbacks=[Look()]).fit(module, BATCHES, BATCHES)
-    assert seen == [{}]
-    assert len(logger.of("v")) == 1
-
-
 def test_several_validation_loaders_get_suffixes() -> None:
     class Two(Logs):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
@@ -315,13 +301,6 @@ def test_unknown_batch_size_is_said_once() -> None:
     with pytest.warns(UserWarning, match=r"batch_size=\.\.\.") as caught:
         quiet().fit(module, odd)
     assert sum("batch size" in str(w.message) for w in caught) == 1
-
-
-def test_log_without_a_trainer_warns_and_goes_on() -> None:
-    class Alone(Classifier): ...
-
-    with pytest.warns(UserWarning, match="not attached"):
-        Alone().training_step(next(iter(loader())), 0)
 
 
 class LogsItself(L.Callback):

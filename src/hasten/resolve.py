@@ -96,8 +96,9 @@ def runtime(
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
     strategy_in_use = _strategy(strategy, chosen, found, num_nodes, owner)
-    checks_later = found[0].type == "cuda" and strategy_in_use.copies_this_process and not torch.cuda.is_initialized()
-    precision_in_use = _precision(precision, precision_plugin, found[0], owner, check=not checks_later)
+    # A check of a GPU initializes CUDA, and this process could no longer be forked.
+    is_forked = found[0].type == "cuda" and strategy_in_use.copies_this_process
+    precision_in_use = _precision(precision, precision_plugin, found[0], owner, check=not is_forked)
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
     strategy_in_use.attach(accelerator=chosen, devices=found, cluster=cluster, num_nodes=num_nodes)
@@ -107,7 +108,6 @@ def runtime(
         precision=precision_in_use,
         cluster=cluster,
         checkpoint_io=checkpoint_io,
-        checks_later=checks_later,
         device_ids=[device.index if device.index is not None else i for i, device in enumerate(found)],
     )
 

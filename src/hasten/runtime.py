@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -82,8 +81,6 @@ class Runtime:
         cluster: what started the processes.
         checkpoint_io: writes and reads checkpoints.
         device_ids: indices of the devices of this machine.
-        checks_later: check the precision in the processes of the run: a check here would initialize CUDA, and this
-            process could no longer be forked.
 
     """
 
@@ -96,7 +93,6 @@ class Runtime:
         cluster: ClusterEnvironment,
         checkpoint_io: CheckpointIO | None = None,
         device_ids: list[int] | None = None,
-        checks_later: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.strategy = strategy
@@ -104,7 +100,6 @@ class Runtime:
         self.cluster = cluster
         self.checkpoint_io: CheckpointIO = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.device_ids = device_ids if device_ids is not None else list(range(strategy.num_processes))
-        self._checks_later = checks_later
         self._choose_functions()
 
     def _choose_functions(self) -> None:
@@ -161,13 +156,7 @@ class Runtime:
             the result in this process; with copies of this process, that of the first.
 
         """
-        if self._checks_later:
-            function = functools.partial(self._check_and_call, function)
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)
-
-    def _check_and_call(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
-        self.precision.check_device(self.device)
-        return function(*args, **kwargs)
 
     def place(self, module: nn.Module, *, move: bool = True) -> nn.Module:
         """Convert ``module`` to the precision and, with ``move``, move it to the device, in place."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -90,28 +89,6 @@ def test_weights_equal_the_plain_loops(fabric: L.Fabric, accumulate: int, clip: 
     assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
 
 
-def test_methods_of_torch_that_somebody_replaced_are_called(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(made, 1)
-    model, optimizer = fabric.setup(model, made)
-    calls: list[str] = []
-    for owner, name in ((Tensor, "backward"), (torch.optim.SGD, "zero_grad"), (made, "step")):
-        function = getattr(owner, name)
-
-        @functools.wraps(function)
-        def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Any:
-            calls.append(name)
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
-    for (x,) in loader():
-        optimizer.zero_grad()
-        fabric.backward(model(x).pow(2).mean())
-        optimizer.step()
-    assert calls == ["zero_grad", "backward", "step"] * 6
-
-
 def test_lbfgs_gets_its_closure(fabric: L.Fabric) -> None:
     module = nn.Linear(4, 1)
     model, optimizer = fabric.setup(module, torch.optim.LBFGS(module.parameters(), max_iter=5))
@@ -128,15 +105,6 @@ def test_lbfgs_gets_its_closure(fabric: L.Fabric) -> None:
     assert optimizer.step(closure).item() == losses[0]
     assert len(losses) > 1
     assert losses[-1] < losses[0]
-
-
-def test_backward_is_the_engines_verb(fabric: L.Fabric) -> None:
-    from hasten.optim import fast_step
-
-    assert fabric.backward is fast_step.backward
-    x = torch.ones(2, requires_grad=True)
-    fabric.backward((x * 2).sum(), retain_graph=True, model=None)
-    assert x.grad is not None
 
 
 # -- what setup returns
@@ -475,18 +443,6 @@ def test_values_reach_every_logger_as_numbers(fabric: L.Fabric) -> None:
     assert first.seen == second.seen == [({"loss": 0.5}, None), ({"a": 1, "b": 2}, 4)]
 
 
-def test_a_csv_logger_writes_what_fabric_logs(tmp_path: Path) -> None:
-    from hasten.loggers import CSVLogger
-
-    logger = CSVLogger(tmp_path)
-    fabric = L.Fabric(accelerator="cpu", loggers=logger)
-    for step in range(3):
-        fabric.log("loss", step / 2, step=step)
-    logger.save()
-    (file,) = tmp_path.rglob("metrics.csv")
-    assert len(file.read_text().splitlines()) == 4
-
-
 # -- the other verbs
 
 
@@ -629,17 +585,6 @@ def test_copies_need_a_function_to_run() -> None:
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
-
-
-def test_an_optimizer_before_its_module_is_refused(fabric: L.Fabric) -> None:
-    model = Model()
-    with pytest.raises(ValueError, match=r"4 of the 4 parameters of SGD.*fabric.setup_module\(model\) first"):
-        fabric.setup_optimizers(sgd(model))
-    fabric.setup_module(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="belong to a module that was not set up"):
-        fabric.setup_optimizers(sgd(model))
-    fabric.setup_module(model)
-    fabric.setup_optimizers(sgd(model))
 
 
 def test_an_optimizer_of_another_module_is_refused(fabric: L.Fabric) -> None:

@@ -88,6 +88,8 @@ def test_gradients_wait_for_the_end_of_the_accumulation() -> None:
         fabric.backward(model(x).sum())
     first, second = fabric.all_gather(module.layer.weight.grad)
     assert not torch.equal(first, second)
+    with pytest.raises(ValueError, match=r"2 of the 2 parameters of SGD belong to no module that was set up"):
+        fabric.setup_optimizers(torch.optim.SGD(Model().parameters(), lr=0.1))
     with fabric.no_backward_sync(model, enabled=False):
         fabric.backward(model(x).sum())
     first, second = fabric.all_gather(module.layer.weight.grad)

@@ -124,19 +124,6 @@ def test_modes_survive_validation() -> None:
     quiet(max_epochs=2).fit(Frozen(), loader(), loader())
 
 
-def test_estimated_stepping_batches() -> None:
-    seen: list[float] = []
-
-    class Asks(Classifier):
-        def configure_optimizers(self) -> Any:
-            seen.append(self.trainer.estimated_stepping_batches)
-            return super().configure_optimizers()
-
-    quiet(max_epochs=3, accumulate_grad_batches=4).fit(Asks(), loader())
-    quiet(max_epochs=3, max_steps=5).fit(Asks(), loader())
-    assert seen == [9, 5]
-
-
 def test_predictions_are_those_of_the_model_in_the_order_of_the_loader() -> None:
     model = Classifier()
     predictions = quiet().predict(model, loader(12))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hasten.machine.cluster import (
     find_cluster,
     first_host,
 )
-from hasten.seed import set_deterministic
 
 
 @pytest.fixture
@@ -144,32 +142,3 @@ def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("LOCAL_RANK", "one")
     with pytest.raises(ValueError, match="LOCAL_RANK='one'"):
         find_cluster().local_rank()
-
-
-# -- determinism
-
-
-@pytest.fixture
-def _deterministic_as_before() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=warns)
-    torch.backends.cudnn.benchmark = before[1]
-
-
-@pytest.mark.usefixtures("_deterministic_as_before")
-def test_deterministic_algorithms() -> None:
-    torch.backends.cudnn.benchmark = True
-    set_deterministic(None)
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.cudnn.benchmark
-    set_deterministic(True)
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert not torch.backends.cudnn.benchmark
-    set_deterministic("warn", benchmark=True)
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert torch.backends.cudnn.benchmark
-    set_deterministic(False)
-    assert not torch.are_deterministic_algorithms_enabled()

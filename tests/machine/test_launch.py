@@ -23,11 +23,7 @@ SECONDS = 120  # Far more than any of it takes, on a loaded machine too.
 
 
 def start(strategy: str, mode: str, folder: Path) -> subprocess.Popen[str]:
-    before: list[str] = []
-    if strategy == "torchrun":
-        before = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={find_free_port()}"]
-        strategy = "auto"
-    return start_python(*before, PROGRAM, strategy, mode, folder)
+    return start_python(PROGRAM, strategy, mode, folder)
 
 
 def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
@@ -61,31 +57,6 @@ def wait_for(*files: Path) -> None:
     while not all(file.exists() for file in files):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def one_process_weights() -> list[float]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(20):
-        loss = model(torch.randn(8, 4, generator=generator)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return [float(value) for value in model.weight.detach().flatten()]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "torchrun", "ddp_spawn"])
-def test_two_processes_train_to_the_weights_of_one_on_the_joined_batch(strategy: str, tmp_path: Path) -> None:
-    code, output = run(strategy, "trains", tmp_path)
-    assert code == 0, output
-    written = [file.read_text().split() for file in tmp_path.glob("weights-*")]
-    assert len(written) == (1 if strategy == "ddp_spawn" else 2)
-    for weights in written:
-        assert [float.fromhex(value) for value in weights] == pytest.approx(one_process_weights(), abs=1e-6)
-    assert all(weights == written[0] for weights in written)
-    assert_all_gone(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +102,10 @@ def test_a_signal_to_the_first_process_stops_all_at_the_same_step(
 # -- copies started from here
 
 
-def copies(mode: str, folder: Path) -> list[float]:
+def copies(mode: str, folder: Path) -> None:
     strategy = DDPStrategy(start_method="forkserver")
     run = runtime(accelerator="cpu", devices=2, strategy=strategy)
-    weights: list[float] = run.launch(call_in_file, str(PROGRAM), "train_here", mode, str(folder))
-    return weights
+    run.launch(call_in_file, str(PROGRAM), "train_here", mode, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +113,6 @@ def copies(mode: str, folder: Path) -> list[float]:
     [
         ("rank1 dies", RuntimeError, "the process of rank 1 was killed by SIGKILL"),
         ("rank1 exits, others sleep", RuntimeError, "the process of rank 1 ended with exit code 3"),
-        ("rank0 raises", KeyError, "a mistake of the user's"),
         ("rank1 raises", KeyError, "a mistake of the user's"),
     ],
 )

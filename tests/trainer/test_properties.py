@@ -105,6 +105,7 @@ def test_properties_are_documented_and_can_be_read_in_a_compiled_function() -> N
         ({"max_epochs": 3, "limit_train_batches": 0.5}, 15),
         ({"max_epochs": 2, "overfit_batches": 3}, 6),
         ({"max_epochs": 2, "max_steps": 3}, 3),
+        ({"max_epochs": 3, "accumulate_grad_batches": 4}, 9),
     ],
 )
 def test_estimated_stepping_batches(arguments: dict[str, Any], steps: float) -> None:

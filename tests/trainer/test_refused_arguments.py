@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import optim
 
 import hasten as L
 import hasten.loggers
@@ -41,13 +40,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         L.Trainer(**{"accelerator": "cpu", **arguments})
-
-
-def test_a_cuda_device_that_is_not_there_names_what_is() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA devices")
-    with pytest.raises((RuntimeError, ValueError), match=r"(?i)cuda"):
-        L.Trainer(accelerator="cuda")
 
 
 class NoStep(L.LightningModule):
@@ -86,16 +78,13 @@ def test_missing_parts_are_named_before_anything_starts(call: Any, words: str) -
 @pytest.mark.parametrize(
     ("returns", "words"),
     [
-        (lambda loss: loss.item(), "return the loss"),
         (lambda loss: {"los": loss}, "without the key 'loss'"),
         (lambda loss: {"loss": loss.item()}, "must be a tensor"),
         (lambda loss: loss.detach(), "does not require grad"),
         (lambda loss: loss.repeat(3), "scalar"),
-        (lambda loss: None, "return loss"),
         (lambda loss: "loss", "return the loss"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*returned None")
 def test_wrong_losses_are_told(returns: Any, words: str) -> None:
     class Wrong(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -117,11 +106,6 @@ def test_loading_on_an_instance_and_bare_weights_are_told(tmp_path: Any) -> None
         model.load_from_checkpoint(tmp_path / "bare.pt")
 
 
-def test_names_that_are_not_in_this_version_say_so() -> None:
-    with pytest.raises(ValueError, match=r"NeptuneLogger is not in this version.*CSVLogger, CometLogger"):
-        hasten.loggers.NeptuneLogger(project="digits")
-
-
 def test_an_error_in_a_worker_keeps_its_type_and_names_the_dataset() -> None:
     class Broken(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
@@ -140,40 +124,3 @@ def test_an_error_in_a_worker_keeps_its_type_and_names_the_dataset() -> None:
 def test_a_share_that_is_less_than_a_batch_says_how_much_is() -> None:
     with pytest.raises(ValueError, match="less than one"):
         quiet(limit_train_batches=0.01).fit(Classifier(), loader())
-
-
-def two(o: Any) -> Any:
-    return [o, optim.SGD(o.param_groups[0]["params"], 0.1)]
-
-
-def scheduled(**options: Any) -> Any:
-    def made(o: Any) -> Any:
-        return {"optimizer": o, "lr_scheduler": {"scheduler": optim.lr_scheduler.StepLR(o, 1), **options}}
-
-    return made
-
-
-def plateau(o: Any) -> Any:
-    scheduler = optim.lr_scheduler.ReduceLROnPlateau(o)
-    return {"optimizer": o, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_los"}}
-
-
-@pytest.mark.parametrize(
-    ("configured", "words"),
-    [
-        (lambda o: {"optimiser": o}, "Did you mean 'optimizer'"),
-        (scheduled(intervall="step"), "interval"),
-        (scheduled(interval="batch"), "'epoch'|\"epoch\""),
-        (lambda o: {"optimizer": "adam"}, "str where an optimizer"),
-        (lambda o: 3, "returned a int"),
-        (two, "automatic_optimization = False"),
-        (plateau, "Did you mean 'val_loss'"),
-    ],
-)
-def test_wrong_optimizer_configurations(configured: Any, words: str) -> None:
-    class Wrong(Classifier):
-        def configure_optimizers(self) -> Any:
-            return configured(optim.SGD(self.parameters(), 0.1))
-
-    with pytest.raises(ValueError, match=words):
-        quiet().fit(Wrong(), loader(8), loader(8))

@@ -11,14 +11,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.loggers import CSVLogger
 from hasten.strategies import Strategy
 from tests.fakes import RowLogger, watching
-from tests.models import Classifier, loader, quiet, same_weights
+from tests.models import Classifier, loader, quiet
 
 SETTINGS: dict[str, Any] = {
     "limit_train_batches": 3, "limit_val_batches": 0.5, "limit_test_batches": 1, "limit_predict_batches": 2,
@@ -96,23 +95,6 @@ def test_trainer_can_be_copied_and_pickled_before_and_after_a_run() -> None:
     assert again.global_step == pickle.loads(pickle.dumps(trainer)).global_step == 2
 
 
-def test_each_call_starts_without_the_values_of_the_one_before() -> None:
-    seen: list[Any] = []
-
-    def look(_: str, trainer: Any) -> None:
-        seen.append((trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics))
-
-    trainer = quiet(callbacks=watching(look, "on_train_start", "on_test_start", "on_predict_start"))
-    model = Classifier()
-    trainer.fit(model, loader(), loader(8))
-    assert set(trainer.callback_metrics) == {"train_loss", "val_loss"}
-    trainer.test(model, loader(8), verbose=False)
-    assert set(trainer.callback_metrics) == {"test_loss"}
-    trainer.predict(model, loader(8))
-    assert trainer.callback_metrics == {}
-    assert seen == [({}, {}, {})] * 3
-
-
 def test_what_is_logged_when_training_starts_is_published_with_the_first_epoch() -> None:
     class LogsAtStart(Classifier):
         def on_train_start(self) -> None:
@@ -149,49 +131,6 @@ def test_strategy_hears_of_an_exception() -> None:
     with mock.patch.object(Strategy, "on_exception") as heard, pytest.raises(KeyError):
         quiet().fit(model, loader())
     heard.assert_called_once_with(error)
-
-
-class TwicePerStep(torch.optim.SGD):
-    """Takes the gradient at a point further on, as SAM does, with the closure it may be given."""
-
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None
-        with torch.enable_grad():
-            loss = closure()
-        moved = [(p, 0.1 * p.grad) for group in self.param_groups for p in group["params"]]
-        with torch.no_grad():
-            for parameter, change in moved:
-                parameter.add_(change)
-        with torch.enable_grad():
-            closure()
-        with torch.no_grad():
-            for parameter, change in moved:
-                parameter.sub_(change)
-        super().step()
-        return loss
-
-
-def test_optimizers_of_others_are_given_the_closure() -> None:
-    class Further(Classifier):
-        def configure_optimizers(self) -> Any:
-            return TwicePerStep(self.parameters(), lr=0.1)
-
-    model = Further()
-    plain = copy.deepcopy(model)
-    optimizer = plain.configure_optimizers()
-    for batch in loader():
-
-        def closure(batch: Any = batch) -> Any:
-            optimizer.zero_grad()
-            loss = plain.loss(batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    trainer = quiet()
-    trainer.fit(model, loader())
-    assert same_weights(model, plain)
-    assert trainer.global_step == 10
 
 
 def test_with_arguments_makes_another_trainer_on_the_same_callbacks_and_loggers(tmp_path: Path) -> None:

@@ -364,11 +364,9 @@ class Fabric(RuntimeView):
         self._compiled.append(model)
 
     def _wrapped_optimizers(self, optimizers: Sequence[Optimizer], method: str) -> list[FabricOptimizer]:
-        # In setup another module of the same optimizer may follow; setup_optimizers comes after all of them.
-        needs_all = self._runtime.syncs_gradients and method == "setup_optimizers"
         fused = self._speed.fused_optimizer
         for optimizer in optimizers:
-            check_parameters(optimizer, self._modules, method, needs_all=needs_all)
+            check_parameters(optimizer, self._modules, method, exchanges=self._runtime.syncs_gradients)
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
                 self._runtime.check_in_backward("Fabric", optimizer.optimizer_class.__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
@@ -382,45 +381,30 @@ def check_devices(module: nn.Module, method: str) -> None:
         )
 
 
-def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, *, needs_all: bool) -> None:
+def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, *, exchanges: bool) -> None:
     """Raise ValueError if an optimizer trains a module that was not set up.
 
     Args:
         optimizer: the user's optimizer.
         modules: the modules that were set up.
-        method: the method that was called, for the message.
-        needs_all: require every parameter to be in one of the modules, as the gradients of others are not averaged
-            over the processes; otherwise one is enough.
+        method: "setup" or "setup_optimizers".
+        exchanges: whether gradients are averaged over the processes, those of the modules only.
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
-    outside = [p for p in parameters if id(p) not in known]
-    if not outside or (len(outside) < len(parameters) and not needs_all):
-        return
     # Tensors outside of modules, such as an image to optimize, need no setup.
-    trained = [p for p in outside if isinstance(p, nn.Parameter)]
+    outside = [p for p in parameters if id(p) not in known and isinstance(p, nn.Parameter)]
     kind = type(optimizer).__name__
-    if method == "setup" and trained:
-        given = f"the module given with it ({type(modules[-1]).__name__})"
+    wrong = f"Fabric.{method}(): {len(outside)} of the {len(parameters)} parameters of {kind} "
+    if method == "setup" and outside and known.isdisjoint(map(id, parameters)):
         raise ValueError(
-            f"Fabric.setup(): {len(outside)} of the {len(parameters)} parameters of {kind} do not belong to {given}. "
+            f"{wrong}do not belong to the module given with it ({type(modules[-1]).__name__}). "
             f"Write {kind}(model.parameters(), ...) with that module, after any change of its layers."
         )
-    if any(map(_is_in_a_module, trained)):
+    # In setup, another module of the same optimizer may follow; setup_optimizers comes after all of them.
+    if method == "setup_optimizers" and outside and exchanges:
         raise ValueError(
-            f"Fabric.{method}(): {len(outside)} of the {len(parameters)} parameters of {kind} belong to a module that "
-            "was not set up. Call model = fabric.setup_module(model) first, or "
-            "model, optimizer = fabric.setup(model, optimizer)."
+            f"{wrong}belong to no module that was set up, so each process would train them alone. "
+            "Call model = fabric.setup_module(model) first."
         )
-
-
-def _is_in_a_module(parameter: nn.Parameter) -> bool:
-    """Return whether some module has the parameter; searches all objects, so only for a message."""
-    for holder in gc.get_referrers(parameter):
-        if isinstance(holder, dict):
-            for owner in gc.get_referrers(holder):
-                attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-                if isinstance(attributes, dict) and attributes.get("_parameters") is holder:
-                    return True
-    return False
