@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from hasten._lib.files import write_atomically
-from hasten._lib.rank_zero import rank_zero_warn
 from hasten.module import LightningModule
 from hasten.types import Dataloaders, OptimizerLRScheduler, StepOutput
 
@@ -161,8 +159,6 @@ def tokenize(path: str | os.PathLike[str]) -> tuple[Tensor, Dictionary]:
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
     """WikiText-2 in blocks: each sample is a block of words, and the same block one word later.
 
-    Without a network, and without the file, a text is made up in its place, with a warning.
-
     Args:
         data_dir: folder that holds ``wikitext-2.txt``, or gets it.
         block_size: words of a sample.
@@ -170,6 +166,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     Raises:
         FileNotFoundError: the file is not there, and ``download=False``.
+        RuntimeError: the file is not there and cannot be fetched.
 
     Example::
 
@@ -190,11 +187,11 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         super().__init__()
         self.path = Path(data_dir) / "wikitext-2.txt"
         if download:
-            self.path = self.download(self.path)
+            self.download(self.path)
         if not self.path.exists():
             raise FileNotFoundError(
-                f"WikiText2(data_dir={os.fspath(data_dir)!r}, download=False): there is no {self.path}. Put the text "
-                "there, or leave out download=False."
+                f"WikiText2(data_dir={os.fspath(data_dir)!r}, download=False): {self.path} does not exist. Put the "
+                "text there, or leave out download=False."
             )
         self.data, self.dictionary = tokenize(self.path)
         self.block_size = block_size
@@ -213,40 +210,19 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         return self.data[start:end], self.data[start + 1 : end + 1]
 
     @staticmethod
-    def download(destination: Path) -> Path:
-        """Fetch the text unless it is there; return the file, which is another one if the text was made up."""
+    def download(destination: Path) -> None:
+        """Fetch the text unless the file is there; raise ``RuntimeError`` without a network."""
         if destination.exists():
-            return destination
-        destination.parent.mkdir(parents=True, exist_ok=True)
+            return
         try:
             with urllib.request.urlopen(URL, timeout=10) as answer:
                 text = answer.read().decode("utf-8")
         except OSError as error:
-            made_up = destination.with_name("made-up-text.txt")
-            rank_zero_warn(
-                f"WikiText2: {URL} could not be reached ({error}). A made-up text takes its place. Put the real one "
-                f"at {destination.absolute()}."
-            )
-            write_atomically(made_up, "".join(_made_up_lines()), durable=False)
-            return made_up
+            raise RuntimeError(
+                f"WikiText2: {URL} could not be reached ({error}). Put the text at {destination.absolute()}."
+            ) from error
+        destination.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(destination, text, durable=False)
-        return destination
-
-
-def _made_up_lines() -> Iterator[str]:
-    """Yield 2000 lines of 20 words; few words are frequent and each is likely followed by a certain other."""
-    generator = torch.Generator().manual_seed(0)
-    frequency = 1.0 / torch.arange(1, 2001)
-    drawn = torch.multinomial(frequency, 40_000, replacement=True, generator=generator)
-    follows = torch.rand(40_000, generator=generator) < 0.5
-    word = 0
-    words = []
-    for new, is_follower in zip(drawn.tolist(), follows.tolist(), strict=True):
-        word = (word * 7 + 1) % 2000 if is_follower else new
-        words.append(f"w{word}")
-        if len(words) == 20:
-            yield " ".join(words) + "\n"
-            words = []
 
 
 class LightningTransformer(LightningModule):

@@ -8,29 +8,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 
 from hasten._lib.optional import need
 
-# Okabe and Ito's colours, which all kinds of colour vision tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX"
 _KINDS = {
     "loss": (re.compile(r"loss", re.IGNORECASE), "Loss"),
     "acc": (re.compile(r"(^|[_/.\- ])(acc|accuracy)($|[_/.\- \d])", re.IGNORECASE), "Accuracy"),
 }
-_STAGES = {
-    "train": "training",
-    "training": "training",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "dev": "validation",
-    "test": "test",
-}
-# Many points need no mark each.
-_MARKED_POINTS = 40
+_STAGES = {"val": "validation", "valid": "validation", "validation": "validation", "dev": "validation", "test": "test"}
 
 
 @dataclass
@@ -80,9 +66,9 @@ def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | 
             folder.mkdir(parents=True, exist_ok=True)
             written += _draw(curves, title, folder / kind)
     if not written:
-        columns = sorted({name for row in rows for name in row} - {"epoch", "step"})
+        columns = sorted({name for row in rows for name in row})
         raise ValueError(
-            f"{source} holds no loss and no accuracy to draw: its columns are {columns}. Log them under names "
+            f"{source} has no loss and no accuracy by epoch: its columns are {columns}. Log them under names "
             "with 'loss' or 'acc' in them, for instance self.log('train_loss', loss)."
         )
     return written
@@ -93,22 +79,14 @@ def find_metrics(log_dir: str | os.PathLike[str]) -> Path:
     path = Path(log_dir)
     if path.is_file():
         return path
-    if not path.exists():
-        raise FileNotFoundError(f"plot_logs({str(log_dir)!r}): there is no such file or folder.")
     for folder in (path, path / "lightning_logs"):
-        if (folder / "metrics.csv").is_file():
-            return folder / "metrics.csv"
-        numbered = [
-            (int(below.name.removeprefix("version_")), below)
-            for below in folder.glob("version_*")
-            if below.name.removeprefix("version_").isdigit() and (below / "metrics.csv").is_file()
-        ]
-        if numbered:
-            return max(numbered)[1] / "metrics.csv"
-    inside = sorted(str(found.parent.relative_to(path)) for found in path.rglob("metrics.csv"))[:5]
-    others = f"There is one in {', '.join(inside)}."
-    hint = f" {others if inside else 'Train with a CSVLogger (the default) to get one.'}"
-    raise FileNotFoundError(f"plot_logs({str(log_dir)!r}): there is no metrics.csv in this folder.{hint}")
+        # version_10 comes after version_9.
+        versions = sorted(folder.glob("version_*/metrics.csv"), key=lambda file: (len(str(file)), file))
+        if found := [*versions, *folder.glob("metrics.csv")]:
+            return found[-1]
+    raise FileNotFoundError(
+        f"plot_logs({str(log_dir)!r}): no metrics.csv there. Name the folder of a run with a CSVLogger (the default)."
+    )
 
 
 def curves_of(rows: list[dict[str, str]], pattern: re.Pattern[str]) -> list[Curve]:
@@ -166,64 +144,24 @@ def _read(path: Path) -> list[dict[str, str]]:
         rows = [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(file)]
     if not rows:
         raise ValueError(f"{path} has no rows yet. Values are written every 100 steps and at the end of a run.")
-    if not any("epoch" in row for row in rows):
-        # Written by hand: one row an epoch, or one a step, is drawn against its number.
-        for number, row in enumerate(rows):
-            row["epoch"] = row.get("step", str(number))
     return rows
 
 
 def _draw(curves: list[Curve], title: str, stem: Path) -> list[Path]:
-    figures = need("matplotlib.figure", purpose="plot_logs")
-    ticker = need("matplotlib.ticker", purpose="plot_logs")
-    matplotlib = need("matplotlib", purpose="plot_logs")
-    style = {
-        "font.size": 11,
-        "axes.titlesize": 12,
-        "axes.labelsize": 12,
-        "legend.fontsize": 10.5,
-        "pdf.fonttype": 42,  # text stays text in the pdf
-        "axes.unicode_minus": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#555555",
-        "axes.axisbelow": True,
-        "axes.ymargin": 0.08,
-        "lines.linewidth": 1.9,
-        "lines.markersize": 5,
-        "lines.markeredgecolor": "white",
-        "lines.markeredgewidth": 0.6,
-        "xtick.color": "#333333",
-        "ytick.color": "#333333",
-        "grid.color": "#d9d9d9",
-        "grid.linewidth": 0.7,
-        "legend.framealpha": 0.9,
-        "legend.edgecolor": "none",
-    }
-    with matplotlib.rc_context(style):
+    figures, ticker, style = (need(f"matplotlib.{name}", purpose="plot_logs") for name in ("figure", "ticker", "style"))
+    # Text stays text in the pdf.
+    with style.context(["seaborn-v0_8-whitegrid", "tableau-colorblind10", {"pdf.fonttype": 42}]):
         figure = figures.Figure(figsize=(5.6, 3.7), layout="constrained")
         axes = figure.add_subplot()
-        for curve, colour, marker in zip(curves, cycle(_COLOURS), cycle(_MARKERS), strict=False):
-            axes.plot(
-                [epoch + 1 for epoch in curve.values],
-                list(curve.values.values()),
-                linestyle="-" if curve.stage == "training" else "--",
-                marker=marker if len(curve.values) <= _MARKED_POINTS else None,
-                label=curve.label,
-                color=colour,
-                clip_on=False,
-                zorder=3,
-            )
-        epochs = [epoch + 1 for curve in curves for epoch in curve.values]
-        margin = max(0.25, 0.02 * (max(epochs) - min(epochs)))
-        axes.set(xlabel="Epoch", ylabel=title, xlim=(min(epochs) - margin, max(epochs) + margin))
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
-        axes.tick_params(length=3.5)
-        axes.grid(True, zorder=0)
+        for curve in curves:
+            epochs = [epoch + 1 for epoch in curve.values]
+            line = "o-" if curve.stage == "training" else "s--"
+            axes.plot(epochs, list(curve.values.values()), line, markersize=4, label=curve.label)
+        axes.set(xlabel="Epoch", ylabel=title)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.legend(loc="best")
-        paths = [stem.with_suffix(".pdf"), stem.with_suffix(".png")]
-        for path in paths:
-            # Without a date, the same values give the same file.
-            made = {"CreationDate": None} if path.suffix == ".pdf" else None
-            figure.savefig(path, dpi=200, metadata=made)
-    return paths
+        pdf, png = stem.with_suffix(".pdf"), stem.with_suffix(".png")
+        # Without a date, the same values give the same file.
+        figure.savefig(pdf, metadata={"CreationDate": None})
+        figure.savefig(png, dpi=200)
+    return [pdf, png]
