@@ -217,7 +217,7 @@ def test_dry_run_shows_the_change_and_the_list_and_writes_nothing(
     assert "by hand  requirements.txt:2  add hasten to what is installed" in shown
     assert shown.count("by hand  requirements.txt") == 1
     assert "by hand  n.ipynb:1  a notebook" in shown
-    assert shown.endswith("3 files would be rewritten.\n")
+    assert shown.endswith("3 file(s) would be rewritten.\n")
     assert "x.py" not in shown
     assert "other.py" not in shown
 
@@ -230,9 +230,9 @@ def test_it_asks_first(
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     assert main(["migrate", str(folder)]) == (0 if written else 1)
     shown = capsys.readouterr()
-    assert "Rewrite 3 files? [y/N] " in shown.out
+    assert "Rewrite 3 file(s)? [y/N] " in shown.out
     assert (contents(folder) != before) == written
-    assert ("3 files rewritten." in shown.out) == written
+    assert ("3 file(s) rewritten." in shown.out) == written
     assert ("Nothing was written." in shown.err) != written
 
 
@@ -267,7 +267,7 @@ def test_a_write_that_fails_leaves_the_file_whole(
 
     monkeypatch.setattr(os, "replace", fail_for_b)
     assert main(["migrate", ".", "--yes"]) == 1
-    assert "sub/b.py: Permission denied. 2 of 3 files were rewritten" in capsys.readouterr().err
+    assert "sub/b.py: Permission denied. 2 of 3 file(s) were rewritten" in capsys.readouterr().err
     assert Path("sub/b.py").read_text() == "import pytorch_lightning as pl\nimport lightning.pytorch.serve\n"
     assert sorted(os.listdir("sub")) == ["b.py", "other.py"]
 
@@ -281,7 +281,7 @@ def test_a_file_changed_meanwhile_is_left(
 
     monkeypatch.setattr("builtins.input", agree)
     assert main(["migrate", "."]) == 1
-    assert "a.py: it was changed meanwhile. 0 of 3 files were rewritten" in capsys.readouterr().err
+    assert "a.py: it was changed meanwhile. 0 of 3 file(s) were rewritten" in capsys.readouterr().err
     assert Path("a.py").read_text() == "import lightning as L, os\n"
 
 

@@ -36,22 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + "\n\nhasten COMMAND --help says more about a command.",
     )
     parser.add_argument("--version", action="store_true", help="show the version and stop")
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help="see below")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="see below")
     # The words after the command belong to the command, also --help.
     split = next((place for place, word in enumerate(given) if not word.startswith("-")), len(given))
-    name = given[split] if split < len(given) else None
-    if name is not None and name not in COMMANDS:
-        parser.wrong_choice("command", name, COMMANDS)
     own = parser.parse(given[: split + 1])
     if own.version:
         from hasten._lib import VERSION
 
         print(f"hasten {VERSION}")
         return 0
-    if name is None:
+    if own.command is None:
         parser.print_help()
         return 2
-    return _run(COMMANDS[name][0], given[split + 1 :])
+    return _run(COMMANDS[own.command][0], given[split + 1 :])
 
 
 def _run(module: str, arguments: list[str]) -> int:

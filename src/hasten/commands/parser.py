@@ -1,4 +1,4 @@
-"""An argument parser whose errors name the nearest right word."""
+"""An argument parser whose errors name the nearest option."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NoReturn
 
 from hasten._lib.names import did_you_mean
 
-# (name, what stands for its value in the help, function that reads it, help); without a function it is a flag
-Option = tuple[str, str, Callable[[str], object] | None, str]
+# (name, what stands for its value in the help, function that reads it or the allowed words, help); None: a flag
+Option = tuple[str, str, Callable[[str], object] | tuple[str, ...] | None, str]
 
 
 class Parser(argparse.ArgumentParser):
-    """``argparse.ArgumentParser`` without abbreviations, and with hints for words it does not know.
+    """``argparse.ArgumentParser`` without abbreviations, and with the nearest name for an unknown option.
 
     Example::
 
@@ -34,6 +34,8 @@ class Parser(argparse.ArgumentParser):
         for name, metavar, read, text in options:
             if read is None:
                 to.add_argument(name, action="store_true", help=text)
+            elif isinstance(read, tuple):
+                to.add_argument(name, choices=read, help=text)
             else:
                 to.add_argument(name, metavar=metavar or None, type=read, help=text)
 
@@ -47,11 +49,6 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self._unknown(unknown[0])
         return found
-
-    def wrong_choice(self, what: str, given: str, allowed: Iterable[str]) -> NoReturn:
-        """End the program with code 2, the allowed words and the nearest."""
-        names = list(allowed)
-        self.error(f"unknown {what} {given!r}.{did_you_mean(given, names)} Choose one of: {', '.join(names)}.")
 
     def _unknown(self, word: str) -> NoReturn:
         if not word.startswith("-"):
@@ -69,28 +66,6 @@ class _Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
-
-
-def choice(*allowed: str) -> Callable[[str], str]:
-    """An argument that is one of ``allowed``; the error names the nearest.
-
-    Example::
-
-        >>> choice("digits", "imdb")("imbd")
-        Traceback (most recent call last):
-            ...
-        argparse.ArgumentTypeError: 'imbd' is not one of digits, imdb. Did you mean 'imdb'?
-
-    """
-
-    def parse(text: str) -> str:
-        if text not in allowed:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not one of {', '.join(allowed)}.{did_you_mean(text, allowed)}"
-            )
-        return text
-
-    return parse
 
 
 def whole(smallest: int) -> Callable[[str], int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from hasten._lib.names import did_you_mean
 from hasten.commands.parser import Parser
 
 
@@ -91,7 +92,7 @@ def find_module(name: str, parser: Parser) -> str:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        parser.error(f"-m {name}: there is no such module in {os.getcwd()} or among the installed packages.")
+        parser.error(f"-m {name}: no such module in {os.getcwd()} or among the installed packages.")
     return found.origin or name
 
 
@@ -105,12 +106,8 @@ def read_source(path: Path, parser: Parser) -> bytes | None:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
     except FileNotFoundError:
-        beside = sorted(str(other) for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        from hasten._lib.names import did_you_mean
-
-        hint = did_you_mean(str(path), beside)
-        module = ", or run a module: hasten run -m MODULE" if "/" not in str(path) and path.suffix != ".py" else ""
-        parser.error(f"there is no file {str(path)!r} in {os.getcwd()}.{hint} Check the path{module}.")
+        hint = did_you_mean(str(path), [str(other) for other in path.parent.glob("*.py")])
+        parser.error(f"no file {str(path)!r} in {os.getcwd()}.{hint} For a module: {parser.prog} -m MODULE.")
     except OSError as error:
         parser.error(f"{path} cannot be read: {error.strerror}.")
     return None if source[:2] == b"PK" else source
