@@ -300,9 +300,9 @@ def test_what_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
     files.save({}, tmp_path / "last.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"no such checkpoint\. Did you mean 'last.ckpt'\?.*lats\.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"the file does not exist\. Did you mean 'last.ckpt'\?.*lats\.ckpt"):
         files.load(tmp_path / "lats.ckpt")
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with pytest.raises(FileNotFoundError, match=r"the folder .* does not exist"):
         files.load(tmp_path / "none" / "last.ckpt")
 
 
@@ -335,7 +335,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
         lambda: path.write_bytes(pickle.dumps(Payload(trace), protocol=5)),
     ):
         write()
-        with pytest.raises(CheckpointRefused, match=rf"{path} was not loaded.*posix\.system.*weights_only=False"):
+        with pytest.raises(CheckpointRefused, match=rf"{path} was not loaded.*would run code"):
             files.load(path)
         files.verify(path)
         assert not trace.exists()
@@ -352,8 +352,8 @@ def test_code_is_read_where_the_user_says_so(tmp_path: Path) -> None:
     ("value", "message"),
     [
         (lambda: 1, r"checkpoint\['a'\]\[0\]\['b'\] is a function, which a checkpoint does not hold"),
-        (Path("x"), r"checkpoint\['a'\]\[0\]\['b'\] is a PosixPath.*Store str\(path\) instead"),
-        (Colour.RED, r"checkpoint\['a'\]\[0\]\['b'\] is a Colour.*Store its \.value instead"),
+        (Path("x"), r"checkpoint\['a'\]\[0\]\['b'\] is a PosixPath"),
+        (Colour.RED, r"checkpoint\['a'\]\[0\]\['b'\] is a Colour"),
         ({Colour.RED: 1}, r"a key of checkpoint\['a'\]\[0\]\['b'\] is a Colour"),
         (np.array([object()]), r"checkpoint\['a'\]\[0\]\['b'\] is a ndarray"),
         (torch.nn.Linear(1, 1), r"checkpoint\['a'\]\[0\]\['b'\] is a Linear"),

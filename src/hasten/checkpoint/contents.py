@@ -9,7 +9,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -59,10 +58,8 @@ def _check_entry(value: Any, pattern: Any, place: str) -> None:
 
     A pattern is ``int`` for a count, ``bool``, or ``object`` for anything; ``[pattern]`` for a list, with ``...`` for
     one that is not empty; ``{name: pattern}`` for a dict, where "name?" may be absent, ``str`` stands for all names and
-    ``...`` for all keys; ``(pattern, None)`` where None is allowed; or a function that returns the pattern for a value.
+    ``...`` for all keys; or ``(pattern, None)`` where None is allowed.
     """
-    if isinstance(pattern, FunctionType):
-        pattern = pattern(value)
     if isinstance(pattern, tuple):
         if value is None:
             return
@@ -94,18 +91,6 @@ def _check_entry(value: Any, pattern: Any, place: str) -> None:
         raise _Wrong(place, value, "")
 
 
-def _gradients(value: object) -> Any:
-    # Files of earlier versions have a list.
-    return object if isinstance(value, list) else ({"ranks": [{"optimizers": {}, "others": {}}, ...]}, None)
-
-
-def _own(value: object) -> Any:
-    # Files of earlier versions have the metrics of the first process, for all.
-    for_all = isinstance(value, Mapping) and "metric_states" in value
-    rank = _RANK if for_all else {**_RANK, "metrics": {}}
-    return {"gradients?": _gradients, "metric_states?": {}, "ranks": [rank, ...]}, None
-
-
 _DICT_OR_NONE: Any = {}, None
 _ANY: dict[Any, Any] = {
     "state_dict": {str: object},
@@ -129,6 +114,7 @@ _RANK: dict[Any, Any] = {
     "data": _DICT_OR_NONE,
     "evaluations": {...: [{}]},
     "window_weight": object,
+    "metrics": {},
 }
 _TRAINING: dict[Any, Any] = {
     "epoch?": int,
@@ -137,7 +123,7 @@ _TRAINING: dict[Any, Any] = {
     "optimizer_states": [{"state?": {}, "param_groups?": [{"params": object}]}],
     "lr_schedulers": [{}],
     "MixedPrecision?": _DICT_OR_NONE,
-    "hasten?": _own,
+    "hasten?": ({"gradients": ({"ranks": [{"optimizers": {}, "others": {}}, ...]}, None), "ranks": [_RANK, ...]}, None),
 }
 
 
@@ -412,13 +398,11 @@ def restore_gradients(module: nn.Module, optimizers: Iterable[Any], stored: Any,
     Args:
         module: the user's module.
         optimizers: those of the run.
-        stored: that; or a list of the gradients of the optimizers' parameters, as in files of earlier versions.
+        stored: that.
         rank: the index of this process.
         world_size: the number of processes.
 
     """
-    if isinstance(stored, list):
-        stored = {"ranks": [{"optimizers": dict(enumerate(stored)), "others": {}}]}
     ranks: list[Gradients] = stored["ranks"]
     # On another number of processes each one has their mean, which is what they would have exchanged.
     gradients = ranks[rank % len(ranks)] if len(ranks) in (1, world_size) else _mean_of(ranks)

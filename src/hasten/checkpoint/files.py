@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import pickle
-import pickletools
 import secrets
 import shutil
 import struct
@@ -125,7 +124,7 @@ def load(
                 warnings.filterwarnings("ignore", "Detected pickle protocol")
                 return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return, arg-type]
         except pickle.UnpicklingError as error:
-            raise CheckpointRefused(_why_refused(file, path, error)) from None
+            raise CheckpointRefused(_why_refused(path, error)) from None
         except Exception as error:
             if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
                 raise
@@ -419,15 +418,9 @@ def _check(value: Any, place: str, above: set[int]) -> None:
                 _check(inner, f"{place}[{index}]", above)
         above.discard(id(value))
     elif not _can_be_loaded(value):
-        advice = "Store numbers, strings, tensors and dicts or lists of them instead"
-        if hasattr(value, "as_posix"):
-            advice = "Store str(path) instead"
-        elif hasattr(value, "value") and hasattr(value, "name"):
-            advice = "Store its .value instead"
-        article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
         raise TypeError(
-            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run "
-            f"code. {advice}."
+            f"{place} is a {kind.__name__}, which a checkpoint does not hold: reading it back would run code. Store "
+            "numbers, strings, tensors and dicts or lists of them instead."
         )
 
 
@@ -458,45 +451,30 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     try:
         file = open(local, "rb")  # noqa: SIM115  (closed below; only opening it is explained)
     except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, _not_found(local), str(local)) from None
+        raise FileNotFoundError(errno.ENOENT, not_found(local), str(local)) from None
     except IsADirectoryError:
         raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.") from None
     with file:
         yield file
 
 
-def _not_found(path: Path) -> str:
+def not_found(path: Path, *words: str) -> str:
+    """Return that a file does not exist, with the nearest name in its folder or among ``words``."""
     if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    others = sorted(each.name for each in path.parent.iterdir() if each.suffix == path.suffix)
-    return f"there is no such checkpoint.{did_you_mean(path.name, others)}"
+        near = [each.name for each in path.parent.parent.glob("*")]
+        return f"the folder {str(path.parent)!r} does not exist.{did_you_mean(path.parent.name, near)}"
+    others = sorted(each.name for each in path.parent.iterdir())
+    return f"the file does not exist.{did_you_mean(path.name, [*words, *others])}"
 
 
-def _why_refused(file: IO[bytes], path: str | os.PathLike[str], error: Exception) -> str:
-    wanted = str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,") or _first_global(file)
+def _why_refused(path: str | os.PathLike[str], error: Exception) -> str:
+    wanted = str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,")
     if not wanted:
-        return f"{path} is a pickle, but not a file of torch.save, and was not loaded."
+        return f"{path} was not loaded: it is a pickle, but not a file of torch.save, or reading it would run code."
     return (
-        f"{path} was not loaded: reading it would run code (it asks for {wanted}). If you trust whoever wrote it as "
-        "you would trust a program, load it with weights_only=False; better, save it again with plain data only."
+        f"{path} was not loaded: reading it would run code (it calls {wanted}). If you trust whoever wrote it as you "
+        "would trust a program, load it with weights_only=False; better, save it again with plain data only."
     )
-
-
-def _first_global(file: IO[bytes]) -> str:
-    """Return the first function or class that a pickle names, without running anything."""
-    texts: list[str] = []
-    try:
-        file.seek(0)
-        for operation, argument, _ in pickletools.genops(file):
-            if operation.name == "GLOBAL":
-                return str(argument).replace(" ", ".")
-            if operation.name == "STACK_GLOBAL":
-                return ".".join(texts[-2:])
-            if isinstance(argument, str):
-                texts.append(argument)
-    except ValueError:
-        pass
-    return ""
 
 
 # -- elsewhere

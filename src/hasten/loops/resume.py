@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType, FunctionType
+from pathlib import Path
+from types import CodeType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import Phase
+from hasten.checkpoint.files import not_found
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
@@ -146,10 +147,7 @@ class RunState:
                     run.module, run.optimizers, own["gradients"], rank=rank, world_size=world_size
                 )
             ranks = own["ranks"]
-            # Files of earlier versions have the metrics of the first process, for all.
-            of_rank = ranks[rank if rank < len(ranks) else 0]
-            metrics = own["metric_states"] if "metric_states" in own else of_rank["metrics"]
-            run.metrics.load_state_dict(metrics)
+            run.metrics.load_state_dict(ranks[rank if rank < len(ranks) else 0]["metrics"])
             process_state = self._of_this_process(checkpoint)
             if process_state is not None:
                 self._restore_process(process_state)
@@ -257,35 +255,19 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
         callback = trainer.checkpoint_callback
         best = getattr(callback, "best_model_path", "")
         if not best:
-            raise ValueError(
-                'ckpt_path="best": '
-                + (
-                    f"the {type(callback).__name__} is not configured to save the best model, or has not saved one "
-                    "yet. Give it a monitor and save_top_k of at least 1, and fit first."
-                    if callback is not None
-                    else "`ModelCheckpoint` is not configured. Add callbacks=[ModelCheckpoint(monitor=...)] to the "
-                    "Trainer, and fit first."
+            why = "`ModelCheckpoint` is not configured"
+            if callback is not None:
+                why = (
+                    f"the {type(callback).__name__} is not configured to save the best model, or has not saved one yet"
                 )
+            raise ValueError(
+                f'ckpt_path="best": {why}. Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and '
+                "fit first."
             )
         return str(best)
     if "://" not in text and not os.path.exists(text):
-        raise FileNotFoundError(f"ckpt_path={text!r}: {_not_found(text)}")
+        raise FileNotFoundError(f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}")
     return text
-
-
-def _not_found(path: str) -> str:
-    folder, name = os.path.split(path)
-    if not folder and path.lower() in ("hpc", "registry"):
-        return 'hasten writes no such checkpoint. Use "last" for the newest one, or give the path of a file.'
-    if folder and not os.path.isdir(folder):
-        parent = os.path.dirname(folder) or "."
-        near = os.listdir(parent) if os.path.isdir(parent) else []
-        return f"there is no folder {folder!r}.{did_you_mean(os.path.basename(folder), near)}"
-    words = [] if folder else ["last", "best"]
-    found = nearest(name, words) or nearest(name, os.listdir(folder or "."))
-    known = "" if folder else ' Besides paths, "last" and "best" are known.'
-    suggestion = "" if found is None else f" Did you mean {found!r}?"
-    return f"there is no such file.{suggestion or known}"
 
 
 def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arguments) -> None:
@@ -293,28 +275,25 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
     counters = (checkpoint.get("loops") or {}).get("fit")
     if counters is None:
         return
-    flags = (counters["batch"], counters["epoch_ended"], counters["last_batch"], counters.get("begun"))
-    begun = counters["epoch"] + any(flags)
     complete = counters["epoch"] + counters["epoch_ended"]
-    step = counters["global_step"]
-    epochs, steps = arguments.max_epochs, arguments.max_steps
+    is_begun = counters["batch"] or counters["last_batch"] or counters.get("begun")
+    begun = counters["epoch"] + bool(is_begun or counters["epoch_ended"])
+    epochs, steps, done = arguments.max_epochs, arguments.max_steps, counters["global_step"]
+    advice = "counted from the beginning of the run"
     if epochs is not None and 0 <= epochs < begun:
-        where = f"in its epoch {begun}" if begun > complete else f"at the end of its epoch {complete}"
         raise MisconfigurationException(
-            f"ckpt_path={path!r}: the checkpoint was saved {where}, and Trainer(max_epochs={epochs}) ends before that. "
-            f"To train on, write max_epochs={begun + (begun == complete)} or more, counted from the first epoch of the "
-            "run."
+            f"ckpt_path={path!r}: the checkpoint was saved in or after epoch {begun}, and Trainer(max_epochs={epochs}) "
+            f"ends before that. To train on, write max_epochs={max(begun, complete + 1)} or more, {advice}."
         )
-    done = None
     if epochs is not None and 0 <= epochs == complete:
-        done = f"all of max_epochs={epochs}", f"max_epochs={epochs + 1}"
-    elif steps is not None and 0 <= steps <= step:
-        done = f"{step} steps, and max_steps={steps}", f"max_steps={step + 1}"
-    if done is not None:
-        rank_zero_warn(
-            f"ckpt_path={path!r}: nothing is left to train: the checkpoint has trained {done[0]}. To train on, write "
-            f"{done[1]} or more, counted from the beginning of the run."
-        )
+        left = f"all of max_epochs={epochs}. To train on, write max_epochs={epochs + 1}"
+    elif steps is not None and 0 <= steps <= done:
+        left = f"{done} steps, and max_steps={steps}. To train on, write max_steps={done + 1}"
+    else:
+        return
+    rank_zero_warn(
+        f"ckpt_path={path!r}: nothing is left to train: the checkpoint has trained {left} or more, {advice}."
+    )
 
 
 def _find_last(trainer: Any) -> str | None:
@@ -443,33 +422,21 @@ def _refusal(run: Run, why: str) -> RuntimeError:
 # -- what the code of a hook calls
 
 
-def _saves(owner: object, names: Iterable[str], seen: set[str], known: dict[str, Any] | None = None) -> bool:
-    """Search the methods of ``owner``, and the functions ``known`` where they are called, by their names."""
-    for name in names:
-        if name in seen:
-            continue
+def _saves(
+    owner: object, names: Iterable[str], seen: set[str], known: Mapping[str, Any] = MappingProxyType({})
+) -> bool:
+    """Return whether methods of ``owner``, or functions that they call by the names in ``known``, save a checkpoint."""
+    for name in set(names) - seen:
         seen.add(name)
-        for found in (vars(owner).get(name, getattr(type(owner), name, None)), (known or {}).get(name)):
-            function = _function_of(found)
-            if function is not None:
-                called = set(_names_in(function.__code__))
-                if "save_checkpoint" in called or _saves(owner, called, seen, function.__globals__):
-                    return True
+        for found in (vars(owner).get(name, getattr(type(owner), name, None)), known.get(name)):
+            function: Any = getattr(found, "__func__", found)
+            function = inspect.unwrap(function)
+            if not isinstance(function, FunctionType) or function.__module__.startswith(("hasten.", "torch.")):
+                continue
+            called = set(_names_in(function.__code__))
+            if "save_checkpoint" in called or _saves(owner, called, seen, function.__globals__):
+                return True
     return False
-
-
-def _function_of(found: Any) -> FunctionType | None:
-    """Return the user's function in what was found under a name; None for anything else."""
-    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
-        if isinstance(found, functools.partial):
-            found = found.func
-        elif hasattr(found, "__wrapped__"):
-            found = found.__wrapped__
-        elif hasattr(found, "__func__"):
-            found = found.__func__
-        else:
-            return None
-    return None if str(found.__module__).startswith(("hasten.", "torch.")) else found
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
