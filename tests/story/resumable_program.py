@@ -106,8 +106,8 @@ def digest(thing: Any) -> str:
 
 def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    L.seed_everything(11, workers=options.get("seed_workers", False))
-    data = Augmented(options.get("samples", 44))
+    L.seed_everything(11)
+    data = Augmented(44)
     train = DataLoader(
         data, 4, shuffle=True, num_workers=options["workers"], persistent_workers=options.get("persistent", False)
     )
@@ -124,9 +124,9 @@ def main(options: dict[str, Any]) -> None:
     if options.get("kill_at"):
         callbacks.append(KillsItself(options["kill_at"], options.get("kill_with", signal.SIGKILL)))
     trainer = quiet(
-        max_epochs=options.get("epochs", 3),
+        max_epochs=3,
         accumulate_grad_batches=options.get("accumulate", 1),
-        val_check_interval=options.get("val_check_interval", 4),
+        val_check_interval=4,
         callbacks=callbacks,
         enable_checkpointing=True,
     )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import random
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,6 @@ def trace(folder: Path) -> tuple[dict[int, Any], dict[int, Any]]:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulation": {"accumulate": 3, "every": 1},
     "two-workers": {"workers": 2},
     "persistent-workers": {"workers": 2, "persistent": True, "accumulate": 2},
 }
@@ -89,18 +86,6 @@ def test_killed_at_random_batches_and_resumed(case: str, tmp_path: Path) -> None
     assert left == expected
 
 
-def test_checkpoints_on_another_file_system_than_tmpdir(tmp_path: Path) -> None:
-    other = Path("/dev/shm")
-    if not other.is_dir() or os.stat(other).st_dev == os.stat(tempfile.gettempdir()).st_dev:
-        pytest.skip("there is no second file system here")
-    with tempfile.TemporaryDirectory(dir=other) as folder:
-        options: dict[str, Any] = {"accumulate": 2, "every": 1}
-        there = {**options, "folder": str(Path(folder) / "checkpoints")}
-        whole, broken = tmp_path / "whole", tmp_path / "broken"
-        run(tmp_path, one(whole, "0", **options), one(broken, "0", kill_at=9, **there), one(broken, "1", **there))
-        assert result(broken) == result(whole)
-
-
 def test_a_damaged_last_checkpoint_falls_back_to_the_newest_whole_one(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(tmp_path, one(whole, "0"), one(broken, "0", kill_at=15, keep_all=True))
@@ -117,11 +102,8 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_newest_whole_one(tmp_path: 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_runs_save_exit_with_the_signals_code_and_resume_exactly(number: int, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run(
-        tmp_path,
-        one(whole, "0", every=1000),
-        one(broken, "0", every=1000, kill_at=13, kill_with=int(number)),
-        one(broken, "1", every=1000),
-    )
+    options = {"every": 1000, "accumulate": 3}
+    stopped = {"kill_at": 13, "kill_with": int(number)}
+    run(tmp_path, one(whole, "0", **options), one(broken, "0", **options, **stopped), one(broken, "1", **options))
     assert result(broken) == result(whole)
     assert trace(broken) == trace(whole)

@@ -116,9 +116,15 @@ from hasten import Fabric
     + COMMON
     + """
 
-def train(num_epochs, model, optimizer, train_loader, val_loader, fabric):
-    for epoch in range(num_epochs):
-        train_acc = torchmetrics.Accuracy(task="multiclass", num_classes=2).to(fabric.device)
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    fabric.launch()
+    fabric.seed_everything(123)
+    model = tiny_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    model, optimizer = fabric.setup(model, optimizer)
+    train_loader, test_loader = fabric.setup_dataloaders(train_loader, test_loader)
+    for epoch in range(3):
         model.train()
         for batch_idx, batch in enumerate(train_loader):
             outputs = model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["label"])
@@ -127,31 +133,6 @@ def train(num_epochs, model, optimizer, train_loader, val_loader, fabric):
             optimizer.step()
             if not batch_idx % 4:
                 fabric.print(f"Epoch: {epoch+1} | Batch {batch_idx} | Loss: {outputs['loss']:.4f}")
-            model.eval()
-            with torch.no_grad():
-                predicted_labels = torch.argmax(outputs["logits"], 1)
-                train_acc.update(predicted_labels, batch["label"])
-            model.train()
-        with torch.no_grad():
-            model.eval()
-            val_acc = torchmetrics.Accuracy(task="multiclass", num_classes=2).to(fabric.device)
-            for batch in val_loader:
-                outputs = model(
-                    batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["label"]
-                )
-                val_acc.update(torch.argmax(outputs["logits"], 1), batch["label"])
-            fabric.print(f"Train acc.: {train_acc.compute()*100:.2f}% | Val acc.: {val_acc.compute()*100:.2f}%")
-
-
-if __name__ == "__main__":
-    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    fabric.launch()
-    fabric.seed_everything(123)
-    model = tiny_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    model, optimizer = fabric.setup(model, optimizer)
-    train_loader, val_loader, test_loader = fabric.setup_dataloaders(train_loader, val_loader, test_loader)
-    train(3, model, optimizer, train_loader, val_loader, fabric)
     with torch.no_grad():
         model.eval()
         test_acc = torchmetrics.Accuracy(task="multiclass", num_classes=2).to(fabric.device)
