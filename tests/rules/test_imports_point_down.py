@@ -145,26 +145,3 @@ def test_no_imports_in_a_circle() -> None:
         if module != "hasten"  # The public names: nobody below may import them, see above.
     }
     assert circle_in(graph) == []
-
-
-def test_the_reader_of_imports_sees_what_it_must() -> None:
-    source = """
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    from hasten.trainer import Trainer
-else:
-    from hasten import seed
-import hasten.logged_values
-def later():
-    from hasten.trainer import Trainer
-    from .progress import Progress
-"""
-    known = frozenset({"hasten.trainer", "hasten.seed", "hasten.logged_values", "hasten.loops.progress"})
-    assert sorted(imports_of("hasten.loops.fit", source, known)) == [
-        (6, "hasten.seed"),
-        (7, "hasten.logged_values"),
-        (9, "hasten.trainer"),
-        (10, "hasten.loops.progress"),
-    ]
-    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
-    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

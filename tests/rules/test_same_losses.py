@@ -62,10 +62,7 @@ class Recipe:
 
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
     precision: str = "32-true"
-    accumulate: int = 1
     max_norm: float | None = None
-    max_value: float | None = None
-    scheduler: str | None = None  # "step" or "epoch"
 
 
 @dataclass
@@ -97,41 +94,30 @@ def train_by_hand(recipe: Recipe, part: tuple[int, int] | None = None) -> Outcom
     is_short = dtype in (torch.bfloat16, torch.float16)
     full = copy.deepcopy(network).to(torch.float32) if is_short else network
     optimizer = recipe.optimizer(full)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) if recipe.scheduler else None
     loader = make_loader(part)
     model.train()
     torch.manual_seed(2 if part is None else 2 + part[1])
     for epoch in range(EPOCHS):
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)
-        tail_start = len(loader) - len(loader) % recipe.accumulate
-        for i, (x, y) in enumerate(loader):
+        for x, y in loader:
             x = x if dtype is None else x.to(dtype)
             with (
                 torch.autocast("cpu", torch.bfloat16) if recipe.precision == "bf16-mixed" else contextlib.nullcontext()
             ):
                 loss = F.cross_entropy(model(x), y)
             outcome.losses.append(loss.detach().clone())
-            if recipe.accumulate > 1:
-                loss = loss / (recipe.accumulate if i < tail_start else len(loader) - tail_start)
             loss.backward()
-            if (i + 1) % recipe.accumulate == 0 or i + 1 == len(loader):
-                if recipe.max_norm is not None:
-                    nn.utils.clip_grad_norm_(network.parameters(), recipe.max_norm)
-                if recipe.max_value is not None:
-                    nn.utils.clip_grad_value_(network.parameters(), recipe.max_value)
-                if is_short:
-                    for p, q in zip(network.parameters(), full.parameters(), strict=True):
-                        q.grad = None if p.grad is None else p.grad.float()
-                optimizer.step()
-                optimizer.zero_grad()
-                if is_short:
-                    network.load_state_dict(full.state_dict())
-                    network.zero_grad()
-                if scheduler is not None and recipe.scheduler == "step":
-                    scheduler.step()
-        if scheduler is not None and recipe.scheduler == "epoch":
-            scheduler.step()
+            if recipe.max_norm is not None:
+                nn.utils.clip_grad_norm_(network.parameters(), recipe.max_norm)
+            if is_short:
+                for p, q in zip(network.parameters(), full.parameters(), strict=True):
+                    q.grad = None if p.grad is None else p.grad.float()
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_short:
+                network.load_state_dict(full.state_dict())
+                network.zero_grad()
     outcome.keep(network, optimizer)
     return outcome
 
@@ -154,24 +140,12 @@ class Classifier(L.LightningModule):
         torch.manual_seed(2 + self.global_rank)
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.recipe.optimizer(self.network)
-        if self.recipe.scheduler is None:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.recipe.scheduler}}
+        return self.recipe.optimizer(self.network)
 
 
 def train_with_trainer(recipe: Recipe, **arguments: Any) -> Outcome:
     """Train with the Trainer."""
-    clip_by_value = recipe.max_value is not None
-    trainer = quiet(
-        max_epochs=EPOCHS,
-        precision=recipe.precision,
-        accumulate_grad_batches=recipe.accumulate,
-        gradient_clip_val=recipe.max_value if clip_by_value else recipe.max_norm,
-        gradient_clip_algorithm="value" if clip_by_value else "norm",
-        **arguments,
-    )
+    trainer = quiet(max_epochs=EPOCHS, precision=recipe.precision, gradient_clip_val=recipe.max_norm, **arguments)
     module = Classifier(recipe)
     trainer.fit(module, make_loader())
     module.outcome.keep(module.network, trainer.optimizers[0])
@@ -189,21 +163,15 @@ def train_with_fabric(recipe: Recipe) -> Outcome:
     model.train()
     torch.manual_seed(2)
     for _ in range(EPOCHS):
-        tail_start = len(loader) - len(loader) % recipe.accumulate
-        for i, (x, y) in enumerate(loader):
+        for x, y in loader:
             with fabric.autocast():
                 loss = F.cross_entropy(model(x), y)
             outcome.losses.append(loss.detach().clone())
-            if recipe.accumulate > 1:
-                loss = loss / (recipe.accumulate if i < tail_start else len(loader) - tail_start)
             fabric.backward(loss)
-            if (i + 1) % recipe.accumulate == 0 or i + 1 == len(loader):
-                if recipe.max_norm is not None:
-                    fabric.clip_gradients(model, wrapped, max_norm=recipe.max_norm)
-                if recipe.max_value is not None:
-                    fabric.clip_gradients(model, wrapped, clip_val=recipe.max_value)
-                wrapped.step()
-                wrapped.zero_grad()
+            if recipe.max_norm is not None:
+                fabric.clip_gradients(model, wrapped, max_norm=recipe.max_norm)
+            wrapped.step()
+            wrapped.zero_grad()
     outcome.keep(network, optimizer)
     return outcome
 
@@ -221,32 +189,20 @@ RECIPES = {
     "sgd": Recipe(),
     "adam": Recipe(adam),
     "adamw groups": Recipe(adamw_groups),
-    "accumulation": Recipe(accumulate=2),
-    "accumulation with a tail": Recipe(adam, accumulate=4),
     "clipping by norm": Recipe(max_norm=0.1),
-    "clipping by value": Recipe(max_value=0.01),
-    "accumulation and clipping": Recipe(accumulate=3, max_norm=0.1),
     "64-true": Recipe(precision="64-true"),
     "bf16-mixed": Recipe(adam, precision="bf16-mixed"),
     "bf16-true": Recipe(precision="bf16-true"),
     "16-true": Recipe(precision="16-true"),
-    "bf16-mixed, accumulation, clipping": Recipe(precision="bf16-mixed", accumulate=3, max_norm=0.1),
+    "bf16-mixed, clipping": Recipe(precision="bf16-mixed", max_norm=0.1),
 }
-SCHEDULED = {
-    "scheduler by step": Recipe(scheduler="step"),
-    "scheduler by epoch": Recipe(adam, scheduler="epoch"),
-    "scheduler by step, accumulation": Recipe(accumulate=2, scheduler="step"),
-}
-
-
-@pytest.mark.parametrize("recipe", (RECIPES | SCHEDULED).values(), ids=(RECIPES | SCHEDULED).keys())
-def test_the_trainer_gives_the_losses_of_the_loop_by_hand(recipe: Recipe) -> None:
-    assert_equal(train_with_trainer(recipe), train_by_hand(recipe))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-def test_fabric_gives_the_losses_of_the_loop_by_hand(recipe: Recipe) -> None:
-    assert_equal(train_with_fabric(recipe), train_by_hand(recipe))
+def test_trainer_and_fabric_give_the_losses_of_the_loop_by_hand(recipe: Recipe) -> None:
+    by_hand = train_by_hand(recipe)
+    assert_equal(train_with_trainer(recipe), by_hand)
+    assert_equal(train_with_fabric(recipe), by_hand)
 
 
 DISTRIBUTED = {
@@ -254,7 +210,6 @@ DISTRIBUTED = {
     "adam, clipping by norm": Recipe(adam, max_norm=0.1),
     "bf16-mixed": Recipe(precision="bf16-mixed"),
     "bf16-true": Recipe(adam, precision="bf16-true"),
-    "scheduler by step": Recipe(scheduler="step"),
 }
 
 
