@@ -28,14 +28,14 @@ DATA = TensorDataset(torch.zeros(4))
 DROPPED: Any = DataLoader([1, 2], batch_size=4, drop_last=True)  # type: ignore[arg-type]
 LOOP, EMPTY = "^the train dataloader ", "^the train dataloader has no batches: "
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: prepare(3), TypeError, LOOP + "is 3, a int, and cannot be iterated over"),
-    (lambda: prepare("data"), TypeError, LOOP + "is 'data', a str, and cannot be iterated over"),
-    (lambda: prepare(DataLoader), TypeError, LOOP + r"is the class DataLoader itself.*Make one: DataLoader\("),
-    (lambda: prepare(lambda: None), TypeError, LOOP + "is the function <lambda> itself.*Call it"),
-    (lambda: prepare(DATA), TypeError, r"TensorDataset, which is a dataset.*DataLoader\(dataset, batch_size="),
-    (lambda: prepare([]), ValueError, EMPTY + "it is an empty list"),
-    (lambda: prepare(DataLoader([])), ValueError, EMPTY + r"its dataset \(list\) is empty"),  # type: ignore[arg-type]
-    (lambda: prepare(DROPPED), ValueError, EMPTY + "drop_last=True drops its 2 samples.*batch_size=4"),
+    (lambda: prepare(3), TypeError, LOOP + r"is a int \(3\), and cannot be iterated over. Give a DataLoader"),
+    (lambda: prepare("data"), TypeError, LOOP + r"is a str \('data'\), and cannot be iterated over"),
+    (lambda: prepare(DataLoader), TypeError, LOOP + r"is a type \(<class .*\), and cannot"),
+    (lambda: prepare(lambda: None), TypeError, LOOP + r"is a function \(<function .*\), and cannot"),
+    (lambda: prepare(DATA), TypeError, r"TensorDataset.*DataLoader\(dataset, batch_size="),
+    (lambda: prepare([]), ValueError, EMPTY + "an empty list"),
+    (lambda: prepare(DataLoader([])), ValueError, EMPTY + "0 samples of list"),  # type: ignore[arg-type]
+    (lambda: prepare(DROPPED), ValueError, EMPTY + "2 samples of list, batch_size=4, drop_last=True"),
     (lambda: CombinedLoader([range(2)], "max_sise"), ValueError, "mode='max_sise'.*Did you mean 'max_size'"),  # type: ignore[arg-type]
     (lambda: CombinedLoader({"a": 3}), TypeError, "a int cannot be iterated over"),
     (lambda: preload(Endless()), TypeError, "preload: the dataset Endless reads Endless, an IterableDataset"),
@@ -43,12 +43,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: preload([]), ValueError, "preload: the dataset list is empty"),
     (lambda: preload(3), TypeError, "preload: the dataset int"),
     (lambda: auto_workers(DataLoader(DATA), seconds=0), ValueError, "seconds=0"),
-    (lambda: auto_workers(DataLoader(DATA), seconds=-1.0), ValueError, "seconds=-1.0"),
     (lambda: auto_workers(DataLoader(DATA), seconds="4"), ValueError, "seconds='4'"),  # type: ignore[arg-type]
     (lambda: auto_workers(DataLoader(DATA), seconds=True), ValueError, "seconds=True"),
     (lambda: L.Trainer(num_workers="atuo"), ValueError, "num_workers"),
     (lambda: L.Trainer(num_workers=-1), ValueError, "num_workers"),
-    (lambda: L.Trainer(num_workers=True), TypeError, "num_workers"),
     (lambda: L.Trainer(num_workers=1.5), TypeError, "num_workers"),
     (lambda: L.Trainer(resident="autos"), ValueError, r"\(resident='autos'\): use .*'auto'.*'device'.*auto"),
     (lambda: L.Trainer(resident=1), TypeError, r"Trainer\(resident=1\): use True, False"),

@@ -52,7 +52,6 @@ class Broken(Slow):
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
-    monkeypatch.setattr("hasten.data.worker_count._found", {})
     return tmp_path
 
 
@@ -83,7 +82,6 @@ def test_what_was_found_is_remembered_for_the_same_data_only(
         return {0: 100.0, 5: 10.0}, ""
 
     def found(milliseconds: float) -> DataLoader[Any]:
-        monkeypatch.setattr("hasten.data.worker_count._found", {})  # As in a new process.
         return auto_workers(DataLoader(Slow(milliseconds), 4))
 
     monkeypatch.setattr("hasten.data.worker_count.measure", measure)
@@ -137,8 +135,7 @@ def test_a_number_changes_neither_weights_nor_the_loader() -> None:
 def test_an_epoch_goes_on_with_the_number_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(seconds: dict[int, float]) -> None:
         monkeypatch.setattr("hasten.data.worker_count.measure", lambda *_: (seconds, ""))
-        monkeypatch.setattr("hasten.data.worker_count._found", {})  # As in a new process,
-        monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / str(len(seconds))))  # on another machine.
+        monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / str(len(seconds))))  # As on another machine.
 
     def trained(**options: Any) -> Classifier:
         torch.manual_seed(3)

@@ -231,8 +231,8 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
     """Return which fields run over samples in the batches of a loader, or of several read as one; None if unknown.
 
     torch's ``default_collate`` stacks samples, so all of its tensors do. With another ``collate_fn``, or if batches
-    are ``changed_later``, four samples are joined, and two: what runs over samples has four rows and two. The dataset,
-    the function and the random generators are restored afterwards.
+    are ``changed_later``, four samples are joined, and two: what runs over samples has four rows and two. Random
+    generators are restored afterwards.
 
     Example::
 
@@ -262,7 +262,7 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
     if is_iterable(loader):
         return None
     try:
-        with isolate_rng(), preserve(dataset, collate, containers=True):
+        with isolate_rng(), preserve(dataset, collate):
             chosen = getattr(getattr(loader.batch_sampler, "sampler", None), "indices", None)
             numbers = list(range(min(MANY, len(dataset))) if chosen is None else chosen[:MANY])
             few = min(FEW, len(numbers) // 2)

@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import check
 from hasten.batching.pad import all_rounded_up, check_lengths, check_multiple_of, widths_for
-from hasten.data.loader_parts import SharedSeed, drawn_generator
+from hasten.data.loader_parts import drawn_generator, shared_random_numbers
 
 # Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
 GRAIN = 32
@@ -78,7 +78,7 @@ class PlannedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         several = self._replicas > 1
-        with SharedSeed(self._seed() + self.epoch).random_numbers() if several else nullcontext():
+        with shared_random_numbers(self._seed() + self.epoch) if several else nullcontext():
             plan = self._plan(self._generator() if self.shuffle else None)
         for batch in plan:
             yield batch.tolist()

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.seed import collect_rng_state, isolate_rng, restore_rng_state
+from hasten.seed import isolate_rng
 
 _Loader = TypeVar("_Loader")
 
@@ -163,13 +163,16 @@ class ShardSampler(Sampler[Any]):
     ``seed`` plus the epoch, and restored afterwards.
 
     Args:
-        sampler: gives sample indices, or lists of them.
+        sampler: gives sample indices, or lists of them; it needs a length.
         num_replicas: the number of processes.
         rank: which of them this is, from 0.
         seed: the same on every process.
         repeat: repeat the first items until all processes have the same number, as training needs it because the
             processes wait for one another at every step. Otherwise every item comes exactly once over all processes,
             and some processes have one more than others.
+
+    Raises:
+        TypeError: ``sampler`` has no length.
 
     Example::
 
@@ -185,6 +188,12 @@ class ShardSampler(Sampler[Any]):
     """
 
     def __init__(self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int = 0, repeat: bool) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise TypeError(
+                f"the sampler {type(sampler).__name__} has no length, so its samples cannot be divided over "
+                f"{num_replicas} processes. Give it a __len__, or divide them in it by its attributes num_replicas and "
+                "rank."
+            )
         self.sampler: Any = sampler
         self.num_replicas, self.rank, self.seed, self.repeat = num_replicas, rank, seed, repeat
         self.epoch = 0
@@ -196,9 +205,7 @@ class ShardSampler(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if not hasattr(self.sampler, "__len__"):
-            return self._without_length()
-        with SharedSeed(self.seed + self.epoch).random_numbers():
+        with shared_random_numbers(self.seed + self.epoch):
             items = list(self.sampler)
         if self.repeat and items:
             items = list(itertools.islice(itertools.cycle(items), self._rounded_up(len(items))))
@@ -213,40 +220,17 @@ class ShardSampler(Sampler[Any]):
     def _rounded_up(self, number: int) -> int:
         return -(-number // self.num_replicas) * self.num_replicas
 
-    def _without_length(self) -> Iterator[Any]:
-        """Yield from a sampler that may never end."""
-        shared = SharedSeed(self.seed + self.epoch)
-        with shared.random_numbers():
-            items = iter(self.sampler)
-        while True:
-            with shared.random_numbers():
-                turn = list(itertools.islice(items, self.num_replicas))
-            if len(turn) < self.num_replicas and (self.repeat or self.rank >= len(turn)):
-                return
-            yield turn[self.rank]
 
-
-class SharedSeed:
-    """Random numbers that are the same on every process, drawn in several portions."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._state: dict[str, Any] | None = None
-
-    @contextmanager
-    def random_numbers(self) -> Iterator[None]:
-        """Draw from the shared numbers within the block; restore the generators afterwards."""
-        with isolate_rng(include_cuda=False):
-            if self._state is None:
-                random.seed(self._seed)
-                # Not torch.manual_seed, which would also seed the GPUs.
-                torch.default_generator.manual_seed(self._seed)
-                if "numpy" in sys.modules:
-                    sys.modules["numpy"].random.seed(self._seed % 2**32)
-            else:
-                restore_rng_state(self._state)
-            yield
-            self._state = collect_rng_state(cuda=False)
+@contextmanager
+def shared_random_numbers(seed: int) -> Iterator[None]:
+    """Draw the same random numbers on every process within the block; restore the generators afterwards."""
+    with isolate_rng(include_cuda=False):
+        random.seed(seed)
+        # Not torch.manual_seed, which would also seed the GPUs.
+        torch.default_generator.manual_seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        yield
 
 
 def drawn_generator() -> torch.Generator:

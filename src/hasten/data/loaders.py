@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import reprlib
 from typing import Any, TypeVar
 
 import torch
@@ -113,37 +114,23 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
 
 
 def _check_iterable(loader: Any, name: str) -> None:
-    kind = type(loader).__name__
-    problem, advice = f"{loader!r}, a {kind}", "Give a DataLoader, or an iterable of batches."
-    if isinstance(loader, type):
-        problem, advice = f"the class {loader.__name__} itself", f"Make one: {loader.__name__}(...)."
-    elif isinstance(loader, (str, bytes)):
-        pass
-    elif hasattr(loader, "__iter__"):
-        return
-    elif isinstance(loader, Dataset) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__")):
-        problem, advice = f"a {kind}, which is a dataset", "Wrap it: DataLoader(dataset, batch_size=...)."
-    elif callable(loader):
-        shown = getattr(loader, "__name__", kind)
-        problem, advice = f"the function {shown} itself", f"Call it: {shown}()."
-    elif hasattr(loader, "__getitem__"):
-        return
-    raise TypeError(f"{name} is {problem}, and cannot be iterated over. {advice}")
+    is_dataset = isinstance(loader, Dataset) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__"))
+    can_be_read = hasattr(loader, "__iter__") or (hasattr(loader, "__getitem__") and not is_dataset)
+    if isinstance(loader, (str, bytes, type)) or not can_be_read:
+        advice = "Wrap it: DataLoader(dataset, batch_size=...)" if is_dataset else "Give a DataLoader"
+        shown = f"a {type(loader).__name__} ({reprlib.repr(loader)})"
+        raise TypeError(f"{name} is {shown}, and cannot be iterated over. {advice}, or give an iterable of batches.")
 
 
 def _check_not_empty(loader: Any, name: str) -> None:
     if length_of(loader) != 0:
         return
-    why = f"it is an empty {type(loader).__name__}"
+    what = f"an empty {type(loader).__name__}"
     if isinstance(loader, DataLoader):
-        why = f"its dataset ({type(users_dataset(loader.dataset)).__name__}) is empty"
-        samples = length_of(loader.sampler)
-        if samples and loader.drop_last:
-            why = (
-                f"drop_last=True drops its {samples} samples, fewer than batch_size={loader.batch_size}. "
-                "Use drop_last=False or a smaller batch size"
-            )
-    raise ValueError(f"{name} has no batches: {why}.")
+        dataset = type(users_dataset(loader.dataset)).__name__
+        what = f"{length_of(loader.sampler) or 0} samples of {dataset}, batch_size={loader.batch_size}, "
+        what += f"drop_last={loader.drop_last}"
+    raise ValueError(f"{name} has no batches: {what}. Give it at least one batch of samples.")
 
 
 @functools.cache

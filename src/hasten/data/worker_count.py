@@ -27,16 +27,14 @@ from hasten.data.loader_parts import check_dataloader, length_of, required_in_tr
 from hasten.machine.host import usable_cores
 from hasten.seed import isolate_rng
 
-# More workers have to gain so much: below it, another process costs memory for nothing. Those near the best are
-# measured twice.
-GAIN, NEAR = 1.03, 1.2
+# More workers have to gain so much: below it, another process costs memory for nothing.
+GAIN = 1.03
 # Before these many batches have come, workers hand out what they made in advance.
 AT_LEAST = 6
 # An epoch that is over so soon is not worth starting processes for.
 SHORT_SECONDS = 0.3
 # Index batches that are read over and over.
 _BATCHES = 64
-_found: dict[str, int] = {}
 _T = TypeVar("_T")
 
 
@@ -133,9 +131,8 @@ def _with_best(loader: Any, seconds: float, name: str) -> Any:
         batches = 1_000_000
     if not batches:
         return loader  # An empty loader is reported later.
-    key = _key(loader)
-    file = cache_folder("workers") / f"{key}.json"
-    best = _found.get(key, _recall(file))
+    file = cache_folder("workers") / f"{_key(loader)}.json"
+    best = _recall(file)
     if best is None:
         began = time.perf_counter()
         costs, failure = measure(loader, batches, seconds)
@@ -149,9 +146,7 @@ def _with_best(loader: Any, seconds: float, name: str) -> Any:
             f"num_workers='auto': {name} gets num_workers={best} (batches a second with {shown}; measured in "
             f"{time.perf_counter() - began:.1f} s). {failure}".rstrip()
         )
-        _found[key] = best
-        if len(costs) > 1:
-            remember_json(file, {"num_workers": best})
+        remember_json(file, {"num_workers": best})
     # torch warns of more workers than cores; these were measured to pay off.
     new = with_workers(loader, best)
     return with_attributes(new, hasten_found_workers=True, check_worker_number_rationality=_nothing)
@@ -164,7 +159,6 @@ def _nothing() -> None:
 def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict[int, float], str]:
     """Return the seconds of an epoch for each number of workers worth a look, and what went wrong."""
     costs: dict[int, float] = {}
-    end = time.perf_counter() + 1.5 * seconds
     with isolate_rng(include_cuda=False):
         try:
             index_batches = _some_index_batches(loader)
@@ -172,29 +166,18 @@ def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict
             return {}, f"its sampler cannot be tried out: {error}"
         if not index_batches:
             return {}, "its sampler gives nothing."
-
-        def measured(number: int) -> float:
-            start, batch = _pace(loader, number, index_batches, seconds / 5, max(batches, AT_LEAST))
-            return batches * batch + (0.0 if loader.persistent_workers and number else start)
-
         best, without_gain = math.inf, 0
         for number in _candidates(loader):
             try:
-                cost = costs[number] = measured(number)
+                start, batch = _pace(loader, number, index_batches, seconds / 5, max(batches, AT_LEAST))
             except Exception as error:
                 # Of the dataset, or of one that cannot be sent to a process: the run itself reports it better.
                 return costs, f"with {number} workers: {type(error).__name__}: {str(error).splitlines()[-1:]}"
+            cost = costs[number] = batches * batch + (0.0 if loader.persistent_workers and number else start)
             without_gain = 0 if cost * GAIN < best else without_gain + 1
             best = min(best, cost)
             if without_gain == 2 or (number == 0 and cost < SHORT_SECONDS):
                 break
-        near = [number for number, cost in costs.items() if cost < NEAR * best]
-        for number in reversed(near if len(near) > 1 else []):
-            # Other programs come and go: numbers close to the best are measured again, in turn.
-            if time.perf_counter() > end:
-                break
-            with suppress(Exception):
-                costs[number] = (costs[number] + measured(number)) / 2
     return costs, ""
 
 
@@ -282,8 +265,7 @@ def _pace_of(loader: DataLoader[Any], seconds: float, free: int, most: float) ->
         for _ in islice(batches, free - 1):
             pass
         began, count, passed = clock(), 0, 0.0
-        # A slow dataset gets twice as long, for its figures to mean something.
-        while count < most and passed < (seconds if count >= AT_LEAST * free else 2 * seconds):
+        while count < most and passed < seconds:
             next(batches)
             count += 1
             passed = clock() - began
@@ -318,16 +300,13 @@ def _key(loader: DataLoader[Any]) -> str:
 
 def _description(value: Any) -> str:
     """Return a description of an attribute that is the same in every process."""
-    if isinstance(value, (str, int, float, bool, type(None))):
-        return repr(value)
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
-    if callable(value):
-        # A transform's text has its parameters.
-        text = "" if " at 0x" in repr(value) else repr(value)
-        return text + _code_of(value if hasattr(value, "__qualname__") else type(value))
-    size = len(value) if isinstance(value, (list, tuple, dict, set)) else ""
-    return f"{type(value).__qualname__} {size}"
+    if isinstance(value, (list, tuple, dict, set)):
+        return f"{type(value).__qualname__} {len(value)}"
+    # A transform's text has its parameters.
+    text = "" if " at 0x" in repr(value) else repr(value)
+    return text + _code_of(value if hasattr(value, "__qualname__") else type(value))
 
 
 def _code_of(thing: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
-import operator
 import os
 import pickle
 import random
@@ -44,41 +43,15 @@ def own_generators(dataset: object) -> dict[int, bytes]:
 
 
 @contextmanager
-def preserve(*things: object, containers: bool = False) -> Iterator[None]:
-    """Restore the random generators of these objects afterwards.
-
-    Args:
-        things: datasets, functions or other objects.
-        containers: also restore attributes, lists, dicts and sets.
-
-    """
-    undo: list[Callable[[], Any]] = []
-    for _, part in (each for thing in things for each in parts(thing)):
-        access = _generator(part)
-        if access is not None:
-            undo.append(functools.partial(access[1], access[0]()))
-        elif containers and isinstance(part, (list, dict, set, deque)):
-            undo.append(functools.partial(_refill, part, part.copy()))
-        elif containers and not isinstance(part, (type, types.ModuleType)):
-            attributes = getattr(part, "__dict__", None)
-            if isinstance(attributes, dict):
-                undo.append(functools.partial(_refill, attributes, dict(attributes)))
+def preserve(*things: object) -> Iterator[None]:
+    """Restore the random generators of these datasets, functions or other objects afterwards."""
+    found = [_generator(part) for thing in things for _, part in parts(thing)]
+    undo = [functools.partial(access[1], access[0]()) for access in found if access is not None]
     try:
         yield
     finally:
         for restore in undo:
             restore()
-
-
-def _refill(container: Any, before: Any) -> None:
-    """Give a container the elements it had before, if it has others."""
-    if isinstance(container, dict):
-        same = container.keys() == before.keys() and all(container[key] is before[key] for key in before)
-    else:
-        same = len(container) == len(before) and all(map(operator.is_, container, before))
-    if not same:
-        container.clear()
-        (container.extend if hasattr(container, "extend") else container.update)(before)
 
 
 def fingerprint(dataset: object) -> dict[str, Any]:

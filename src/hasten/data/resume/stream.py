@@ -33,7 +33,7 @@ from hasten.data.loader_parts import (
 )
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.sources import BatchSource, source_of
-from hasten.data.resume.workers import RngWatch, with_own_type
+from hasten.data.resume.workers import RngWatch
 from hasten.data.worker_count import with_workers_of
 from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
 
@@ -136,7 +136,7 @@ class Stream:
         Raises:
             RuntimeError: a loaded state cannot be reached in this loader, because its data has changed.
 
-        Errors of the dataset keep their type, and a note names dataset, batch and sample.
+        A note at errors of the dataset names dataset, batch and sample.
 
         """
         certain = self.certain_length
@@ -197,7 +197,8 @@ class Stream:
             self._ahead_mark, self._ahead = None, _END
             self._at_end = True
         except Exception as error:
-            raise self._explained(error, fetched) from error.__cause__
+            self._explain(error, fetched)
+            raise
         finally:
             if self._running is iterator:
                 self._leave()
@@ -368,7 +369,8 @@ class Stream:
         try:
             return self._source.open()
         except Exception as error:
-            raise self._explained(error, 1) from error.__cause__
+            self._explain(error, 1)
+            raise
 
     def _leave(self) -> None:
         # What the state is made of stays: a checkpoint may be taken after the loop was left in the middle of an epoch.
@@ -394,10 +396,8 @@ class Stream:
     def _generator_states(self) -> list[bytes]:
         return [generator_state(generator) for generator in self._generators]
 
-    def _explained(self, error: Exception, number: int) -> Exception:
-        error = with_own_type(error)
+    def _explain(self, error: Exception, number: int) -> None:
         error.add_note(f"in {self.name}: {self._source.describe(error, number)}")
-        return error
 
 
 @dataclass

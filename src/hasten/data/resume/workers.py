@@ -9,14 +9,12 @@ import multiprocessing
 import os
 import random
 import sys
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 
 from hasten.data.loader_parts import has_state
@@ -256,25 +254,3 @@ class UnpackingIterator:
         if name.startswith("_hasten"):
             raise AttributeError(name)
         return getattr(self._hasten_iterator, name)
-
-
-def with_own_type(error: Exception) -> Exception:
-    """Return an error of a worker with the type that it had there.
-
-    PyTorch rebuilds it from its text alone, and as a ``RuntimeError`` if its class takes other arguments.
-    """
-    kind = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        wrapper = frame.f_locals.get("self")
-        if isinstance(wrapper, ExceptionWrapper):
-            kind = wrapper.exc_type
-    if kind is None or isinstance(error, kind) or not issubclass(kind, Exception):
-        return error
-    text = str(error)
-    namespace = {"__init__": Exception.__init__, "__str__": lambda self: text}
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    try:
-        same: Exception = type(kind.__name__, (kind,), namespace | names)(text)
-    except Exception:
-        return error
-    return same.with_traceback(error.__traceback__)
