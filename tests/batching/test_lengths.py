@@ -13,7 +13,6 @@ from hasten.batching.pad import rounded_up, widths_for
 from hasten.batching.samplers import PlannedBatches
 from hasten.data import LengthBatchSampler, PackedBatchSampler, TokenBatchSampler
 from hasten.data.loaders import prepare
-from hasten.data.resume.stream import Stream
 
 LENGTHS = torch.randint(3, 200, (503,), generator=torch.Generator().manual_seed(0))
 MAKE: dict[str, Callable[..., PlannedBatches]] = {
@@ -63,13 +62,6 @@ def test_processes_read_disjoint_samples_in_the_same_number_of_batches(
         assert len({len(part) for part in parts}) == 1 or options
         assert [len(sampler) for sampler in samplers] == [len(part) for part in parts]
         assert sorted(flat(flat(parts))) == list(range(503))  # type: ignore[arg-type]
-
-
-def test_batches_of_one_step_have_about_the_same_length_on_all_processes() -> None:
-    parts = [list(LengthBatchSampler(LENGTHS, 8, window=20, num_replicas=2, rank=rank)) for rank in range(2)]
-    apart = [abs(int(LENGTHS[one].max()) - int(LENGTHS[other].max())) for one, other in zip(*parts, strict=True)]
-    assert sum(apart) / len(apart) < 4
-    assert max(apart) < 40
 
 
 def test_too_few_samples_for_all_processes_repeat_only_in_training() -> None:
@@ -156,33 +148,6 @@ def test_the_best_widths_leave_least_padding() -> None:
     even = [40, 80, 120, 160, 200]
     total = [sum(rounded_up(length, widths) for length in LENGTHS.tolist()) for widths in (found, even)]
     assert total[0] <= total[1]
-
-
-@pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in MAKE), ("length", 2)])
-def test_a_stopped_epoch_goes_on_with_the_batches_it_still_has(kind: str, workers: int) -> None:
-    def stream() -> Stream:
-        return Stream(
-            DataLoader(range(503), batch_sampler=MAKE[kind](), num_workers=workers)  # type: ignore[arg-type]
-        )
-
-    torch.manual_seed(4)
-    whole = stream()
-    epochs = [[batch.tolist() for batch, _ in whole.batches()] for _ in range(2)]
-    torch.manual_seed(4)
-    stopped = stream()
-    batches = stopped.batches()
-    assert [next(batches)[0].tolist() for _ in range(5)] == epochs[0][:5]
-    state = stopped.state_dict(consumed=5)
-    random_state = torch.get_rng_state()
-    stopped.close()
-    torch.manual_seed(99)
-    again = stream()
-    again.load_state_dict(state)
-    again.open()
-    torch.set_rng_state(random_state)
-    assert [batch.tolist() for batch, _ in again.batches()] == epochs[0][5:]
-    assert [batch.tolist() for batch, _ in again.batches()] == epochs[1]
-    again.close()
 
 
 @each_kind

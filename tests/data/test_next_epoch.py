@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
 from hasten.data.loader_parts import ShardSampler
 from hasten.data.resume.stream import Stream, begins_early
-from tests.models import Classifier, quiet, same_weights
+from tests.models import Classifier, quiet
 
 SAMPLES, BATCH_SIZE = 16, 4
 fetched = Value("i", 0)
@@ -94,21 +94,6 @@ def bytes_of(state: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def test_weights_are_those_of_a_run_whose_order_does_not_depend_on_workers() -> None:
-    modules = []
-    for workers_live in (True, False):
-        torch.manual_seed(5)
-        modules.append(Classifier())
-        data = [(torch.full((8,), float(index)), torch.tensor(index % 2)) for index in range(SAMPLES)]
-        generator = torch.Generator().manual_seed(1)
-        options = {"num_workers": 1, "persistent_workers": True} if workers_live else {}
-        # Order and samples do not depend on workers; the seed that new ones draw from the generator is left out.
-        sampler = RandomSampler(data, generator=generator)
-        train = DataLoader(data, BATCH_SIZE, sampler=sampler, generator=torch.Generator(), **options)
-        quiet(max_epochs=3).fit(modules[-1], train, DataLoader(data, BATCH_SIZE))
-    assert same_weights(*modules)
 
 
 def test_which_loaders_begin_early() -> None:

@@ -34,47 +34,44 @@ def test_uninterrupted_and_resumed_streams_equal_the_plain_loop(name: str, limit
     assert not programs.differing(name, "0 workers", limit, expected, through_a_file(states))
 
 
-def some(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return states of different kinds: at the end of an epoch, in the middle of one, before a step."""
+def some(states: list[dict[str, Any]], *, persistent: bool) -> list[dict[str, Any]]:
+    """Return states of different kinds: in the middle of an epoch, before a step, at the end of an epoch."""
     after = [state for state in states if not state["again"]]
     first_end = next(place for place, state in enumerate(after) if state["ended"])
-    return [after[first_end], after[first_end + 3], states[2]]
+    # At the end, workers that do not persist are gone: nothing of them is in the state.
+    return [after[first_end + 3], states[2], *([after[first_end]] if persistent else [])]
 
 
-EPHEMERAL = (
-    "shuffled",
-    "eager sampler",
-    "sampler with state",
-    "batch sampler",
-    "iterable",
-    "iterable with state",
-    "subclass with its own iteration",
-    "own worker_init_fn",
-)
-PERSISTENT = (
-    "shuffled",
-    "weighted, own generator",
-    "sampler by epoch",
-    "not batched",
-    "iterable, not batched",
-    "iterable with state",
-    "subclass with its own iteration",
-)
+CASES = {
+    "2 workers": (
+        "sampler with state",
+        "iterable",
+        "subclass with its own iteration",
+        "own worker_init_fn",
+    ),
+    "3 workers, 1 ahead": ("shuffled", "iterable with state"),
+    "2 persistent workers": (
+        "shuffled",
+        "sampler by epoch",
+        "not batched",
+        "iterable with state",
+        "subclass with its own iteration",
+        "own generator",  # With a limit.
+        "iterable, not batched",  # With a limit.
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 def test_workers_go_on_in_a_new_process(tmp_path: Path) -> None:
     cases = []
-    for workers, names, limit in (
-        ("2 workers", EPHEMERAL, None),
-        ("2 persistent workers", PERSISTENT, None),
-        ("2 persistent workers", ("own generator", "iterable"), 3),
-        ("3 workers, 1 ahead", ("shuffled", "iterable with state"), None),
-    ):
+    for workers, names in CASES.items():
+        persistent = "persistent" in workers
         for name in names:
+            limit = 3 if persistent and name in names[-2:] else None
             seen, states = stream_run(make(name, workers), limit)
             assert seen == plain_run(make(name, workers), limit), (name, workers)
-            cases.append([name, workers, limit, seen, some(states)])
+            cases.append([name, workers, limit, seen, some(states, persistent=persistent)])
     torch.save(cases, tmp_path / "cases.pt")
     result = run_python("-W", "ignore", "-m", "tests.data.programs", tmp_path / "cases.pt", timeout=300)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
