@@ -306,23 +306,6 @@ def test_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
         files.load(tmp_path / "none" / "last.ckpt")
 
 
-def test_newest_whole_one_is_found(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{name}.ckpt" for name in "abc"]
-    for number, path in enumerate(paths):
-        files.save({"step": number}, path)
-        os.utime(path, (1000 + number, 1000 + number))
-    candidates = [*paths, tmp_path / "missing.ckpt", tmp_path]
-    assert files.newest_valid(candidates) == str(paths[2])
-    paths[2].write_bytes(paths[2].read_bytes()[:300])
-    with pytest.warns(UserWarning, match=rf"passed over 1.*{paths[2]}.*Going on with {paths[1]}"):
-        assert files.newest_valid(candidates) == str(paths[1])
-    for path in paths:
-        path.write_bytes(b"")
-    with pytest.warns(UserWarning, match=r"passed over 3.*is empty.*no whole checkpoint"):
-        assert files.newest_valid(candidates) is None
-    assert files.newest_valid([]) is None
-
-
 # -- code
 
 

@@ -187,7 +187,7 @@ def test_an_error_ends_the_recording(tmp_path: Path) -> None:
     [
         ({"sort_by_key": "cpu_tim"}, ValueError, "sort_by_key='cpu_tim'.*Did you mean 'cpu_time'"),
         ({"schedule": 3}, ValueError, "schedule=3.*torch.profiler.schedule"),
-        ({"schedule": lambda step: step}, ValueError, "a `torch.profiler.ProfilerAction`, not 0"),
+        ({"schedule": lambda step: step}, ValueError, "returns a ProfilerAction"),
         ({"table_kwargs": {"row_limit": 3}}, KeyError, "Pass row_limit="),
         ({"table_kwargs": {"sort_by": "a"}}, KeyError, "Pass sort_by_key="),
         ({"table_kwargs": {"hedder": "a"}}, KeyError, "Did you mean 'header'"),
@@ -201,7 +201,7 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_nvtx_needs_cuda() -> None:
-    with pytest.raises(ValueError, match=r"emit_nvtx=True.*no CUDA device"):
+    with pytest.raises(ValueError, match=r"emit_nvtx=True.*need a CUDA device"):
         PyTorchProfiler(emit_nvtx=True)
 
 

@@ -356,11 +356,8 @@ class ModelCheckpoint(Checkpoint):
         return self._should_save_on_train_epoch_end(trainer)
 
     def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
-        if self._save_on_train_epoch_end is not None:
-            return self._save_on_train_epoch_end
-        if self._source.stage == "epoch" or not validates(trainer):
-            return True
-        return bool(trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0)
+        chosen = self._save_on_train_epoch_end
+        return self._source.is_new_after_epoch(trainer) if chosen is None else chosen
 
     def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
         return bool(trainer.fast_dev_run) or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking
@@ -566,13 +563,10 @@ class ModelCheckpoint(Checkpoint):
     def _free_name(
         self, trainer: Trainer, candidates: dict[str, Tensor], template: str | None = None, previous: str = ""
     ) -> str:
-        """Return the first name, counting versions, that is free, ``previous``, or that of a damaged file."""
+        """Return the first name, counting versions, that is free or ``previous``."""
         path = self.format_checkpoint_name(candidates, template)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path != previous and self.file_exists(path, trainer):
-            reader = trainer.runtime.checkpoint_io
-            if trainer.strategy.broadcast(trainer.is_global_zero and checkpoint_files.is_damaged(path, reader)):
-                break
             path = self.format_checkpoint_name(candidates, template, ver=version)
             version += 1
         return path

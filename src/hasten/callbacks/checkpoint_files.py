@@ -131,14 +131,15 @@ def folders_of_earlier_runs(trainer: Trainer, folder: str) -> list[str]:
 
 
 def newest(folder: str, extension: str, reader: CheckpointIO) -> str | None:
-    """Return the newest checkpoint below a folder that can be read, with a warning that names damaged ones."""
-    paths = find(folder, extension)
-    if isinstance(reader, TorchCheckpointIO) and not is_url(folder):
-        return files.newest_valid(paths)
-    for path in paths:
-        if not is_damaged(path, reader):
+    """Return the newest checkpoint below a folder that can be read; warn of damaged ones. Plugins' are not checked."""
+    for path in find(folder, extension):
+        if not isinstance(reader, TorchCheckpointIO):
             return path
-        rank_zero_warn(f"The checkpoint {path} is damaged and was skipped.")
+        try:
+            files.verify(path)
+            return path
+        except (RuntimeError, OSError, ValueError) as error:
+            rank_zero_warn(f"A checkpoint is skipped: {error}")
     return None
 
 
@@ -155,17 +156,6 @@ def find(folder: str, extension: str) -> list[str]:
             with contextlib.suppress(OSError):  # a broken link, or removed meanwhile
                 found.setdefault(os.path.realpath(path), (os.stat(path).st_mtime_ns, path))
     return [path for _, path in sorted(found.values(), reverse=True)]
-
-
-def is_damaged(path: str, reader: CheckpointIO) -> bool:
-    """Return whether a checkpoint cannot be read; files of a plugin are assumed to be complete."""
-    if not isinstance(reader, TorchCheckpointIO):
-        return False
-    try:
-        files.verify(path)
-    except (RuntimeError, OSError, ValueError):
-        return True
-    return False
 
 
 def clean(folder: str) -> None:

@@ -175,11 +175,10 @@ class EarlyStopping(Callback):
         self._run_early_stopping_check(trainer)
 
     def _checks_after_epoch(self, trainer: Trainer) -> bool:
-        if self._source.stage == "epoch" or not validates(trainer):
-            return True
-        if self._check_on_train_epoch_end is not None:
-            return self._check_on_train_epoch_end
-        return bool(trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1)
+        chosen = self._check_on_train_epoch_end
+        if chosen is None or self._source.stage == "epoch" or not validates(trainer):
+            return self._source.is_new_after_epoch(trainer)
+        return chosen
 
     @staticmethod
     def _in_fit(trainer: Trainer) -> bool:
@@ -298,6 +297,12 @@ class MetricSource:
         """Check for the value when a training epoch has ended."""
         if not self._is_stale:
             self._update(trainer, "epoch")
+
+    def is_new_after_epoch(self, trainer: Trainer) -> bool:
+        """Return whether the value is complete when an epoch has ended, and not when a validation has ended before."""
+        if self.stage == "epoch" or not validates(trainer):
+            return True
+        return bool(trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1)
 
     def _update(self, trainer: Trainer, stage: Literal["step", "validate", "epoch"]) -> None:
         if self.stage is None and self.name in trainer.callback_metrics:

@@ -20,7 +20,7 @@ class LambdaCallback(Callback):
             ``self``. None is the same as leaving it out.
 
     Raises:
-        TypeError: there is no hook of that name, or the value cannot be called.
+        TypeError: ``Callback`` does not have such a hook, or the value cannot be called.
 
     Example::
 
@@ -33,9 +33,7 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in _ALLOWED:
-                raise TypeError(
-                    f"LambdaCallback({name}=...): there is no hook of that name.{did_you_mean(name, _ALLOWED)}"
-                )
+                raise TypeError(f"LambdaCallback({name}=...): unknown hook.{did_you_mean(name, _ALLOWED)}")
             check.callable_("LambdaCallback", name, function, allow_none=True)
             if function is not None:
                 setattr(self, name, function)

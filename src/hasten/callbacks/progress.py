@@ -430,7 +430,7 @@ class TQDMProgressBar(DrawnProgressBar):
 
     Args:
         refresh_rate: refresh after every n-th batch only; 0 for no bar.
-        process_position: leave this many lines above for bars of your own.
+        process_position: leave this many lines above for other bars.
         leave: keep the bar of each epoch in the terminal.
 
     Raises:

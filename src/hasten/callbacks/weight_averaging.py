@@ -401,7 +401,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     From the epoch ``swa_epoch_start`` on, the learning rate goes to ``swa_lrs`` (replacing the scheduler, if any) and
     the weights at the end of each complete epoch are averaged: the recipe of PyTorch. If the module has batch
-    normalisation, its statistics are recomputed for the averaged weights: ``training_step`` runs once more over
+    normalization, its statistics are recomputed for the averaged weights: ``training_step`` runs once more over
     the training data, without gradients, and what it logs is dropped. Average, learning rate and the final training
     weights are part of checkpoints; a resumed run ends with the same average, bit for bit.
 

@@ -19,7 +19,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hasten._lib.files import TEMPORARY, is_url, local, remove_abandoned, replacing, sync_folder
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
-from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
 
 if TYPE_CHECKING:
@@ -153,33 +153,6 @@ def verify(path: str | os.PathLike[str]) -> None:
     """
     with _opened(path) as file:
         check_whole(file, path)
-
-
-def newest_valid(candidates: Iterable[str | os.PathLike[str]]) -> str | None:
-    """Return the newest of ``candidates`` that is whole, or None; warn of newer ones that are damaged.
-
-    Args:
-        candidates: paths; those that do not exist are left out.
-
-    Example::
-
-        >>> newest_valid(["no/such/file.ckpt"])
-
-    """
-    present = [path for path in map(Path, candidates) if path.is_file()]
-    skipped: list[str] = []
-    chosen = None
-    for path in sorted(present, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        try:
-            verify(path)
-            chosen = str(path)
-            break
-        except (CheckpointDamaged, OSError) as error:
-            skipped.append(str(error))
-    if skipped:
-        outcome = f"Going on with {chosen}." if chosen else "There is no whole checkpoint beside them."
-        rank_zero_warn(f"passed over {len(skipped)} newer checkpoint(s): {' '.join(skipped)} {outcome}")
-    return chosen
 
 
 def clean(folder: str | os.PathLike[str]) -> list[Path]:

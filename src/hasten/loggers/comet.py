@@ -28,7 +28,7 @@ _OLDER_NAMES = {
 
 
 class CometLogger(UploadingLogger):
-    """Log to Comet. Needs the package ``comet_ml``; sending is done by threads of its own.
+    """Log to Comet. Needs the package ``comet_ml``; threads of Comet send the values.
 
     The experiment is started at once, and stays open after ``fit``, so that ``test`` logs to it too; end it with
     ``logger.experiment.end()`` where several follow each other in one program.

@@ -40,7 +40,7 @@ def exists(path: str) -> bool:
 
 
 def entries(path: str) -> list[str]:
-    """Return the names in a folder; none if there is no folder."""
+    """Return the names in a folder; none if it does not exist."""
     if is_url(path):
         system = file_system(path)
         if not system.isdir(path):

@@ -162,7 +162,7 @@ class MLFlowLogger(UploadingLogger):
 
     @property
     def save_dir(self) -> str | None:
-        """Folder of the local store; None with a store that is no folder."""
+        """Folder of the local store; None if the store is not a folder."""
         if self._is_own_store:
             return self._folder
         uri = self._tracking_uri

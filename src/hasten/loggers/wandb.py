@@ -21,7 +21,7 @@ STEP = "trainer/global_step"
 
 
 class WandbLogger(UploadingLogger):
-    """Log to Weights & Biases. Needs the package ``wandb``; sending is done by a process of its own.
+    """Log to Weights & Biases. Needs the package ``wandb``; another process sends the values.
 
     The run is started before training begins. It stays open after ``fit``, so that ``test`` logs to it too; end it
     with ``wandb.finish()`` where several runs follow each other in one program.
@@ -127,7 +127,7 @@ class WandbLogger(UploadingLogger):
         if wandb.run is not None:
             rank_zero_warn(
                 f"WandbLogger: the W&B run {wandb.run.id} is open in this program, and this logger continues it. "
-                "Call wandb.finish() before making the logger to start a run of its own."
+                "Call wandb.finish() before making the logger to start a new run."
             )
             return wandb.run
         if self._attach_id is not None:

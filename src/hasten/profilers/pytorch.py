@@ -54,7 +54,7 @@ class PyTorchProfiler(Profiler):
             ``Trainer(fast_dev_run=...)``, and outside a Trainer all batches are recorded.
 
     Raises:
-        MisconfigurationException: ``sort_by_key`` is not a column, ``schedule`` is not a schedule, or there is no CUDA.
+        MisconfigurationException: ``sort_by_key`` is not a column, ``schedule`` is not a schedule, or CUDA is missing.
         KeyError: ``table_kwargs`` has something the table does not take.
         TypeError: ``profiler_kwargs`` has something torch's profiler does not take.
 
@@ -113,8 +113,7 @@ class PyTorchProfiler(Profiler):
         self._group_by_input_shapes = group_by_input_shapes and options.get("record_shapes", False)
         if emit_nvtx and not torch.cuda.is_available():
             raise MisconfigurationException(
-                "PyTorchProfiler(emit_nvtx=True): NVTX ranges are for NVIDIA's profiler, and there is no CUDA device "
-                "here. Leave it out."
+                "PyTorchProfiler(emit_nvtx=True): NVTX ranges need a CUDA device. Leave it out."
             )
         self._emit_nvtx = emit_nvtx
         self._export_to_chrome = export_to_chrome
@@ -330,15 +329,9 @@ def _check_names(
 
 
 def _check_schedule(schedule: Schedule | None) -> None:
-    if schedule is None:
+    if schedule is None or (callable(schedule) and isinstance(schedule(0), ProfilerAction)):
         return
-    if not callable(schedule):
-        raise MisconfigurationException(
-            f"PyTorchProfiler(schedule={schedule!r}): Schedule should be a callable, such as "
-            "torch.profiler.schedule(wait=1, warmup=1, active=3)."
-        )
-    action = schedule(0)
-    if not isinstance(action, ProfilerAction):
-        raise MisconfigurationException(
-            f"PyTorchProfiler(schedule=...): it should return a `torch.profiler.ProfilerAction`, not {action}."
-        )
+    raise MisconfigurationException(
+        f"PyTorchProfiler(schedule={schedule!r}): use a function of the step that returns a ProfilerAction, such as "
+        "torch.profiler.schedule(wait=1, warmup=1, active=3)."
+    )
