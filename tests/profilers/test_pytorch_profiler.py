@@ -78,6 +78,8 @@ def test_a_quick_check_is_recorded_whole_and_a_run_that_is_too_short_warns(tmp_p
 
 
 def test_a_schedule(tmp_path: Path) -> None:
+    quiet(profiler=PyTorchProfiler(dirpath=tmp_path)).predict(Classifier(), loader())
+    assert traces(tmp_path)["predict"][STEP.format("predict")] == 3
     profiled(tmp_path, schedule=schedule(wait=2, warmup=1, active=5))
     training = traces(tmp_path)["training"]
     assert training[STEP.format("training")] == 5
@@ -85,23 +87,6 @@ def test_a_schedule(tmp_path: Path) -> None:
     profiled(tmp_path, fit=False, schedule=None)  # Without one, all batches are recorded.
     assert traces(tmp_path)["test"][STEP.format("test")] == 10
     PyTorchProfiler(schedule=lambda step: ProfilerAction.NONE)
-
-
-def test_prediction_and_test_are_recorded(tmp_path: Path) -> None:
-    trainer = quiet(profiler=PyTorchProfiler(dirpath=tmp_path))
-    trainer.test(Classifier(), loader(), verbose=False)
-    trainer.predict(Classifier(), loader())
-    found = traces(tmp_path)
-    assert found["test"][STEP.format("test")] == 3
-    assert found["predict"][STEP.format("predict")] == 3
-
-
-def test_module_names_can_be_left_out_and_go_again(tmp_path: Path) -> None:
-    model = Classifier()
-    quiet(profiler=PyTorchProfiler(dirpath=tmp_path, record_module_names=False)).fit(model, loader())
-    assert not [name for name in traces(tmp_path)["training"] if name.startswith("[pl][module]")]
-    quiet(profiler=PyTorchProfiler(dirpath=tmp_path)).fit(model, loader())
-    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
 
 
 def test_the_trace_is_beside_the_logs_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +103,15 @@ def test_what_becomes_of_a_trace_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_the_table(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"group_by_input_shapes": True, "record_shapes": True, "profile_memory": True}
+    options |= {"export_to_flame_graph": True, "export_to_chrome": False, "record_module_names": False, "row_limit": -1}
+    report = profiled(tmp_path, fit=False, **options)
+    assert "[4, 8]" in report
+    assert "CPU Mem" in report
+    assert "[pl][module]" not in report
+    (path,) = tmp_path.glob("*.stack")
+    assert "test_step" in path.name
+    assert traces(tmp_path) == {}
     report = profiled(tmp_path, row_limit=2, sort_by_key="count", table_kwargs={"header": "my header"})
     assert report.count("my header") == 2
     first = report.split("Profile stats for: ")[1]
@@ -125,21 +119,6 @@ def test_the_table(tmp_path: Path) -> None:
     counts = [int(line.split()[-1]) for line in body.strip().splitlines()]
     assert len(counts) == 2
     assert counts == sorted(counts, reverse=True)
-
-
-def test_stacks_for_a_flame_graph(tmp_path: Path) -> None:
-    profiled(tmp_path, fit=False, export_to_flame_graph=True, export_to_chrome=False)
-    (path,) = tmp_path.glob("*.stack")
-    assert "test_step" in path.name
-    assert traces(tmp_path) == {}
-
-
-def test_shapes_and_memory(tmp_path: Path) -> None:
-    options = {"group_by_input_shapes": True, "record_shapes": True, "profile_memory": True}
-    report = profiled(tmp_path, export_to_chrome=False, **options)
-    assert traces(tmp_path) == {}
-    assert "[4, 8]" in report
-    assert "CPU Mem" in report
 
 
 def test_alone_everything_is_recorded(tmp_path: Path) -> None:
@@ -192,17 +171,12 @@ def test_an_error_ends_the_recording(tmp_path: Path) -> None:
         ({"table_kwargs": {"sort_by": "a"}}, KeyError, "Pass sort_by_key="),
         ({"table_kwargs": {"hedder": "a"}}, KeyError, "Did you mean 'header'"),
         ({"record_shape": True}, TypeError, "Did you mean 'record_shapes'"),
+        *([({"emit_nvtx": True}, ValueError, "emit_nvtx=True.*need a CUDA device")] * (not torch.cuda.is_available())),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         PyTorchProfiler(**options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_nvtx_needs_cuda() -> None:
-    with pytest.raises(ValueError, match=r"emit_nvtx=True.*need a CUDA device"):
-        PyTorchProfiler(emit_nvtx=True)
 
 
 def test_a_profiler_from_another_process_changes_no_losses(tmp_path: Path) -> None:
