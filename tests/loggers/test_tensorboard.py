@@ -29,6 +29,11 @@ def scalars(folder: str, name: str) -> list[tuple[int, float]]:
 
 
 def test_values_are_read_back(tmp_path: Path) -> None:
+    placed = TensorBoardLogger(tmp_path, name="", version="mine", sub_dir="events", prefix="run")
+    placed.log_metrics({"loss": 1.0}, step=0)
+    placed.save()
+    assert Path(placed.log_dir) == tmp_path / "mine" / "events"
+    assert scalars(placed.log_dir, "run-loss") == [(0, 1.0)]
     logger = TensorBoardLogger(tmp_path, name="exp")
     logger.log_metrics({"loss": 0.5, "acc": torch.tensor(0.25)}, step=1)
     logger.log_metrics({"loss": 0.125}, step=2)
@@ -42,14 +47,6 @@ def test_values_are_read_back(tmp_path: Path) -> None:
     assert TensorBoardLogger(tmp_path, name="exp").version == 1
 
 
-def test_prefix_sub_dir_and_version(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path, name="", version="mine", sub_dir="events", prefix="run")
-    logger.log_metrics({"loss": 1.0}, step=0)
-    logger.save()
-    assert Path(logger.log_dir) == tmp_path / "mine" / "events"
-    assert scalars(logger.log_dir, "run-loss") == [(0, 1.0)]
-
-
 def test_hyperparameters_are_shown_and_stored(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.log_hyperparams({"lr": 0.1, "layers": [1, 2], "nested": {"act": torch.relu}})
@@ -60,9 +57,6 @@ def test_hyperparameters_are_shown_and_stored(tmp_path: Path) -> None:
     assert b"nested/act" in plugin.plugin_data.content
     stored = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
     assert stored == {"lr": 0.1, "layers": [1, 2], "nested": {"act": "relu"}}
-
-
-def test_hyperparameters_with_values(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
     logger.log_hyperparams({"lr": 0.1})
     logger.log_hyperparams({"lr": 0.1}, {"best_acc": 0.75}, step=4)
