@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.callbacks import ThroughputMonitor
-from hasten.compile.cache import Artifacts
 from hasten.compile.report import FROZEN
 from tests.compile.test_compile import TRACED, Deep, Net, fitted, fitted_alike, graphs
 from tests.models import loader, quiet, same_weights
@@ -240,26 +238,15 @@ def run_program(cache: Path) -> tuple[list[str], str]:
     return line.split()[1:], done.stdout + done.stderr
 
 
-def test_a_second_run_of_the_program_takes_what_the_first_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, output = run_program(tmp_path / "c")
+def test_a_second_run_of_the_program_reuses_what_the_first_compiled(tmp_path: Path) -> None:
+    first, output = run_program(tmp_path)
     assert first[:3] == ["1", "False", "None"]
     assert "Compiled Classifier.validation_step" in output
-    (kept,) = (tmp_path / "c" / "compile").glob("*.bin")
-    second, output = run_program(tmp_path / "c")
+    second, output = run_program(tmp_path)
     assert second[:2] == ["1", "True"]
     assert float(second[2]) > 0
     assert "From the cache of an earlier run:" in output
     assert second[3] == first[3]
-    # A truncated file is deleted.
-    kept.write_bytes(kept.read_bytes()[:-100])
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "c"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(logging.getLogger("hasten"), "propagate", True)
-    Artifacts(kept.stem).load()
-    assert "is not used: it is damaged. It will be written again." in caplog.text
-    assert not kept.exists()
 
 
 # -- CUDA graphs

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.compile.cache import Artifacts, key_of
+from hasten.compile.cache import ColdSeconds, keep_torchs_cache
 from hasten.compile.regions import CompiledParts
 from hasten.compile.report import CompileCounters, CompileReport
 from hasten.compile.settings import CompileSettings
@@ -48,7 +48,7 @@ class CompiledModel:
         # Steps are compiled whole unless the user asked for blocks or compiled the model with torch.compile.
         self._compiles_steps = not self._parts.blocks and settings.context is None
         cached = settings.cache and settings.backend == "inductor" and settings.context is None
-        self._artifacts = Artifacts(key_of(module, settings, device, f"{dims} {variant}")) if cached else None
+        self._cold = ColdSeconds(module, settings, device, f"{dims} {variant}") if cached else None
         self._graphs_saved = 0
 
     @contextmanager
@@ -56,12 +56,12 @@ class CompiledModel:
         """Call the model compiled inside of the block.
 
         Args:
-            writes: whether this process writes the cache.
+            writes: whether this process saves how long compiling took.
 
         """
-        artifacts = self._artifacts
-        if artifacts is not None and not self._counters.graphs_made:
-            artifacts.load()
+        if self._cold is not None and not self._counters.graphs_made:
+            keep_torchs_cache()
+            self._cold.load()
         self._counters.start()
         self._parts.enable()
         try:
@@ -73,10 +73,10 @@ class CompiledModel:
                 self._save()
 
     def enable_until_exit(self, *, writes: bool = True) -> None:
-        """Call the model compiled until the program ends, which writes the cache.
+        """Call the model compiled until the program ends.
 
         Args:
-            writes: whether this process writes the cache.
+            writes: whether this process saves how long compiling took.
 
         """
         context = self.enabled(writes=writes)
@@ -106,7 +106,7 @@ class CompiledModel:
 
     def report(self) -> CompileReport:
         """Return the results of compiling so far."""
-        return self._counters.report({} if self._artifacts is None else self._artifacts.cold_seconds)
+        return self._counters.report({} if self._cold is None else self._cold.by_graphs)
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -115,13 +115,13 @@ class CompiledModel:
         return None
 
     def _save(self) -> None:
-        artifacts, graphs = self._artifacts, self._counters.graphs_made
-        if artifacts is None or graphs == self._graphs_saved:
+        cold, graphs = self._cold, self._counters.graphs_made
+        if cold is None or graphs == self._graphs_saved:
             return
         self._graphs_saved = graphs
         self.report()
-        if self._counters.misses or not artifacts.cold_seconds:
-            artifacts.save(self._counters.seconds_by_graphs)
+        if self._counters.misses or not cold.by_graphs:
+            cold.save(self._counters.seconds_by_graphs)
 
 
 # In the module's own dictionary: a global table would keep every compiled model alive.
