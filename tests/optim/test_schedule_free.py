@@ -14,7 +14,8 @@ from hasten._lib.optional import installed
 from hasten.optim import schedule_free
 from tests.models import Classifier, loader, quiet, same_weights
 
-REAL = pytest.param("real", marks=pytest.mark.skipif(not installed("schedulefree"), reason="needs schedulefree"))
+SCHEDULEFREE = pytest.mark.skipif(not installed("schedulefree"), reason="needs schedulefree")
+KINDS = [("stand-in", "32-true"), pytest.param("real", "32-true", marks=SCHEDULEFREE)]
 
 
 class Averaging(torch.optim.Optimizer):
@@ -106,8 +107,7 @@ def by_hand(kind: str) -> tuple[Trained, list[Tensor]]:
     return module, validated_with
 
 
-@pytest.mark.parametrize("kind", ["stand-in", REAL])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "precision"), [*KINDS, ("stand-in", "bf16-mixed")])
 def test_validation_and_the_end_see_averages_and_training_goes_on_exactly(kind: str, precision: Any) -> None:
     trainer = train(kind, num_sanity_val_steps=1, precision=precision)
     module = trainer.lightning_module
@@ -120,8 +120,7 @@ def test_validation_and_the_end_see_averages_and_training_goes_on_exactly(kind: 
     assert not torch.equal(module.validated_with[-1], module.trained_with[-1])
 
 
-@pytest.mark.parametrize("kind", ["stand-in", REAL])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(("kind", "precision"), [*KINDS, ("stand-in", "bf16-true")])
 def test_saved_weights_are_averages_and_a_resumed_run_goes_on_exactly(
     kind: str, precision: Any, tmp_path: Path
 ) -> None:
@@ -186,7 +185,7 @@ def test_the_missing_package_is_named() -> None:
         schedule_free(Classifier())
 
 
-@pytest.mark.skipif(not installed("schedulefree"), reason="needs schedulefree")
+@SCHEDULEFREE
 @pytest.mark.parametrize(
     ("kind", "name"), [("adamw", "AdamWScheduleFree"), ("sgd", "SGDScheduleFree"), ("radam", "RAdamScheduleFree")]
 )

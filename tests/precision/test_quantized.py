@@ -77,53 +77,48 @@ def test_a_missing_package_is_named(kind: Any, arguments: dict[str, Any], packag
 # -- 8-bit floats
 
 
-@pytest.mark.parametrize(
-    ("capability", "name", "says"),
-    [((8, 0), "A100", "A100 has the compute capability 8.0.*Use precision='bf16-mixed'"),
-     ((7, 5), "T4", "T4 has the compute capability 7.5.*Use precision='16-mixed'")],
-)  # fmt: skip
-def test_older_gpus_have_no_8_bit_floats(
-    capability: tuple[int, int], name: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def have_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "GPU") -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "says"),
+    [
+        (None, (8, 0), "A100 has the compute capability 8.0.*Use precision='bf16-mixed'"),
+        (None, (7, 5), "A100 has the compute capability 7.5.*Use precision='16-mixed'"),
+        (L.plugins.MixedPrecision, (7, 0), "A100 has the compute capability 7.0.*Use precision='16-mixed'"),
+        (L.plugins.HalfPrecision, (7, 0), "A100 has the compute capability 7.0.*Use precision='16-true'"),
+    ],
+)
+def test_gpus_that_are_too_old_are_refused(
+    kind: Any, capability: tuple[int, int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = have_gpu(monkeypatch, capability, "A100")
     with pytest.raises(ValueError, match=says):
-        check_float8(torch.device("cuda"))
+        if kind is None:
+            check_float8(device)
+        else:
+            kind("bf16-mixed" if kind is L.plugins.MixedPrecision else "bf16-true").check_device(device)
 
 
 def test_newer_gpus_have_8_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     for capability in ((8, 9), (9, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, has=capability: has)
-        check_float8(torch.device("cuda"))
+        check_float8(have_gpu(monkeypatch, capability))
 
 
 @pytest.mark.parametrize("front", [L.Trainer, L.Fabric])
-@pytest.mark.parametrize("precision", ["fp8", "transformer-engine", "transformer-engine-float16"])
-def test_a_device_without_them_is_refused_with_what_it_has(front: Any, precision: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^{front.__name__}\(precision='{precision}'\): CPU cannot.*8\.9.*Use precision='bf16-mixed'"
-    ):
-        front(accelerator="cpu", precision=precision)
+def test_a_cpu_has_no_8_bit_floats(front: Any) -> None:
+    for precision in ("fp8", "transformer-engine", "transformer-engine-float16"):
+        said = rf"^{front.__name__}\(precision='{precision}'\): CPU cannot.*8\.9.*Use precision='bf16-mixed'"
+        with pytest.raises(ValueError, match=said):
+            front(accelerator="cpu", precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_gpus_without_bfloat16_are_refused(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
-    instead = precision.replace("bf16", "16")
-    kind = L.plugins.MixedPrecision if precision == "bf16-mixed" else L.plugins.HalfPrecision
-    with pytest.raises(ValueError, match=f"V100 has the compute capability 7.0.*Use precision='{instead}'"):
-        kind(precision).check_device(torch.device("cuda"))
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_a_cpu_that_is_slow_at_bfloat16_is_told_once(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_is_slow_at_bfloat16_is_reported_once(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        L.Trainer(accelerator="cpu", precision=precision, logger=False)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with pytest.warns(UserWarning, match=f"'{precision}': this CPU has no bfloat16.*'32-true'"):
         L.Trainer(accelerator="cpu", precision=precision)
@@ -245,20 +240,6 @@ def test_a_quantizing_precision_is_no_word(mode: str) -> None:
 # -- Transformer Engine, which only exists for GPUs
 
 
-class StandInLinear(nn.Module):
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-class StandInLayerNorm(nn.LayerNorm):
-    pass
-
-
 @pytest.fixture(params=["autocast", "fp8_autocast"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Put a package in place of Transformer Engine; return the recipes that forward was called with."""
@@ -279,9 +260,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     recipe: Any = types.ModuleType("transformer_engine.common.recipe")
     recipe.DelayedScaling, recipe.Format = DelayedScaling, types.SimpleNamespace(HYBRID="hybrid format")
     pytorch: Any = types.ModuleType("transformer_engine.pytorch")
-    for kind, name in ((StandInLinear, "Linear"), (StandInLayerNorm, "LayerNorm")):
-        made_kind = type(name, (kind,), {"__module__": "transformer_engine.pytorch"})
-        setattr(pytorch, name, made_kind)
+    for kind in (nn.Linear, nn.LayerNorm):
+        setattr(pytorch, kind.__name__, type(kind.__name__, (kind,), {"__module__": pytorch.__name__}))
     pytorch.fp8_autocast = fp8_autocast
     if request.param == "autocast":
         # The name of newer versions; theirs of the old one warns in every step.

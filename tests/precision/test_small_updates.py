@@ -114,8 +114,7 @@ def test_a_resumed_run_goes_on_exactly(precision: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [("bf16-true", "32-true"), ("32-true", "bf16-true"), ("bf16-true", "naive"), ("naive", "bf16-true")],
+    ("first", "second"), [("bf16-true", "32-true"), ("32-true", "bf16-true"), ("naive", "bf16-true")]
 )
 def test_checkpoints_of_other_precisions_can_be_resumed(first: str, second: str, tmp_path: Path) -> None:
     def arguments(name: str) -> dict[str, Any]:

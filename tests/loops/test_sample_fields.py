@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import hasten as L
 from hasten.data import MicroBatch
+from tests.loops.test_micro_batches import assert_same, fresh
 from tests.models import Classifier, dataset, quiet
-from tests.speed.test_microbatch import assert_same, fresh
 
 SIZE = 8
 WEIGHTS = torch.linspace(0.5, 2.0, SIZE)
@@ -76,10 +76,7 @@ def test_a_field_that_merely_has_as_many_rows_goes_to_every_part(samples: int, w
     ],
     ids=["pairs", "second-dimension", "neither", "object", "object-inside"],
 )
-@pytest.mark.parametrize("micro_batch", [2, "auto"])
-def test_what_cannot_be_split_is_named_before_the_first_step(
-    extra: Callable[[Tensor], Any], said: str, micro_batch: Any
-) -> None:
+def test_what_cannot_be_split_is_named_before_the_first_step(extra: Callable[[Tensor], Any], said: str) -> None:
     class Never(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise AssertionError("the step ran")
@@ -89,7 +86,7 @@ def test_what_cannot_be_split_is_named_before_the_first_step(
         return {"x": x, "y": y, "more": extra(x)}
 
     with pytest.raises(ValueError, match=said):
-        trained(Never, DataLoader(dataset(40), SIZE, collate_fn=join), micro_batch=micro_batch)
+        trained(Never, DataLoader(dataset(40), SIZE, collate_fn=join), micro_batch="auto")
 
 
 class Boxes:
@@ -129,17 +126,8 @@ class Adds(Classifier):
 def test_what_a_hook_adds_has_to_be_said() -> None:
     data = DataLoader(dataset(40), SIZE)
     with pytest.raises(ValueError, match=r"nothing shows.*\n.*MicroBatch\(size, shared=\[\.\.\.\]\)"):
-        trained(Adds, data, micro_batch=2)
+        trained(Adds, data, micro_batch="auto")
     assert_alike(Adds, lambda: data, MicroBatch(2, shared=["shift"]))
-
-
-def test_one_field_that_a_hook_adds_is_named() -> None:
-    class One(Classifier):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return [*batch, torch.ones(SIZE)]
-
-    with pytest.raises(ValueError, match=r"nothing shows whether batch\[2\] has one row a sample"):
-        trained(One, DataLoader(dataset(40), SIZE), micro_batch="auto")
 
 
 class Stream(IterableDataset[Any]):
@@ -234,17 +222,3 @@ def test_joined_loaders() -> None:
         return {"plain": DataLoader(dataset(40), SIZE), "own": DataLoader(dataset(40, seed=1), SIZE, collate_fn=own)}
 
     assert_alike(Two, data, 3)
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "said"),
-    [
-        (MicroBatch(0), ValueError, "at least 1"),
-        (MicroBatch("atuo"), ValueError, "Did you mean 'auto'"),
-        (MicroBatch(2, shared="w"), TypeError, r"shared='w'\)\): use a list"),
-        (MicroBatch(None), TypeError, "number of samples, at least 1, or 'auto'"),
-    ],
-)
-def test_wrong_arguments(value: Any, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        quiet(micro_batch=value)

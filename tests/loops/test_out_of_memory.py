@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import hasten as L
 from hasten.strategies import DDPStrategy
+from tests.loops.test_micro_batches import assert_same, fresh, trained
 from tests.models import Attempts, Classifier, loader, quiet
-from tests.speed.test_microbatch import assert_same, fresh, trained
 
 
 class Limited(Classifier):

@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hasten as L
+from tests.loops.test_micro_batches import assert_same, fresh
 from tests.models import Attempts, Classifier, dataset, quiet, same_weights
-from tests.speed.test_microbatch import assert_same, fresh
-
-
-@dataclasses.dataclass
-class Record:
-    x: Tensor
-    y: Tensor | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,11 +86,6 @@ def past_the_version(batch: Any) -> tuple[Tensor, Tensor]:
     return batch
 
 
-def flipped_labels(batch: Any) -> tuple[Tensor, Tensor]:
-    x, y = batch
-    return x, y.bitwise_xor_(1)
-
-
 def reshaped(batch: Any) -> tuple[Tensor, Tensor]:
     x, y = batch
     x.unsqueeze_(1)
@@ -145,13 +134,10 @@ def tokenized(x: Tensor, y: Tensor) -> Any:
 
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "in-place": (lambda x, y: [x, y], divided),
-    "labels": (lambda x, y: [x, y], flipped_labels),
     "shape": (lambda x, y: [x, y], reshaped),
     "list": (lambda x, y: [x, y], assigned),
     "dict": (lambda x, y: {"x": x, "y": y}, popped),
-    "ordered": (lambda x, y: collections.OrderedDict(x=x, y=y), popped),
     "user-dict": (lambda x, y: collections.UserDict(x=x, y=y), popped),
-    "record": (Record, of_a_record),
     "slots": (Slots, of_a_record),
     "pair": (lambda x, y: Pair(x, [y]), of_a_pair),
     "graph": (lambda x, y: [x, y], into_the_graph),
@@ -161,12 +147,11 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-@pytest.mark.parametrize("fails", [(0,), (3, 4)], ids=["first", "later"])
-def test_a_batch_that_the_step_changes(kind: str, fails: tuple[int, ...]) -> None:
+def test_a_batch_that_the_step_changes(kind: str) -> None:
     make, take = CHANGES[kind]
     if kind == "tokenizer":
         pytest.importorskip("transformers")
-    models = both(take, lambda: batches(make), fails)
+    models = both(take, lambda: batches(make), (0, 4, 5))
     assert len(models[1].attempts) > len(models[0].attempts)
     assert_same(*models)
 
@@ -249,7 +234,7 @@ def test_attributes_and_generators_of_the_module() -> None:
     plain = fresh(Keeps, fails=())
     quiet().fit(plain, data)
     # Recomputing leaves the samples together: every number must be that of the run without a failure.
-    for fails in ((0,), (3,), (0, 4)):
+    for fails in ((3,), (0, 4)):
         found = fresh(Keeps, fails=fails)
         found.stack = nn.ModuleList([nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))])
         quiet(memory="auto").fit(found, data)
