@@ -77,30 +77,29 @@ def test_a_missing_package_is_named(kind: Any, arguments: dict[str, Any], packag
 # -- 8-bit floats
 
 
-def have_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "GPU") -> torch.device:
+def have_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     return torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability", "says"),
+    ("check", "capability", "instead"),
     [
-        (None, (8, 0), "A100 has the compute capability 8.0.*Use precision='bf16-mixed'"),
-        (None, (7, 5), "A100 has the compute capability 7.5.*Use precision='16-mixed'"),
-        (L.plugins.MixedPrecision, (7, 0), "A100 has the compute capability 7.0.*Use precision='16-mixed'"),
-        (L.plugins.HalfPrecision, (7, 0), "A100 has the compute capability 7.0.*Use precision='16-true'"),
+        (check_float8, (8, 0), "bf16-mixed"),
+        (check_float8, (7, 5), "16-mixed"),
+        (L.plugins.MixedPrecision("bf16-mixed").check_device, (7, 0), "16-mixed"),
+        (L.plugins.HalfPrecision("bf16-true").check_device, (7, 0), "16-true"),
     ],
+    ids=["fp8", "fp8-old", "bf16-mixed", "bf16-true"],
 )
 def test_gpus_that_are_too_old_are_refused(
-    kind: Any, capability: tuple[int, int], says: str, monkeypatch: pytest.MonkeyPatch
+    check: Any, capability: tuple[int, int], instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = have_gpu(monkeypatch, capability, "A100")
-    with pytest.raises(ValueError, match=says):
-        if kind is None:
-            check_float8(device)
-        else:
-            kind("bf16-mixed" if kind is L.plugins.MixedPrecision else "bf16-true").check_device(device)
+    device = have_gpu(monkeypatch, capability)
+    version = ".".join(map(str, capability))
+    with pytest.raises(ValueError, match=f"GPU has the compute capability {version}.*Use precision='{instead}'"):
+        check(device)
 
 
 def test_newer_gpus_have_8_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
