@@ -116,7 +116,7 @@ class Wrong(Limited):
 @pytest.mark.parametrize(
     ("kind", "fits", "lever", "sizes", "note"),
     [
-        (Limited, 0, "auto", [4, 2, 1], "with 1 sample at once. Add memory='auto'"),
+        (Limited, 0, "auto", [4, 2, 1], "(samples at once: 1). Add memory='auto'"),
         (Limited, 2, None, [4], "Trainer(micro_batch='auto')"),
         (Wrong, 4, "auto", [], "in Wrong.training_step, batch 0"),
     ],
@@ -254,6 +254,6 @@ def test_both_processes_end_where_nothing_is_left_to_try(tmp_path: Any) -> None:
     with pytest.raises(RuntimeError) as caught:
         trained(Hopeless(), loader(8, 4), micro_batch="auto", devices=2, strategy="ddp")
     if isinstance(caught.value, torch.OutOfMemoryError):
-        assert "with 1 sample at once" in caught.value.__notes__[-1]
+        assert "(samples at once: 1)" in caught.value.__notes__[-1]
     else:
-        assert "Memory ran out on another process with 1 sample at once" in str(caught.value)
+        assert "Memory ran out on another process (samples at once: 1)" in str(caught.value)

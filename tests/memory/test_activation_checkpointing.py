@@ -296,7 +296,7 @@ def test_one_line_is_logged_and_the_error_names_the_other_lever(caplog: pytest.L
     with caplog.at_level("INFO"):
         trained(kind=limited(lambda n, how: how == "selective"), memory="auto")
     (line,) = [record.message for record in caplog.records if "Memory ran out" in record.message]
-    assert line.endswith("3 blocks compute all but products and attention again in backward (memory='auto').")
+    assert line.endswith("3 blocks compute again in backward, 'selective' (memory='auto').")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(kind=limited(lambda n, how: False), memory="auto")
     assert "Add micro_batch='auto'" in caught.value.__notes__[-1]

@@ -121,7 +121,7 @@ class _Splitter:
 
     @functools.cached_property
     def fields(self) -> Fields | None:
-        """Which elements of a batch run over samples; None where nothing tells."""
+        """Which elements of a batch run over samples; None where that is not known."""
         run = self._run
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         owners = [owner for owner in (run.train.datamodule, run.module) if owner is not None]
@@ -169,7 +169,7 @@ class _Splitter:
                 window.is_start, window.size = is_start, window_size
         logged.batch, logged.batch_size = batch, 0
         self.any_loss = run.skipped_batches - skipped < len(parts)
-        # For the books a batch is skipped as a whole or not at all.
+        # A batch counts as skipped as a whole or not at all.
         run.skipped_batches = skipped if self.any_loss else skipped + 1
         return self._joined(found, sizes)
 
@@ -347,7 +347,7 @@ def sync_gradients(run: Run) -> Callable[[], None]:
 
     def touch_used() -> Tensor:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # Parameters no part has used stay apart, as DDP(find_unused_parameters=True) wants it.
+        # Parameters no part has used stay apart, as DDP(find_unused_parameters=True) expects.
         used = [parameter for parameter in trained if parameter.grad is not None]
         return touch(used or trained)
 
@@ -367,12 +367,12 @@ def _kept_is_changed(error: BaseException) -> bool:
 
 
 def _nothing_left(plan: MemoryPlan, attempted: int, error: Exception | None) -> Exception:
-    at_once = f"{attempted} sample{'s' if attempted > 1 else ''} at once"
+    at_once = f"samples at once: {attempted}"
     if error is None:
-        return RuntimeError(f"Memory ran out on another process with {at_once}. {plan.advice()}")
+        return RuntimeError(f"Memory ran out on another process ({at_once}). {plan.advice()}")
     notes = [note for note in getattr(error, "__notes__", ()) if note != MEMORY_NOTE]
     error.__notes__ = notes
-    error.add_note(f"Memory ran out{f' with {at_once}' if plan.shrinks else ''}. {plan.advice()}")
+    error.add_note(f"Memory ran out ({at_once}). {plan.advice()}")
     return error
 
 
@@ -438,9 +438,9 @@ def prepare_module(run: Run) -> None:
         return
     if not module.automatic_optimization and enabled(run):
         raise MisconfigurationException(
-            f"Trainer({named[0]}): {type(module).__name__} steps its optimizers itself (manual optimisation), so a "
+            f"Trainer({named[0]}): {type(module).__name__} steps its optimizers itself (manual optimization), so a "
             "step cannot be split or begun again from outside. Split the batch in training_step and call "
-            "manual_backward for each part, or use automatic optimisation."
+            "manual_backward for each part, or use automatic optimization."
         )
     if run.runtime.world_size > 1 and "auto" in asked.values():
         _check_processes(run, named[0])
@@ -529,21 +529,18 @@ class MemoryPlan:
         """Describe in words what is computed now."""
         parts = []
         if self.shrinks and self.samples is not None:
-            parts.append(f"{self.samples} sample{'s' if self.samples > 1 else ''} at once (micro_batch='auto')")
+            parts.append(f"{self.samples} samples at once (micro_batch='auto')")
         if self.memory is not None:
-            kept = "all but products and attention" if self.memory == "selective" else "everything"
-            parts.append(f"{self._blocks} blocks compute {kept} again in backward (memory='auto')")
+            parts.append(f"{self._blocks} blocks compute again in backward, {self.memory!r} (memory='auto')")
         return ", ".join(parts)
 
     def advice(self) -> str:
         """Return what else would help when nothing is left to try."""
-        if not self.shrinks:
-            return "Add micro_batch='auto', which computes fewer samples at once."
-        if not self.recomputes:
-            return "Add memory='auto', which keeps fewer activations."
-        if self.memory is None:
+        if self.recomputes and self.memory is None:
             return nothing_repeated(self._module).partition(" Use micro_batch")[0]
-        return "Use a smaller model, shorter samples, a precision of fewer bytes, or more devices."
+        missing = [name for name, used in (("micro_batch", self.shrinks), ("memory", self.recomputes)) if not used]
+        added = f"Add {missing[0]}='auto', or use" if missing else "Use"
+        return f"{added} a smaller model, shorter samples, a precision of fewer bytes, or more devices."
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was found."""

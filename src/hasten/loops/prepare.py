@@ -105,7 +105,7 @@ def prepare(
         if fitting and runtime.device.type == "cpu" and normalizes:
             raise MisconfigurationException(
                 "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on accelerators only, and this run is on "
-                "the CPU. Leave it out, or use a normalisation that does not depend on the batch, such as GroupNorm."
+                "the CPU. Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
             )
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
     runtime.place(module)
@@ -193,7 +193,7 @@ def _optimizers_changed(run: Run) -> None:
 
 
 def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
-    """Return a wrapper of ``optimizer`` whose steps count, for manual optimisation and ``optimizer_step``."""
+    """Return a wrapper of ``optimizer`` whose steps count, for manual optimization and ``optimizer_step``."""
     step, progress = run.runtime.make_step(optimizer), run.progress
 
     def counted_step(closure: Any = None, **kwargs: Any) -> Any:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import parameters_of
 from hasten.arguments import Arguments
 from hasten.hooks import overrides
@@ -97,13 +95,13 @@ def _problem_of_methods(call: str, module: LightningModule) -> str | None:
             )
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
-        return f"{owner} has no {step}(). Define it{_near_method(module, step)}."
+        return f"{owner} has no {step}(). Define it."
     if call == "predict" and not any(overrides(module, LightningModule, name) for name in ("predict_step", "forward")):
         return f"{owner} has neither predict_step() nor forward(). Define one."
     if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
         return (
-            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}. Define it, for "
-            "instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
+            f"{owner} has no configure_optimizers(). Define it, for instance: def configure_optimizers(self): "
+            "return torch.optim.Adam(self.parameters(), lr=1e-3)"
         )
     return None
 
@@ -119,17 +117,17 @@ def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> str 
         ),
         (
             skips and manual,
-            f"on_bad_loss={bad_loss!r}): with manual optimisation your training_step decides what a step is. Test the "
+            f"on_bad_loss={bad_loss!r}): with manual optimization your training_step decides what a step is. Test the "
             "loss there before self.manual_backward(loss), or use on_bad_loss='stop'.",
         ),
         (
             manual and arguments.gradient_clip_val,
-            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimisation. Call "
+            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimization. Call "
             "self.clip_gradients(optimizer, gradient_clip_val=...) in training_step.",
         ),
         (
             manual and batches != 1,
-            f"accumulate_grad_batches={batches}) does nothing with manual optimisation. Step every so many batches in "
+            f"accumulate_grad_batches={batches}) does nothing with manual optimization. Step every so many batches in "
             "training_step instead.",
         ),
     )
@@ -187,12 +185,6 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             if outside == len(parameters) and any(parameter.requires_grad for parameter in own.values()):
                 raise MisconfigurationException(f"{problem}: it would not be trained. {instead}")
         rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it. {instead}")
-
-
-def _near_method(module: object, name: str) -> str:
-    own = [key for key, value in vars(type(module)).items() if inspect.isfunction(value)]
-    near = nearest(name, [key for key in own if not hasattr(LightningModule, key)])
-    return f" (is {near!r} misspelt?)" if near else ""
 
 
 def _name(thing: Any) -> str:
@@ -271,7 +263,7 @@ def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) 
     signature = str(inspect.signature(method))
     several = ""
     if "optimizer_idx" in signature:
-        several = " Several optimizers need manual optimisation (automatic_optimization = False), not an optimizer_idx."
+        several = " Several optimizers need manual optimization (automatic_optimization = False), not an optimizer_idx."
     raise MisconfigurationException(
         f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
         f"Write: def {name}(self, batch, batch_idx).{several}"
@@ -325,9 +317,6 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
 # Names listed in a message.
 _NAMED = 3
 
-# A cross-validation or a search fits the same class again and again, and validates after it.
-_said_without_data: WeakSet[type] = WeakSet()
-
 
 def warn_about_missing_parts(validation: StageData, module: LightningModule, *, wanted: bool) -> None:
     """Warn where only one of validation data and step is there; of missing data only if it is ``wanted``."""
@@ -337,12 +326,13 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
             f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs. "
             "Define it, or leave the data out."
         )
-    elif wanted and has_step and not validation.has_data() and type(module) not in _said_without_data:
-        _said_without_data.add(type(module))
-        rank_zero_warn(
+    elif wanted and has_step and not validation.has_data():
+        # A cross-validation or a search fits the same class again and again, and validates after it.
+        warn_once(
+            f"no validation data {type(module)}",
             f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs. "
             "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
-            "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well."
+            "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well.",
         )
 
 
@@ -401,7 +391,6 @@ MEMORY_NOTE = (
     "Memory ran out. Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; "
     "memory='auto' keeps fewer activations."
 )
-_WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def loss_of(output: object, run: Run) -> Tensor | None:
@@ -488,8 +477,8 @@ def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
 # A part of an error's message, and what usually mends it.
 _REMEDIES = {
     "does not require grad": (
-        "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), "
-        ".item(), torch.no_grad(), torch.tensor(loss), or every parameter is frozen."
+        "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), .item(), "
+        "torch.no_grad(), torch.tensor(loss), or every parameter is frozen."
     ),
     "implicitly created only for scalar": "The loss has more than one element. Return its mean: `return loss.mean()`.",
     "a second time": (
@@ -499,8 +488,6 @@ _REMEDIES = {
         "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
         "memory='full', or write x = x + y instead of x += y there."
     ),
-    "unpack": "The step unpacks the batch into another number of parts than the dataset gives.",
-    "forward": "Define forward(), or call the layers by name in the step.",
 }
 
 
@@ -509,28 +496,11 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
     if getattr(error, "_hasten_place", False):
         return
     error.add_note(f"in {type(module).__name__}.{step}, batch {batch_idx}: {describe_batch(batch)}")
-    text, note = str(error), None
-    if is_out_of_memory(error):
-        note = MEMORY_NOTE
-    elif isinstance(error, TypeError) and f"{step}()" in text and "positional argument" in text:
-        note = (
-            f"{step} is called with (batch, batch_idx), and with dataloader_idx as well where there are several "
-            f"loaders: def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual "
-            "optimisation, not an optimizer_idx."
-        )
-    elif isinstance(error, TypeError) and (wrong := _WRONG_KEYWORD.search(text)):
-        function = getattr(module, wrong[1], None)
-        known = list(inspect.signature(function).parameters) if callable(function) else []
-        note = f"self.{wrong[1]} takes: {', '.join(known)}.{did_you_mean(wrong[2], known)}" if known else None
-    elif part := next((part for part in _REMEDIES if part in text), None):
-        kind = {"unpack": (ValueError, TypeError), "forward": (NotImplementedError,)}.get(part, (Exception,))
-        note = _REMEDIES[part] if isinstance(error, kind) else None
-    if note is not None:
+    notes = [note for part, note in _REMEDIES.items() if part in str(error)]
+    for note in [MEMORY_NOTE] if is_out_of_memory(error) else notes:
         error.add_note(note)
-    try:
+    with suppress(AttributeError):
         error._hasten_place = True  # type: ignore[attr-defined]
-    except AttributeError:
-        pass
 
 
 def describe_batch(batch: object, depth: int = 0) -> str:
