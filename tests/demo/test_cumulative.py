@@ -76,13 +76,6 @@ def test_a_busy_minute_does_not_drop_a_row_that_pays() -> None:
     assert same.seconds / packed.seconds == pytest.approx(4.0, rel=0.01)
 
 
-def test_a_row_that_was_slow_for_a_moment_is_judged_by_all_its_turns() -> None:
-    *_, packed = measured((0.4, 0.4, lambda turn: 0.8 if turn in (2, 3) else 0.1))
-    assert packed.comparison is not None
-    assert len(packed.comparison.turns) > 2
-    assert packed.kept
-
-
 def test_slow_rows_are_sampled_and_the_fastest_is_trained_in_full() -> None:
     slowest, slow, fast = measured((4.0, 1.0, 0.5), row_seconds=1.5)
     assert slowest.basis == "3 of 20 steps"
@@ -128,12 +121,6 @@ def test_several_seeds_train_the_first_row_and_the_fastest_of_the_same_maths() -
     assert {seed for _, seed, _ in engine.started} == {0, 1, 2}
 
 
-def test_what_the_first_steps_take_longer_is_in_the_whole_time_only() -> None:
-    first, *_ = measured((lambda turn: 3.0 if turn == 1 else 0.1, 0.1))
-    assert first.seconds == pytest.approx(2.0, rel=1e-3)
-    assert first.all_in == pytest.approx(4.9, abs=0.1)
-
-
 def test_a_row_that_stands_alone_is_compared_with_the_first() -> None:
     rows = (row(1), row(2, packed=True), row(3, alone=True, speed="auto"))
     first, _, fast, choice = measured((0.4, 0.4, 0.1, 0.05), *rows)
@@ -142,7 +129,7 @@ def test_a_row_that_stands_alone_is_compared_with_the_first() -> None:
     assert choice.variant.trainer == {"speed": "auto"}
 
 
-@pytest.mark.parametrize(("name", "value"), [("row_seconds", 0), ("row_seconds", -1), ("rounds", 0), ("seeds", 0)])
+@pytest.mark.parametrize(("name", "value"), [("row_seconds", 0), ("rounds", 0), ("seeds", 0)])
 def test_senseless_limits_are_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"{name}={value}"):
         cumulative.measure(Digits(), **{"row_seconds": 1.0, name: value})
@@ -191,16 +178,6 @@ def test_each_row_changes_one_thing_and_prints_it(tasks: list[Task]) -> None:
             assert each.same_maths == (not each.changes)
 
 
-def test_the_class_of_a_row_is_that_of_its_lever(tasks: list[Task]) -> None:
-    found = {each.name: each.safety for task in tasks for each in task.rows}
-    assert found["the same in hasten"] == found["pages kept"] == found["data in memory"] == Safety.SAME_BITS
-    assert found["fused AdamW"] == Safety.ROUNDING
-    assert found["packed"] == found["cheap dropout masks"] == found["compiled"] == Safety.OTHER_DRAWS
-    assert found["batches by length"] == Safety.OTHER_BATCHES
-    assert found["bf16"] == found["TF32"] == Safety.LOWER_PRECISION
-    assert found["no attention dropout"] == found["lower half frozen"] == Safety.OTHER_MATHS
-
-
 def test_on_a_gpu_packed_rows_come_last_and_are_not_recorded(tasks: list[Task]) -> None:
     imdb = tasks[4]
     names = [each.name for each in imdb.rows if each.same_maths and not each.alone]
@@ -212,9 +189,3 @@ def test_on_a_gpu_packed_rows_come_last_and_are_not_recorded(tasks: list[Task]) 
         variant = each.on(variant)
         compiled.append(variant.argument("compile"))
     assert compiled[-4:] == [True, {"mode": "reduce-overhead"}, True, True]
-
-
-def test_imdb_ends_with_the_choice_of_the_trainer(tasks: list[Task]) -> None:
-    last = tasks[1].rows[-1]
-    assert last.line == 'L.Trainer(speed="auto")'
-    assert last.on(RowVariant(trainer={"packed": True}, frozen=True)).argument("packed") is None

@@ -51,12 +51,6 @@ def test_training_and_test_share_no_module_and_no_text(tmp_path: Path) -> None:
     assert split_docstrings(folders, train=12, test=6) == (train, test)
 
 
-def test_no_module_makes_up_a_library(tmp_path: Path) -> None:
-    train, _ = split_docstrings({"one": library(tmp_path / "one", 8)}, train=12, test=0)
-    names = [text.split(": ")[1].split(", ")[1] for text, _ in train if text.count(", ") > 2]
-    assert max(names.count(name) for name in names) <= demo_text.MODULE_TEXTS
-
-
 @pytest.fixture(scope="module")
 def task() -> Docstrings:
     return Docstrings(find("minilm", random_weights=True), say=silent)

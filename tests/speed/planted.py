@@ -48,17 +48,9 @@ def sleep_never(trainer: Any, model: Any) -> None:
     model.nap_seconds = 0.0
 
 
-def sleep_much_more(trainer: Any, model: Any) -> None:
-    model.nap_seconds += 20 * NAP_SECONDS
-
-
 def sleep_never_and_lie(trainer: Any, model: Any) -> None:
     model.nap_seconds = 0.0
     _with_step(model, lambda step, batch, batch_idx: 2 * step(batch, batch_idx))
-
-
-def refuse(trainer: Any, model: Any) -> None:
-    raise ValueError("not with this model: use another")
 
 
 def die(trainer: Any, model: Any) -> None:
@@ -66,9 +58,7 @@ def die(trainer: Any, model: Any) -> None:
 
 
 QUICK = Lever("quick", "quick()", Safety.SAME_BITS, change=sleep_never)
-SLOW = Lever("slow", "slow()", Safety.SAME_BITS, change=sleep_much_more)
 LIAR = Lever("liar", "liar()", Safety.ROUNDING, change=sleep_never_and_lie)
-REFUSING = Lever("refusing", "refusing()", Safety.SAME_BITS, change=refuse)
 DYING = Lever("dying", "dying()", Safety.SAME_BITS, change=die)
 
 

@@ -148,7 +148,6 @@ def test_a_program_that_never_trains_says_so(program: str, text: str, capsys: py
         (["--rounds", "0", "train.py"], "whole number of at least 1"),
         (["tarin.py"], "Did you mean"),
         ([], "name a program"),
-        (["--level", "x", "train.py"], "--levers"),
     ],
 )
 def test_wrong_use_is_an_error(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,12 +156,6 @@ def test_wrong_use_is_an_error(arguments: list[str], text: str, capsys: pytest.C
         main(["advise", *arguments])
     assert error.value.code == 2
     assert text in capsys.readouterr().err
-
-
-def test_a_lever_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("train.py").write_text("")
-    assert main(["advise", "--levers", "compil", "train.py"]) == 1
-    assert "Did you mean 'compile'" in capsys.readouterr().err
 
 
 def test_levers_are_listed_with_their_classes(capsys: pytest.CaptureFixture[str]) -> None:
