@@ -68,9 +68,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("world_size")
     if marker is None:
         return None
-    from hasten.machine.spawn import call_in_file
     from hasten.resolve import runtime
     from hasten.strategies import DDPStrategy
+    from tests.programs import call_in_file
 
     names = pyfuncitem._fixtureinfo.argnames
     runtime(accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")).launch(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,3 +58,14 @@ def environment_of_python() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "MASTER_PORT")}
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def call_in_file(path: str, name: str, *args: object, **kwargs: object) -> Any:
+    """Import the file ``path``, whose functions cannot be pickled, and return what its function ``name`` returns."""
+    spec = importlib.util.spec_from_file_location(f"hasten_file_{zlib.crc32(path.encode())}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)(*args, **kwargs)

@@ -107,42 +107,15 @@ def test_in_place_it_drops_where_the_tensor_lies() -> None:
     assert ones.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_in_place_layers_drop_where_nobody_reads_what_they_return() -> None:
-    class Ignores(Classifier):
-        shares: list[float]
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout(0.5, inplace=True)
-            self.shares = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.layers[0](x)
-            self.drop(hidden)
-            self.shares.append((hidden == 0).float().mean().item())
-            return self.layers[1:](hidden)
-
-    for options in ({}, {"dropout": "fast"}):
-        L.seed_everything(1, verbose=False)
-        model = Ignores()
-        quiet(**options).fit(model, loader(80, 20))
-        assert sum(model.shares) / len(model.shares) == pytest.approx(0.5, abs=0.1)
+def test_in_place_layers_drop_where_their_result_is_not_read() -> None:
+    layer, hidden = nn.Dropout(1.0, inplace=True), torch.ones(9)
+    with fast_dropout(layer):
+        layer(hidden)
+    assert hidden.sum() == 0
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_penalty_on_the_gradient_can_be_trained(inplace: bool) -> None:
-    class Penalty(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5, inplace), nn.Softplus(), nn.Linear(16, 2))
-
-        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-            x = batch[0].requires_grad_()
-            (gradient,) = torch.autograd.grad(self(x).tanh().sum(), x, create_graph=True)
-            return self.loss(batch) + gradient.square().mean()
-
-    quiet(dropout="fast").fit(Penalty(), loader(8, 4))
-
+def test_the_gradient_can_be_differentiated(inplace: bool) -> None:
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
 
     def with_one_mask(x: torch.Tensor) -> torch.Tensor:

@@ -46,14 +46,6 @@ class Custom(Optimizer):
         super().zero_grad(set_to_none)
 
 
-class Twice(torch.optim.SGD):
-    """A step that calls its base's step twice."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step()
-        return super().step(closure)
-
-
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -65,7 +57,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "custom": lambda p: Custom(p),
-    "twice": lambda p: Twice(p, lr=0.05, momentum=0.9),
 }
 
 

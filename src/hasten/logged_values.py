@@ -185,7 +185,7 @@ class LoggedValues:
         on_epoch = row.log.on_epoch if options.on_epoch is None else bool(options.on_epoch)
         if on_step and not row.log.step_allowed:
             raise MisconfigurationException(
-                f"{where}: on_step=True is not possible here, there is no step. Use on_epoch=True (the default)."
+                f"{where}: on_step=True is not possible outside of steps. Use on_epoch=True (the default)."
             )
         if not on_step and not on_epoch:
             raise MisconfigurationException(
@@ -257,7 +257,7 @@ class LoggedValues:
         if entries or (loss is not None and self.loss_report is not None):
             self._send(entries, step if to_loggers else -1, epoch, loss, moment=moment)
         elif moment is not None:
-            self._synchronised([], [], moment)
+            self._synchronized([], [], moment)
         self.deliver()
 
     def publish_loss(self, loss: Tensor | None, step: int, epoch: int) -> None:
@@ -296,7 +296,7 @@ class LoggedValues:
             if logged.on_step and self._is_shared(logged)
             and logged.weight is not None and logged.step_value() is not None
         ]  # fmt: skip
-        values = self._synchronised([logged.step_value() for logged in shared], shared, "asked")
+        values = self._synchronized([logged.step_value() for logged in shared], shared, "asked")
         for logged, value in zip(shared, send_to_host(values).values(), strict=True):
             self.callback_values[logged.base_name] = self.callback_values[logged.step_name] = value
 
@@ -319,7 +319,7 @@ class LoggedValues:
             # First: what is logged is often the same.
             entries, values = [(self._loss, "loss"), *entries], [loss.detach(), *values]
             self._loss_sent_at = step
-        values = self._synchronised(values, [logged for logged, _ in entries], moment)
+        values = self._synchronized(values, [logged for logged, _ in entries], moment)
         self._pending.append(_Pending(send_to_host(values), entries, step, epoch))
 
     def deliver(self, *, wait: bool = False) -> None:
@@ -350,7 +350,7 @@ class LoggedValues:
             return
         self.logger_values.update(values)
         row = dict(values)
-        if epoch is not None and "step" not in row:  # Who logs "step" wants it as the only x axis.
+        if epoch is not None and "step" not in row:  # A logged "step" is the only x axis.
             row.setdefault("epoch", epoch)
         step = int(row.pop("step", step))
         for logger in self.loggers:
@@ -400,7 +400,7 @@ class LoggedValues:
         if stage != "train":
             return {}
         found = [v for v in self.of_stage(stage) if v.on_step and v.step_value() is not None]
-        latest = self._synchronised([logged.step_value() for logged in found], found, f"{stage} latest")
+        latest = self._synchronized([logged.step_value() for logged in found], found, f"{stage} latest")
         values: dict[str, float] = {}
         for logged, value in zip(found, send_to_host(latest).values(), strict=True):
             if logged.prog_bar:
@@ -432,7 +432,7 @@ class LoggedValues:
 
     # -- several processes
 
-    def _synchronised(self, values: list[Any], logged: list[LoggedValue], moment: str | None) -> list[Any]:
+    def _synchronized(self, values: list[Any], logged: list[LoggedValue], moment: str | None) -> list[Any]:
         for op, chosen in [] if moment is None else self._shared(logged, moment):
             for i, value in zip(chosen, self._reduce([values[i] for i in chosen], op), strict=True):
                 values[i] = value

@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 _NUMBERS = "Write precision='bf16-mixed'."
-_TORCHRUN = "Start the program with torchrun, which hasten recognises, or subclass ClusterEnvironment."
+_TORCHRUN = "Start the program with torchrun, which hasten recognizes, or subclass ClusterEnvironment."
 
 
 def _absent(name: str, base: type, instead: str) -> Any:

@@ -19,10 +19,10 @@ from hasten.data import ResidentLoader, preload
 from hasten.data.memory import shared
 from hasten.data.memory.read import same
 from hasten.data.memory.shared import _folder
-from hasten.machine.spawn import call_in_file
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
 from tests.models import Classifier, Numbered, quiet
+from tests.programs import call_in_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,11 +11,11 @@ from tests.programs import run_python
 import hasten as L
 from hasten.machine import allocator
 
-# Counts the pages the system hands out for twenty blocks of 40 MiB, one after the other: with and without keeping.
+# Counts the pages the system hands out for twenty blocks of 40 MiB, one after the other: before, in and after a run.
 COUNT = """
 import resource
 import torch
-from hasten.machine.allocator import kept
+from tests.models import Classifier, loader, quiet
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -23,52 +23,31 @@ def faults():
         torch.ones(40 * 2**18)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+class Counting(Classifier):
+    def training_step(self, batch, batch_idx):
+        faults()
+        print(faults())
+        raise KeyError("a mistake of the user")
+
 faults()
-before = faults()
-with kept("keep"):
-    faults()
-    during = faults()
-print(before, during, faults())
+print(faults())
+try:
+    quiet(allocator="keep").fit(Counting(), loader())
+except KeyError:
+    print(faults())
 """
 
-needs_glibc = pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 
-
-@needs_glibc
-def test_kept_pages_are_used_again_and_given_back_afterwards() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_a_run_uses_kept_pages_again_and_returns_them_even_after_an_error() -> None:
     done = run_python("-c", COUNT)
     assert done.returncode == 0, done.stderr
     before, during, after = map(int, done.stdout.split())
     # 20 blocks of 10,240 pages (fewer where the system gives huge ones), or hardly any.
     assert before > 100
     assert during < before / 40
-    # Given back, the pages are fresh ones again: of all twenty blocks, or of the first, whose place the others take.
+    # After the run the pages are new again: of all twenty blocks, or of the first, whose place the others take.
     assert after > before / 40
-
-
-@needs_glibc
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_keeps_pages_while_it_lasts(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    keep, give_back = allocator._keep, allocator._give_back
-    monkeypatch.setattr(allocator, "_keep", lambda owner: (seen.append("keep"), keep(owner))[1])
-    monkeypatch.setattr(allocator, "_give_back", lambda library: (seen.append("back"), give_back(library)))
-
-    class Counting(Classifier):
-        def training_step(self, batch, batch_idx):
-            if not batch_idx:
-                seen.append("step")
-            if fails:
-                raise KeyError("a user's mistake")
-            return super().training_step(batch, batch_idx)
-
-    trainer = quiet(allocator="keep")
-    if fails:
-        with pytest.raises(KeyError):
-            trainer.fit(Counting(), loader())
-    else:
-        trainer.fit(Counting(), loader())
-    assert seen == ["keep", "step", "back"]
 
 
 def test_an_allocator_that_is_not_loaded_is_told_with_the_line_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.programs import start_python
+from tests.programs import call_in_file, start_python
 
 from hasten.machine.cluster import find_free_port
-from hasten.machine.spawn import call_in_file
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hasten.machine.spawn import call_in_file
+from tests.programs import call_in_file
 
 PROGRAM = Path(__file__).with_name("resumable_program.py")
 

@@ -202,15 +202,6 @@ def test_fit_then_test_and_what_each_leaves() -> None:
     assert results[0]["test_loss/dataloader_idx_0"] == pytest.approx(by_hand.item())
 
 
-def test_fit_called_again_is_over_unless_there_is_more_to_do() -> None:
-    model, trainer = Classifier(), quiet()
-    trainer.fit(model, loader(8))
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    trainer.fit(model, loader(8))
-    assert (trainer.global_step, trainer.current_epoch) == (2, 1)
-    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
-
-
 def test_a_stopped_fit_is_continued_by_the_next() -> None:
     class StopsOnce(L.Callback):
         done = False

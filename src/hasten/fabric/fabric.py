@@ -173,7 +173,7 @@ class Fabric(RuntimeView):
 
         """
         if not self._loggers:
-            raise IndexError("fabric.logger: there is no logger. Pass Fabric(loggers=...).")
+            raise IndexError("fabric.logger: no logger was given. Pass Fabric(loggers=...).")
         return self._loggers[0]
 
     # -- start
@@ -286,7 +286,7 @@ class Fabric(RuntimeView):
         """
         self._require_launch("setup_optimizers")
         if not optimizers:
-            raise ValueError("Fabric.setup_optimizers(): there is no optimizer. Pass at least one.")
+            raise ValueError("Fabric.setup_optimizers() got no optimizer. Pass at least one.")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup_optimizers")
         made = self._wrapped_optimizers(optimizers, "setup_optimizers")
@@ -312,7 +312,7 @@ class Fabric(RuntimeView):
         """
         self._require_launch("setup_dataloaders")
         if not dataloaders:
-            raise ValueError("Fabric.setup_dataloaders(): there is no dataloader. Pass at least one.")
+            raise ValueError("Fabric.setup_dataloaders() got no dataloader. Pass at least one.")
         made = []
         for position, loader in enumerate(dataloaders):
             if isinstance(loader, FabricDataLoader):
@@ -521,7 +521,7 @@ class Fabric(RuntimeView):
             reduce_op: "mean", "sum", "max", "min" or "product".
 
         Raises:
-            ValueError: there is no such operation.
+            ValueError: ``reduce_op`` is none of these.
 
         """
         self._require_launch("all_reduce")

@@ -121,19 +121,15 @@ class LightningEnvironment(_FromVariables):
         return True
 
     def world_size(self) -> int:
-        """Return the number of processes."""
         return self._world_size
 
     def set_world_size(self, size: int) -> None:
-        """Set the number of processes."""
         self._world_size = size
 
     def global_rank(self) -> int:
-        """Return which process this is."""
         return self._global_rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Set which process this is."""
         self._global_rank = rank
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
@@ -143,7 +139,7 @@ class _ExternalCluster(_FromVariables):
 
     _world_size: str
     _global_rank: str
-    # Completes the message where the user asks for another number of processes.
+    # For the message where ``devices`` and ``num_nodes`` mean another number of processes.
     _started: str
     _advice: str
 

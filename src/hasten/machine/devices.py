@@ -33,7 +33,7 @@ class Accelerator(ABC):
 
     @staticmethod
     @abstractmethod
-    def parse_devices(devices: Devices) -> Any:
+    def parse_devices(devices: Devices) -> int | list[int]:
         """Return what ``get_parallel_devices`` takes.
 
         Args:
@@ -81,7 +81,6 @@ class CPUAccelerator(Accelerator):
     """
 
     def setup_device(self, device: torch.device) -> None:
-        """Check that ``device`` is the CPU."""
         _check_kind(self, device)
 
     def teardown(self) -> None:
@@ -111,12 +110,10 @@ class CPUAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Return True."""
         return True
 
     @staticmethod
     def name() -> str:
-        """Return ``"cpu"``."""
         return "cpu"
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
@@ -128,7 +125,6 @@ class CUDAAccelerator(Accelerator):
     """NVIDIA (or ROCm) GPUs."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Make ``device`` the current one."""
         _check_kind(self, device)
         torch.cuda.set_device(device)
 
@@ -144,7 +140,6 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Devices) -> list[torch.device]:
-        """Return the GPUs."""
         return [torch.device("cuda", index) for index in CUDAAccelerator.parse_devices(devices)]
 
     @staticmethod
@@ -154,12 +149,10 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether there is a GPU."""
         return torch.cuda.device_count() > 0
 
     @staticmethod
     def name() -> str:
-        """Return ``"cuda"``."""
         return "cuda"
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
@@ -171,7 +164,6 @@ class MPSAccelerator(Accelerator):
     """The GPU of an Apple computer."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Check that ``device`` is an MPS device."""
         _check_kind(self, device)
 
     def teardown(self) -> None:
@@ -186,22 +178,18 @@ class MPSAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Devices) -> list[torch.device]:
-        """Return the one GPU."""
         return [torch.device("mps", index) for index in MPSAccelerator.parse_devices(devices)]
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return 1."""
         return 1
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether torch can use the GPU."""
         return torch.backends.mps.is_available()
 
     @staticmethod
     def name() -> str:
-        """Return ``"mps"``."""
         return "mps"
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import signal
 import sys
 import time
 import traceback
-import zlib
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -97,20 +95,6 @@ class StartCopies(launch.Launcher):
             assert isinstance(owner, KeepsResults)
             owner.import_results(results)
         return result  # type: ignore[no-any-return]
-
-
-def call_in_file(path: str, name: str, *args: object, **kwargs: object) -> Any:
-    """Import the file ``path`` and return what its function ``name`` returns.
-
-    For functions in files outside packages, such as tests, which cannot be pickled.
-    """
-    spec = importlib.util.spec_from_file_location(f"hasten_file_{zlib.crc32(path.encode())}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return getattr(module, name)(*args, **kwargs)
 
 
 def _pickled(task: Any, start_method: str) -> bytes:

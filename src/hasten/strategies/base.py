@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hasten.checkpoint.contents import load_optimizer, load_weights
 
@@ -130,7 +131,7 @@ class Strategy(ABC):
         return self.global_rank
 
     @property
-    def data_parallel_group(self) -> Any:
+    def data_parallel_group(self) -> Group:
         """The process group over which losses and metrics are averaged; None for all processes."""
         return None
 
@@ -209,19 +210,19 @@ class Strategy(ABC):
         """Restore the weights of the user's module; ``source`` names the file in messages."""
         load_weights(module, state, strict=strict, source=source)
 
-    def optimizer_state(self, module: nn.Module, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer that trains ``module``."""
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
-    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the state of an optimizer that trains ``module``."""
         load_optimizer(optimizer, state)
 
     # -- the end
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: B027 - most do nothing
-        """Called when an exception ends the run, before the callbacks hear of it."""
+        """Called when an exception ends the run, before ``on_exception`` of the callbacks."""
 
     def teardown(self) -> None:
         """Give back what the strategy holds."""

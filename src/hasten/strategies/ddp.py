@@ -199,7 +199,7 @@ class DDPStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
-        ddp_comm_state: Any = None,
+        ddp_comm_state: object = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         process_group_backend: str | None = None,
@@ -211,7 +211,7 @@ class DDPStrategy(ParallelStrategy):
         known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
         if unknown := next((name for name in kwargs if name not in known), None):
             raise TypeError(
-                f"DDPStrategy({unknown}=...): there is no such argument.{did_you_mean(unknown, known)} "
+                f"DDPStrategy({unknown}=...): unknown argument.{did_you_mean(unknown, known)} "
                 f"torch's DistributedDataParallel takes: {', '.join(known)}."
             )
         self._ddp_kwargs = kwargs

@@ -189,5 +189,5 @@ class ParallelStrategy(Strategy):
 
     @property
     def _collective_device(self) -> torch.device:
-        """Where the backend wants tensors."""
+        """The device on which the backend exchanges tensors."""
         return self.root_device if "nccl" in self.process_group_backend else torch.device("cpu")

@@ -89,13 +89,13 @@ def limited_run(
         batch_size: samples of a batch; that of the present run by default.
 
     Raises:
-        RuntimeError: there is no run.
+        RuntimeError: called outside of a run.
 
     """
     trainer = self
     outer, fits = trainer._run, stage == "fit"
     if outer is None:
-        raise RuntimeError("Trainer.limited_run(): there is no run. Call it within one, or use prepared_run().")
+        raise RuntimeError("Trainer.limited_run() outside of a run: call it within one, or use prepared_run().")
     module = outer.module
     with _restored_afterwards(trainer, module, trainer._datamodule) as saved:
         trainer._callbacks.extend(callbacks)

@@ -254,7 +254,7 @@ class Trainer(TrainerView):
     def with_arguments(self, **changes: object) -> Trainer:
         """Return a new Trainer with the same callbacks, loggers and arguments, except for those changed.
 
-        The new Trainer has counters, metrics and a run of its own; this one stays as it is. Callbacks and loggers are
+        The new Trainer has its own counters, metrics and run; this one stays as it is. Callbacks and loggers are
         the same objects, also those added to this Trainer since it was made. Callbacks that a Trainer adds by itself
         (progress bar, model summary, checkpoints, timer) follow the new arguments and are made again.
 
@@ -342,7 +342,7 @@ class Trainer(TrainerView):
         Raises:
             TypeError: ``model`` is not a LightningModule.
             ValueError: something the run needs is missing or does not fit.
-            FileNotFoundError: there is no file at ``ckpt_path``.
+            FileNotFoundError: ``ckpt_path`` does not exist.
 
         """
         if isinstance(train_dataloaders, LightningDataModule):
@@ -380,7 +380,7 @@ class Trainer(TrainerView):
             the logged values as numbers, one dict for each loader.
 
         Raises:
-            TypeError: there is no model, or it is not a LightningModule.
+            TypeError: no model was given before, or it is not a LightningModule.
             ValueError: ``validation_step`` or the data is missing.
 
         """
@@ -423,7 +423,7 @@ class Trainer(TrainerView):
             the outputs by batch, with several loaders by loader and batch; None if they are not kept.
 
         Raises:
-            TypeError: there is no model, or it is not a LightningModule.
+            TypeError: no model was given before, or it is not a LightningModule.
             ValueError: the data is missing.
 
         """
@@ -444,7 +444,7 @@ class Trainer(TrainerView):
             storage_options: passed to the file system of a URL.
 
         Raises:
-            AttributeError: there is no model yet.
+            AttributeError: no call has attached a model yet.
             OSError: the file could not be written; an existing one is untouched.
             RuntimeError: called inside a batch from which the run could not continue exactly: the optimizer has
                 stepped in it, or the Trainer could not know beforehand that a hook saves inside a batch.
