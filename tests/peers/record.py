@@ -24,50 +24,24 @@ _OUTPUT = os.environ.get("PEER_RECORD")
 _HOOKS = bool(_OUTPUT) and os.environ.get("PEER_RECORD_HOOKS", "1") == "1"
 _SEEN: dict[str, Any] = {"events": [], "logged": [], "hparams": [], "finalized": [], "notes": {}, "parts": []}
 
-_STAGES = ("train", "validation", "test", "predict")
 _FRAME = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
 _OF_ALL = {"setup", "teardown", "on_save_checkpoint", "on_load_checkpoint"} | {
-    f"on_{stage}_{moment}" for stage in _STAGES for moment in _FRAME
+    f"on_{stage}_{moment}" for stage in ("train", "validation", "test", "predict") for moment in _FRAME
 }
 _OF_FIT = {
-    "on_fit_start",
-    "on_fit_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
+    "on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step",
-}
+}  # fmt: skip
 _OF_DATA = {
-    "prepare_data",
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-}
+    "prepare_data", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
+}  # fmt: skip
 _OF_MODULE_ALONE = {
-    "configure_model",
-    "configure_optimizers",
-    "configure_callbacks",
-    "configure_gradient_clipping",
-    "clip_gradients",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "lr_scheduler_step",
-    "backward",
-    "on_validation_model_zero_grad",
-    "on_validation_model_eval",
-    "on_validation_model_train",
-    "on_test_model_eval",
-    "on_test_model_train",
-    "on_predict_model_eval",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-}
+    "configure_model", "configure_optimizers", "configure_callbacks", "configure_gradient_clipping",
+    "clip_gradients", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward",
+    "on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_model_train", "on_test_model_eval",
+    "on_test_model_train", "on_predict_model_eval", "training_step", "validation_step", "test_step", "predict_step",
+}  # fmt: skip
 _OF_CALLBACK_ALONE = {"on_sanity_check_start", "on_sanity_check_end", "on_exception"}
 # Whoever defines these says something by it: a class is only given those it has itself.
 _ONLY_IF_WRITTEN = _OF_DATA | {f"{stage}_step" for stage in ("training", "validation", "test", "predict")}
@@ -180,14 +154,9 @@ def checkpoints(name: str, folder: str | Path) -> None:
 
 
 _CHECKPOINT_KEYS = {
-    "state_dict",
-    "optimizer_states",
-    "lr_schedulers",
-    "hyper_parameters",
-    "datamodule_hyper_parameters",
-    "callbacks",
-    "loops",
-}
+    "state_dict", "optimizer_states", "lr_schedulers", "hyper_parameters", "datamodule_hyper_parameters",
+    "callbacks", "loops",
+}  # fmt: skip
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

@@ -1,7 +1,6 @@
-"""A GAN that draws digits, with manual optimisation: ``gan.py [--epochs 4] [--resume]``."""
+"""A GAN that draws digits, with manual optimization."""
 
 import sys
-from argparse import ArgumentParser
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,30 +41,6 @@ class Digits(L.LightningDataModule):
         self.train = self.val = None
 
 
-class Generator(nn.Module):
-    """From noise to images."""
-
-    def __init__(self, latent_dim, width):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(latent_dim, width), nn.BatchNorm1d(width, 0.8), nn.LeakyReLU(0.2), nn.Linear(width, 64), nn.Tanh()
-        )
-
-    def forward(self, z):
-        return self.layers(z)
-
-
-class Discriminator(nn.Module):
-    """From images to the logit of being real."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 @record.hooks
 class GAN(L.LightningModule):
     """Generator and discriminator, each with its optimizer; the generator learns every second batch."""
@@ -82,8 +57,10 @@ class GAN(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.generator = Generator(latent_dim, width)
-        self.discriminator = Discriminator(width)
+        self.generator = nn.Sequential(
+            nn.Linear(latent_dim, width), nn.BatchNorm1d(width, 0.8), nn.LeakyReLU(0.2), nn.Linear(width, 64), nn.Tanh()
+        )
+        self.discriminator = nn.Sequential(nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
         self.real_score = MeanMetric()
         self.register_buffer("validation_z", torch.randn(8, latent_dim))
 
@@ -91,7 +68,7 @@ class GAN(L.LightningModule):
         return self.generator(z)
 
     def noise(self, count, seed):
-        """The noise of a batch is that of its number: the same after a resume."""
+        """The noise of a batch depends on its number only: the same after a resume."""
         return torch.randn(count, self.hparams.latent_dim, generator=torch.Generator().manual_seed(seed))
 
     def adversarial_loss(self, logits, real):
@@ -214,20 +191,15 @@ def make_trainer(epochs):
 
 def main():
     """Train, go on from a checkpoint in another run, draw some digits."""
-    parser = ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args()
     torch.set_num_threads(1)
     L.seed_everything(3, workers=True)
-    model, data, trainer = GAN(), Digits(), make_trainer(args.epochs)
+    model, data, trainer = GAN(), Digits(), make_trainer(3)
     trainer.fit(model, datamodule=data)
     record.trainer("fit", trainer, model)
-    if args.resume:
-        (ckpt_path,) = Path("checkpoints").glob("gan-epoch=1-*.ckpt")
-        model, trainer = GAN(), make_trainer(args.epochs + 1)
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
-        record.trainer("resumed", trainer, model)
+    (ckpt_path,) = Path("checkpoints").glob("gan-epoch=1-*.ckpt")
+    model, trainer = GAN(), make_trainer(4)
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    record.trainer("resumed", trainer, model)
     record.checkpoints("checkpoints", ".")
     best = GAN.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, map_location="cpu")
     drawn = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False).predict(

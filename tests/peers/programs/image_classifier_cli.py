@@ -36,11 +36,9 @@ class DigitsDataModule(L.LightningDataModule):
         self.times_asked = 0
 
     def prepare_data(self) -> None:
-        """Read the file once, to fail early where it is missing."""
         load_digits()
 
     def setup(self, stage: str) -> None:
-        """Split the images."""
         images, labels = load_digits(return_X_y=True)
         x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
         data = TensorDataset(x, torch.tensor(labels))
@@ -56,36 +54,29 @@ class DigitsDataModule(L.LightningDataModule):
             self.test_set = test
 
     def train_dataloader(self) -> DataLoader:
-        """Images to train on, shuffled."""
         self.times_asked += 1
         return DataLoader(self.train_set, batch_size=self.hparams.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
-        """Images to validate on."""
         return DataLoader(self.val_set, batch_size=self.hparams.batch_size)
 
     def test_dataloader(self) -> list[DataLoader]:
-        """Images to test on: as they are, and a harder half."""
         half = torch.utils.data.Subset(self.test_set, range(0, len(self.test_set), 2))
         return [DataLoader(part, batch_size=self.hparams.batch_size) for part in (self.test_set, half)]
 
     def predict_dataloader(self) -> DataLoader:
-        """Images to predict the digits of."""
         return DataLoader(self.test_set, batch_size=self.hparams.batch_size)
 
     def on_after_batch_transfer(self, batch: list[torch.Tensor], dataloader_idx: int) -> list[torch.Tensor]:
-        """Add noise to training images."""
         if self.trainer.training:
             x, y = batch
             batch = [x + self.hparams.noise * torch.randn_like(x), y]
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """How often training data was asked for."""
         return {"times_asked": self.times_asked}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Count on."""
         self.times_asked = state_dict["times_asked"]
 
 
@@ -122,11 +113,9 @@ class DigitsClassifier(L.LightningModule):
         self.test_metrics = nn.ModuleList([metrics.clone(prefix=f"test{i}/") for i in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits: (batch, classes)."""
         return self.head(self.body(x))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Loss of one batch."""
         x, y = batch
         logits = self(x)
         loss = F.cross_entropy(logits, y, label_smoothing=self.hparams.label_smoothing)
@@ -136,19 +125,16 @@ class DigitsClassifier(L.LightningModule):
         return loss
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        """Loss and metrics of one batch."""
         x, y = batch
         logits = self(x)
         self.val_metrics.update(logits, y)
         self.log("val/loss", F.cross_entropy(logits, y), prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Metrics of the whole set."""
         self.log_dict(self.val_metrics.compute())
         self.val_metrics.reset()
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Loss and metrics of one batch of one of the sets."""
         x, y = batch
         logits = self(x)
         self.test_metrics[dataloader_idx](logits, y)
@@ -156,7 +142,6 @@ class DigitsClassifier(L.LightningModule):
         self.log_dict(self.test_metrics[dataloader_idx], add_dataloader_idx=False)
 
     def predict_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Digits: (batch,)."""
         return self(batch[0]).argmax(1)
 
 
@@ -173,17 +158,14 @@ class BestSoFar(L.Callback):
         self.metric, self.best, self.epoch = metric, 0.0, -1
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compare with what there was."""
         value = float(trainer.callback_metrics[self.metric])
         if not trainer.sanity_checking and value > self.best:
             self.best, self.epoch = value, trainer.current_epoch
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
         return {"best": self.best, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Take it back."""
         self.best, self.epoch = state_dict["best"], state_dict["epoch"]
 
 
@@ -191,7 +173,6 @@ class DigitsCLI(LightningCLI):
     """The command line with what every run of this program shares."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link the batch size; give early stopping and checkpoints a place in the config."""
         parser.link_arguments("data.batch_size", "model.batch_size")
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
@@ -201,18 +182,15 @@ class DigitsCLI(LightningCLI):
         parser.add_lr_scheduler_args(torch.optim.lr_scheduler.CosineAnnealingLR)
 
     def before_fit(self) -> None:
-        """Say what is trained."""
         record.note("before_fit", sum(p.numel() for p in self.model.parameters()))
 
     def after_fit(self) -> None:
-        """Keep where the best model lies."""
         record.note("best_model", Path(self.trainer.checkpoint_callback.best_model_path).name)
         record.note("best_score", float(self.trainer.checkpoint_callback.best_model_score))
         record.note("monitored", self.trainer.checkpoint_callback.monitor)
 
 
 def main() -> None:
-    """Run one subcommand."""
     torch.set_num_threads(1)
     cli = DigitsCLI(DigitsClassifier, DigitsDataModule, seed_everything_default=11)
     record.trainer(cli.subcommand, cli.trainer, cli.model)

@@ -1,6 +1,5 @@
-"""A character-level transformer on a stream of text: ``language_model.py [--steps 40] [--more 20]``."""
+"""A character-level transformer on a stream of text."""
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -22,18 +21,13 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz .,\n"
 
 
 def write_text(seed: int, characters: int) -> torch.Tensor:
-    """Text of made-up words with a grammar of its own, as indices into ALPHABET: (characters,)."""
+    """Random text with a simple grammar, as indices into ALPHABET: (characters,)."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(count: int) -> int:
-        return int(torch.randint(count, (), generator=generator))
-
     words = ["the", "a", "fox", "dog", "sees", "eats", "runs", "slowly", "old", "red", "and", "while"]
-    text = ""
-    word = 0
-    while len(text) < characters:
-        word = (3 * word + 1 + draw(3)) % len(words)
-        text += words[word] + (" " if draw(9) else ". ")
+    text, word = "", 0
+    for draw in torch.randint(27, (characters,), generator=generator).tolist():
+        word = (3 * word + 1 + draw % 3) % len(words)
+        text += words[word] + (" " if draw > 2 else ". ")
     return torch.tensor([ALPHABET.index(character) for character in text[:characters]])
 
 
@@ -222,14 +216,10 @@ def make_trainer(steps, sample):
 
 def main():
     """Train, test the best model, go on from the last one, continue some texts."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--more", type=int, default=20)
-    args = parser.parse_args()
     torch.set_num_threads(1)
     seed_everything(5)
     sample = Sample()
-    model, trainer = LanguageModel(), make_trainer(args.steps, sample)
+    model, trainer = LanguageModel(), make_trainer(40, sample)
     trainer.fit(model, datamodule=TextData())
     record.trainer("fit", trainer, model)
     record.note("test", trainer.test(model, datamodule=TextData(), ckpt_path="best", verbose=False))
@@ -237,7 +227,7 @@ def main():
     record.trainer("tested", trainer, model)
     record.checkpoints("checkpoints", ".")
 
-    model, trainer = LanguageModel(), make_trainer(args.steps + args.more, sample)
+    model, trainer = LanguageModel(), make_trainer(60, sample)
     last = Path("checkpoints") / "last.ckpt"
     trainer.fit(model, datamodule=TextData(), ckpt_path=last)
     record.trainer("resumed", trainer, model)
