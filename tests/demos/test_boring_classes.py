@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import hasten as L
 from hasten.demos import boring_classes as boring
 from tests.models import quiet, same_weights
 
@@ -153,15 +152,3 @@ def test_net_gives_log_probabilities() -> None:
     assert torch.allclose(output.exp().sum(1), torch.ones(2), atol=1e-5)
     assert sum(parameter.numel() for parameter in net.parameters()) == 1_199_882
     assert not torch.equal(net.train()(torch.ones(2, 1, 28, 28)), net(torch.ones(2, 1, 28, 28)))  # drops out
-
-
-def test_names_are_importable_and_wrong_ones_explained() -> None:
-    import hasten.demos as demos
-
-    for name in demos.__all__:
-        assert getattr(demos, name).__name__ == name
-    assert set(demos.__all__) == set(dir(demos))
-    with pytest.raises(AttributeError, match="Did you mean 'BoringModel'"):
-        demos.BoringModle
-    assert issubclass(demos.BoringModel, L.LightningModule)
-    assert issubclass(demos.BoringDataModule, L.LightningDataModule)
