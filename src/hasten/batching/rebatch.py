@@ -183,10 +183,8 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
         return loader  # An empty dataset is reported later.
     if int(lengths.min()) == int(lengths.max()):
         raise ValueError(
-            f"batching: every sample of {shown_data} has the length {int(lengths[0])}"
-            f"{'' if found.in_tokens else ' (characters)'}, so there is nothing to gain. Leave batching out, give "
-            "padded samples an attention_mask, or name their length: "
-            "batching=hasten.data.LengthBatching(key=...)."
+            f"batching: every sample of {shown_data} has the length {int(lengths[0])}, so there is nothing to gain. "
+            "Leave batching out, or name the field with the length: batching=hasten.data.LengthBatching(key=...)."
         )
     multiple_of = batching.multiple_of
     if multiple_of is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from hasten._lib import check
 from hasten._lib.files import cache_folder, read_json, remember_json
@@ -160,8 +160,11 @@ def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict
     """Return the seconds of an epoch for each number of workers worth a look, and what went wrong."""
     costs: dict[int, float] = {}
     with isolate_rng(include_cuda=False):
+        if loader.batch_sampler is None:
+            return {}, "it has batch_size=None, so it makes no batches."
         try:
-            index_batches = _some_index_batches(loader)
+            # In another process: the samplers do not move here.
+            index_batches = _in_a_worker(loader, functools.partial(_first_batches, loader.batch_sampler))
         except Exception as error:
             return {}, f"its sampler cannot be tried out: {error}"
         if not index_batches:
@@ -186,25 +189,6 @@ def _candidates(loader: DataLoader[Any]) -> list[int]:
     # Workers that wait for a disk or a network pay off beyond the number of cores.
     most = max(4, 2 * max(1, usable_cores() // processes))
     return sorted({0, loader.num_workers, *(2**power for power in range(most.bit_length()))})
-
-
-def _some_index_batches(loader: DataLoader[Any]) -> list[Any]:
-    """Return index batches like the loader's, without touching its samplers."""
-    sampler: Any = loader.sampler
-    batches = loader.batch_sampler
-    if batches is None:
-        raise ValueError("it has batch_size=None, so it makes no batches")
-    if type(batches) is not BatchSampler:
-        return list(_in_a_worker(loader, functools.partial(_first_batches, batches)))
-    count = len(loader.dataset)  # type: ignore[arg-type]
-    if type(sampler) is SequentialSampler:
-        order = list(range(min(count, _BATCHES * batches.batch_size)))
-    else:
-        # Spread over the data: what lies together may have been read together.
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-        if type(sampler) is not RandomSampler and hasattr(sampler, "__len__"):
-            order = order[: len(sampler)]
-    return _first_batches(BatchSampler(order, batches.batch_size, False))
 
 
 def _first_batches(batches: Iterable[Any]) -> list[Any]:

@@ -295,12 +295,7 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
 
     held = HeldDataset(dataset, read, name)
     data = held._hasten_data
-    if isinstance(data, Columns):
-        how = gigabytes(data.size_bytes)
-    elif collate_fn is default_collate:
-        how = "one by one, as they are not alike"
-    else:
-        how = f"one by one, for {getattr(collate_fn, '__name__', type(collate_fn).__name__)}"
+    how = gigabytes(data.size_bytes) if isinstance(data, Columns) else "one by one"
     rank_zero_info(f"{name}: {len(held)} samples are held in memory, {how} ({time.perf_counter() - began:.1f} s).")
     return {
         **WITHOUT_WORKERS,
