@@ -82,13 +82,11 @@ def test_padding_value_side_and_keys_are_as_asked() -> None:
     assert set(only) == {"a", "pair"}
 
 
-def test_a_mask_that_is_there_is_kept() -> None:
-    batch = pad_collate([{"input_ids": ids, "attention_mask": ids.ne(6).long()} for ids in IDS])
+def test_masks_are_kept_and_fields_of_another_length_padded_to_their_own_longest() -> None:
+    batch = pad_collate(
+        [{"input_ids": ids, "attention_mask": ids.ne(6).long(), "labels": torch.arange(len(ids) * 2)} for ids in IDS]
+    )
     assert batch["attention_mask"].tolist() == [[1, 0, 1], [1, 0, 0], [1, 1, 0]]
-
-
-def test_fields_of_another_length_are_padded_to_their_own_longest() -> None:
-    batch = pad_collate([{"input_ids": ids, "labels": torch.arange(len(ids) * 2)} for ids in IDS])
     assert batch["labels"].shape == (3, 6)
     assert batch["labels"][1].tolist() == [0, 1, -100, -100, -100, -100]
 

@@ -148,16 +148,6 @@ def test_samples_that_are_padded_already_keep_fields_of_one_width() -> None:
             assert len({field.shape for field in batch.values()}) == 1
 
 
-def test_which_fields_are_cut_or_padded_is_said(monkeypatch: Any) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("hasten.batching.rebatch.rank_zero_info", said.append)
-    rebatch(DataLoader(Padded(), 4), LengthBatching())
-    assert "of the train dataloader are cut off 'input_ids', 'attention_mask'." in said.pop()
-    rebatch(DataLoader(of_lengths(3, 4, labels=torch.arange), 2), LengthBatching())  # type: ignore[arg-type]
-    assert "padded: 'input_ids' with 0, 'labels' with -100." in said.pop()
-    assert not said
-
-
 @pytest.mark.parametrize("stage", ["train", "validate"])
 def test_labels_of_tokens_are_not_padded_with_a_class(stage: str) -> None:
     data: Any = of_lengths(3, 5, 2, 9, tags=torch.arange)
