@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from hasten.data.loader_parts import is_iterable, overrides_iter, samples_at
 from hasten.data.memory.dataset_parts import preserve
 from hasten.data.memory.resident import HeldDataset
 from hasten.seed import isolate_rng
+
+if TYPE_CHECKING:
+    from hasten.types import Batch
 
 # Matrices of floats with these names are (batch, time).
 FLOAT_KEYS = ("input_values", MASK_KEY)
@@ -140,7 +143,7 @@ class FitWidth:
     limit: int | None = None
     over_tokens: Collection[Any] = ()
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: list[Any]) -> Batch:
         """Return the batch that ``collate_fn`` makes, fitted."""
         batch = self.collate_fn(samples)
         fields = fields_of(batch) or {}

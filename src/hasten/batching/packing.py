@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -231,7 +231,7 @@ def _laid_out(
     return whole
 
 
-def _cut_labels(batch: dict[str, Any], main: str, packed_keys: list[Any]) -> None:
+def _cut_labels(batch: dict[Any, Any], main: Hashable, packed_keys: list[Any]) -> None:
     """Make labels in which no document's first token is predicted from the document before it."""
     if "labels" not in packed_keys and "labels" in batch:
         return  # One for each document.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.utils.data import default_collate
 
 from hasten._lib import check
 from hasten._lib.rank_zero import warn_once
+
+if TYPE_CHECKING:
+    from hasten.types import Batch
 
 # Where the sequence of a sample is looked for by default.
 SEQUENCE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "input_features", "inputs_embeds")
@@ -110,7 +113,7 @@ class PadCollator:
         new._ragged = frozenset(ragged if self.tokenizer is None else map(_hugging_face_name, ragged))
         return new
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: Sequence[Any]) -> Batch:
         """Return the batch of ``samples``."""
         if not samples:
             raise ValueError("PadCollator: there are no samples to join.")
@@ -203,7 +206,7 @@ class PadCollator:
         return [pad_to(tensor, width, padding, dim=0, side=self.side) for tensor in tensors]
 
 
-def pad_collate(samples: Sequence[Any]) -> Any:
+def pad_collate(samples: Sequence[Any]) -> Batch:
     """Join samples of different lengths to a batch, padded to its longest; ``PadCollator()`` with its defaults.
 
     Args:
@@ -257,7 +260,7 @@ def is_sequence(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(each, (int, float, bool)) for each in value)
 
 
-def sequence_key(sample: object, keys: Sequence[Hashable] | None = None) -> Any:
+def sequence_key(sample: object, keys: Sequence[Hashable] | None = None) -> Hashable:
     """Return where the sequence of a sample is: a key, a position, or None for the sample itself."""
     fields = fields_of(sample)
     if fields is None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from hasten._lib import check
 from hasten.data.loader_parts import length_of
+
+if TYPE_CHECKING:
+    from hasten.types import Batch
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
@@ -84,7 +87,7 @@ class CombinedLoader:
         """The batch samplers of the loaders, in their structure."""
         return self._rebuild([getattr(leaf, "batch_sampler", None) for leaf in self._leaves])
 
-    def combine(self, batches: list[Any]) -> Any:
+    def combine(self, batches: list[Any]) -> Batch:
         """Return one batch of each loader in the structure of the loaders."""
         return self._rebuild(batches)
 

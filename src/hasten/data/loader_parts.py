@@ -35,11 +35,12 @@ def unchanged(batch: _Loader) -> _Loader:
     return batch
 
 
-def samples_at(dataset: Any, indices: list[Any]) -> Any:
+def samples_at(dataset: object, indices: list[Any]) -> list[Any]:
     """Return the samples with these indices, read as a ``DataLoader`` reads them."""
-    if callable(getattr(dataset, "__getitems__", None)):
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
+    data = cast(Any, dataset)
+    if callable(getattr(data, "__getitems__", None)):
+        return cast("list[Any]", data.__getitems__(indices))
+    return [data[index] for index in indices]
 
 
 def has_state(thing: object) -> bool:
@@ -68,7 +69,7 @@ def index_sampler(loader: DataLoader[Any]) -> tuple[str, Any]:
     return ("sampler", loader.sampler) if batches is None else ("batch_sampler", batches)
 
 
-def stateful_sampler(loader: DataLoader[Any]) -> Any:
+def stateful_sampler(loader: DataLoader[Any]) -> Sampler[Any] | None:
     """Return the outermost sampler of ``loader`` that can save its position, or None."""
     innermost, *outer = samplers_of(loader)
     return next((sampler for sampler in (*outer, innermost) if has_state(sampler)), None)

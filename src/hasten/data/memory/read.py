@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from hasten.data.memory.dataset_parts import own_generators, preserve
 from hasten.data.resume.workers import RngWatch
 from hasten.machine.host import available_memory_bytes, total_memory_bytes
 from hasten.seed import isolate_rng
+
+if TYPE_CHECKING:
+    from hasten.types import Batch
 
 # ("tensor", shape, dtype) | ("array", shape, dtype) | ("scalar", dtype) | ("plain", type) | ("text", type)
 # | (dict or a sequence type, keys or None, kinds of the fields)
@@ -95,7 +98,7 @@ class Columns:
     def __len__(self) -> int:
         return len(self.leaves[0])
 
-    def batch(self, indices: Iterable[int]) -> Any:
+    def batch(self, indices: Iterable[int]) -> Batch:
         """Return what ``default_collate`` makes of these samples, bit for bit."""
         numbers = list(indices)
         # torch.tensor reads number by number, which would take as long as all else.
