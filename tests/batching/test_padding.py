@@ -106,7 +106,7 @@ def tokenizer(**options: Any) -> Any:
     words = {"[PAD]": 3, "[UNK]": 0, "good": 1, "film": 2}
     model = tokenizers.models.WordLevel(words, unk_token="[UNK]")
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(model), pad_token="[PAD]", unk_token="[UNK]", **options
+        tokenizer_object=tokenizers.Tokenizer(model), unk_token="[UNK]", **{"pad_token": "[PAD]", **options}
     )
 
 
@@ -122,6 +122,8 @@ def test_a_hugging_face_tokenizer_pads_by_its_own_rules(side: str, recwarn: Any)
     tags = collate([{"input_ids": [1, 2], "labels": [7, 8]}, {"input_ids": [2], "labels": [9]}])["labels"]
     assert tags[1].tolist() == [9 if token == 2 else -100 for token in row]
     assert not recwarn.list
+    with pytest.raises(ValueError, match=r"has no pad token.*tokenizer.eos_token"):
+        PadCollator(tokenizer(pad_token=None))
 
 
 def padded(width: int = 8) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: packed_attention(Q, Q, Q, torch.rand(2), 3), ValueError, "cu_seqlens"),
     (lambda: packed_attention(Q, Q[:, :3], Q[:, :3], PLACES, 4), ValueError, "4 heads of query, 3 of key"),
     (lambda: packed_attention(Q[None], Q, Q, PLACES, 4), ValueError, r"\(tokens, heads, head_dim\)"),
-    (lambda: PadCollator("bert"), TypeError, "has no pad"),
+    (lambda: PadCollator("bert"), TypeError, "has no pad token"),
     (lambda: PadCollator(collate_fn=3), TypeError, "collate_fn=3.*use a function"),
     (lambda: PadCollator(keys="input_ids"), TypeError, r"keys=\['input_ids'\]"),
     (lambda: PadCollator(side="top"), ValueError, "'right', 'left'"),

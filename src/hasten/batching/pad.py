@@ -44,8 +44,8 @@ class PadCollator:
     (``labels``, ``token_type_ids``) decide it. ``Trainer(batching=...)`` decides it once from the data.
 
     Args:
-        tokenizer: a Hugging Face tokenizer, whose ``pad`` is used with its padding values and side; labels
-            are padded with -100, and ``label`` becomes ``labels``, as its models expect.
+        tokenizer: a Hugging Face tokenizer or feature extractor, whose padding values and side are used; labels are
+            padded with -100, and ``label`` becomes ``labels``, as its models expect.
         collate_fn: your own, called with the padded samples, which have the same length; by default
             ``default_collate``.
         keys: the fields that are padded; by default those described above.
@@ -59,7 +59,7 @@ class PadCollator:
 
     Raises:
         TypeError: an argument has a wrong type, or a sample has no sequence.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the tokenizer has no pad token.
 
     Example::
 
@@ -85,11 +85,6 @@ class PadCollator:
         mask_key: str | None = MASK_KEY,
         side: Literal["right", "left"] = "right",
     ) -> None:
-        if tokenizer is not None and not callable(getattr(tokenizer, "pad", None)):
-            raise TypeError(
-                f"PadCollator(tokenizer={tokenizer!r}): it has no pad(). Give a Hugging Face tokenizer, or leave it "
-                "out and name the padding value: padding={'input_ids': 0}."
-            )
         check.callable_("PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True)
         if isinstance(keys, str):
             raise TypeError(f"PadCollator(keys={keys!r}): give a list of fields: keys=[{keys!r}].")
@@ -98,7 +93,7 @@ class PadCollator:
         self.tokenizer: Any = tokenizer
         self.collate_fn = collate_fn
         self.keys = None if keys is None else tuple(keys)
-        self.padding = dict(padding or {})
+        self.padding = {**_padding_of(tokenizer), **(padding or {})}
         self.multiple_of = multiple_of
         self.mask_key = mask_key
         self.side = getattr(tokenizer, "padding_side", side)
@@ -145,12 +140,9 @@ class PadCollator:
         # If a field may or may not run over tokens, widening could separate it from its tokens, or spoil it.
         multiple_of = None if None in is_padded.values() else self.multiple_of
         ragged = {key: values for key, values in columns.items() if is_padded[key]}
-        padded = self._padded_by_tokenizer(ragged, rounded_up(max(lengths), multiple_of))
-        for key, values in ragged.items():
-            if key not in padded:
-                padded[key] = self._pad_field(key, values, multiple_of)
-                if key not in (main, self.mask_key, *self.padding):
-                    _warn_of_classes(key, padded[key], values)
+        padded = {key: self._pad_field(key, values, multiple_of) for key, values in ragged.items()}
+        for key in ragged.keys() - {main, self.mask_key, *self.padding}:
+            _warn_of_classes(key, padded[key], ragged[key])
         return {**columns, **padded}
 
     def _is_padded(self, key: Any, values: Sequence[Any], main: Any, lengths: list[int]) -> bool | None:
@@ -177,24 +169,6 @@ class PadCollator:
             return False
         known = key in KNOWN_KEYS and not torch.as_tensor(values[0]).is_floating_point()
         return True if known else None
-
-    def _padded_by_tokenizer(self, columns: dict[Any, Sequence[Any]], width: int) -> dict[Any, Sequence[Any]]:
-        names = getattr(self.tokenizer, "model_input_names", None) or (MASK_KEY,)
-        given = {
-            key: [torch.as_tensor(value).tolist() for value in values]
-            for key, values in columns.items()
-            if self.tokenizer is not None and (key == self.mask_key or key in names)
-        }
-        if not given:
-            return {}
-        # Fast tokenizers warn once that padding while tokenizing would be faster, which does not apply here.
-        warned, name = getattr(self.tokenizer, "deprecation_warnings", {}), "Asking-to-pad-a-fast-tokenizer"
-        before, warned[name] = warned.get(name, False), True
-        try:
-            batch = self.tokenizer.pad(given, padding="max_length", max_length=width, return_tensors="pt")
-        finally:
-            warned[name] = before
-        return {key: list(batch[key]) for key in given if key in batch}
 
     def _pad_field(self, key: Any, values: Sequence[Any], multiple_of: int | Sequence[int] | None) -> list[Tensor]:
         name = "" if key is None else f"[{key!r}]"
@@ -317,6 +291,22 @@ def extents(used: Tensor) -> Tensor:
     """Return for each row ``(rows, columns)`` how many columns there are up to the last that is not 0."""
     places = torch.arange(1, used.size(1) + 1, device=used.device)
     return torch.where(used != 0, places, 0).amax(1)
+
+
+def _padding_of(tokenizer: Any) -> dict[str, Any]:
+    """Return what a Hugging Face tokenizer, or a feature extractor, pads its fields with."""
+    if tokenizer is None:
+        return {}
+    if hasattr(tokenizer, "padding_value"):
+        return dict.fromkeys(("input_values", "input_features"), tokenizer.padding_value)
+    if getattr(tokenizer, "pad_token_id", None) is None:
+        shown = tokenizer if isinstance(tokenizer, str) else type(tokenizer).__name__
+        raise (ValueError if hasattr(tokenizer, "pad_token_id") else TypeError)(
+            f"PadCollator(tokenizer={shown!r}): it has no pad token. Give a Hugging Face tokenizer with one "
+            "(tokenizer.pad_token = tokenizer.eos_token), or padding={'input_ids': 0} instead."
+        )
+    types = getattr(tokenizer, "pad_token_type_id", 0)
+    return {"input_ids": tokenizer.pad_token_id, "token_type_ids": types, "special_tokens_mask": 1}
 
 
 def _warn_of_classes(key: Any, padded: Sequence[Tensor], values: Sequence[Any]) -> None:
