@@ -1,11 +1,9 @@
-"""Errors for lack of memory, and the garbage collector around a training."""
+"""Errors for lack of memory, and what frees memory."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -15,32 +13,6 @@ from torch.nn.parameter import is_lazy
 _LARGE_BYTES = 100_000_000
 
 _trained: list[weakref.ref[nn.Module]] = []
-_frozen = False
-
-
-@contextmanager
-def full_passes_once() -> Iterator[None]:
-    """Let automatic collections examine all objects at most once while the context is open.
-
-    Later ones skip what survived the first: a full pass takes 100 to 250 ms once torch is imported, which may be longer
-    than the training.
-    """
-    if _after_pass in gc.callbacks or gc.get_freeze_count() > 0:
-        # Inside another training, or the program has frozen objects itself.
-        yield
-        return
-    gc.callbacks.append(_after_pass)
-    try:
-        yield
-    finally:
-        gc.callbacks.remove(_after_pass)
-        _thaw()
-
-
-def collect_all() -> None:
-    """Collect all garbage, including objects that ``full_passes_once`` skips."""
-    _thaw()
-    gc.collect()
 
 
 def collect_earlier_models(module: nn.Module) -> None:
@@ -53,21 +25,7 @@ def collect_earlier_models(module: nn.Module) -> None:
     _trained[:] = [weakref.ref(module)]
     if size_bytes >= _LARGE_BYTES:
         del earlier
-        collect_all()
-
-
-def _after_pass(phase: str, info: dict[str, int]) -> None:
-    global _frozen
-    if phase == "stop" and info["generation"] == 2 and not _frozen:
-        gc.freeze()
-        _frozen = True
-
-
-def _thaw() -> None:
-    global _frozen
-    if _frozen:
-        _frozen = False
-        gc.unfreeze()
+        gc.collect()
 
 
 # Libraries have their own messages.
@@ -104,6 +62,6 @@ def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
 
 def free_cached_memory() -> None:
     """Collect garbage and free the cached memory of the device."""
-    collect_all()
+    gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

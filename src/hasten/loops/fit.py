@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.out_of_memory import full_passes_once
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tree import by_kind, parameters_of
 from hasten.hooks import STEPS, nothing, overrides
@@ -78,7 +77,7 @@ def fit(run: Run) -> None:
     run.guard = bad_loss.guard(run)
     run.hooks.on_train_start()
     run.agree_now()
-    with torch.enable_grad(), full_passes_once():
+    with torch.enable_grad():
         while not run.finished():
             train_epoch(run)
     _say_why_finished(run)
