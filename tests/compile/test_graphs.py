@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.callbacks import LambdaCallback
-from hasten.compile.settings import CompileSettings, inner_model, users_settings
+from hasten.compile.settings import CompileSettings
 from hasten.loops import prepare as loops_prepare
 from tests.compile.test_compile import TRACED, Deep, Net
 from tests.compile.test_with_others import fitted_bert
@@ -178,30 +178,6 @@ def test_after_the_run_torch_finds_steps_by_itself_again(monkeypatch: pytest.Mon
     trained([], compile=TRACED, callbacks=[note])
     assert counts == [-1, -2, -3, -4, -5, -6]
     assert MarkStepBox.mark_step_counter == 0
-
-
-def test_a_model_that_the_user_had_recorded_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def recorded(**options: Any) -> bool:
-        found = users_settings(inner_model(torch.compile(Deep(), **options)))
-        assert found is not None
-        return found.cuda_graphs
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # Without a GPU torch records nothing.
-    assert not recorded(**RECORDED)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert recorded(**RECORDED)
-    assert not recorded()
-    assert not recorded(**TRACED)
-
-
-def test_packed_batches_are_not_recorded() -> None:
-    class Untouched(Net):
-        def setup(self, stage: str) -> None:
-            raise AssertionError("too late")
-
-    with pytest.raises(ValueError, match=r"packed=True.*Use compile=True with packed, or batching='length'"):
-        quiet(compile=RECORDED, packed=True).fit(Untouched(), loader())
 
 
 def test_only_the_batch_size_of_a_recorded_graph_is_fixed(events: list[str]) -> None:

@@ -157,17 +157,6 @@ def test_blocks_of_which_some_are_frozen_have_a_graph_for_each_kind_and_nobody_i
     assert {text.partition(": ")[2] for text in report.recompiles} == {FROZEN}
 
 
-def test_packed_blocks_without_a_part_to_compile_are_refused() -> None:
-    class Encoder(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    with pytest.raises(ValueError, match=r"no part outside attention.*use batching='length' instead of packed"):
-        quiet(compile=TRACED, packed=True).fit(Encoder(), loader())
-
-
 def test_fast_dropout_within_a_graph_draws_the_same_masks() -> None:
     report = fitted_alike(dropout="fast", max_epochs=1)[1].compile_report
     assert (report.graphs, report.graph_breaks, report.left) == (2, {}, {})
@@ -176,12 +165,13 @@ def test_fast_dropout_within_a_graph_draws_the_same_masks() -> None:
 # -- machines and arguments that cannot do it
 
 
+class Untouched(Net):
+    def setup(self, stage: str) -> None:
+        raise AssertionError("too late")
+
+
 def test_without_a_cpp_compiler_it_is_refused_before_training() -> None:
     from torch._inductor import config
-
-    class Untouched(Net):
-        def setup(self, stage: str) -> None:
-            raise AssertionError("too late")
 
     with config.patch({"cpp.cxx": ("no-such-compiler",)}):
         with pytest.raises(ValueError, match=r"no C\+\+ compiler on PATH.*apt install g\+\+.*leave compile out"):
@@ -190,11 +180,37 @@ def test_without_a_cpp_compiler_it_is_refused_before_training() -> None:
             L.Fabric(accelerator="cpu", compile=True).setup(nn.Linear(2, 2))
 
 
-def test_cuda_graphs_are_refused_without_a_gpu() -> None:
-    with pytest.raises(ValueError, match=r"records CUDA graphs, which need a CUDA device.*Use compile=True"):
-        quiet(compile={"mode": "reduce-overhead"}).fit(Net(), loader())
-    with pytest.raises(ValueError, match="max-autotune-no-cudagraphs"):
-        quiet(compile={"mode": "max-autotune"}).fit(Net(), loader())
+class Encoder(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said"),
+    [
+        (
+            Untouched,
+            {"compile": {"mode": "reduce-overhead"}},
+            "records CUDA graphs, which need a CUDA device",
+        ),
+        (Untouched, {"compile": {"mode": "max-autotune"}}, "max-autotune-no-cudagraphs"),
+        (
+            Untouched,
+            {"compile": {"mode": "reduce-overhead"}, "packed": True},
+            "packed=True.*Use compile=True with packed, or batching='length'",
+        ),
+        (
+            Encoder,
+            {"compile": TRACED, "packed": True},
+            "no part outside attention.*use batching='length' instead of packed",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_training(kind: Any, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        quiet(**arguments).fit(kind(), loader())
 
 
 @pytest.mark.parametrize(

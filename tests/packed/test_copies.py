@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hasten.memory import recomputed
 from hasten.packed.blocks import packed_blocks
-from tests.packed.test_blocks import WIDTH, Reader, batch_of, model_of, trained_both_ways
+from tests.packed.test_blocks import WIDTH, Reader, batch_of, model_of
 
 BATCH = batch_of([7, 3, WIDTH, 1])
 
@@ -95,31 +95,3 @@ def test_a_copy_can_be_packed_itself() -> None:
             with packed_blocks(made):
                 torch.testing.assert_close(output_of(made), output_of(model))
         torch.testing.assert_close(output_of(made), exact)
-
-
-class Taught(Reader):
-    """Learns to agree with a slow copy of its encoder, which is made in the middle of the run."""
-
-    teacher: nn.Module | None = None
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        real = batch["attention_mask"].bool()
-        words = self.words(batch["input_ids"])
-        if self.teacher is None:
-            # Not setattr: a teacher is no part of the module, and not trained.
-            self.__dict__["teacher"] = copy.deepcopy(self.encoder)
-        assert self.teacher is not None
-        with torch.no_grad():
-            for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-            told = self.teacher(words, src_key_padding_mask=~real)
-        hidden = self.encoder(words, src_key_padding_mask=~real)
-        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-        loss = nn.functional.cross_entropy(self.head(mean), batch["labels"])
-        loss = loss + ((hidden - told) * real[..., None]).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-
-def test_a_teacher_copied_in_the_middle_of_a_run_teaches_the_same() -> None:
-    trained_both_ways(Taught, epochs=3)

@@ -72,14 +72,6 @@ def test_mixed_precision_computes_in_bfloat16_on_full_weights() -> None:
     assert call("bf16-mixed", convert_outputs=True)[1]["out"].dtype == torch.float32
 
 
-def test_full_precision_binds_to_the_function_itself() -> None:
-    run = runtime(accelerator="cpu")
-    module = nn.Linear(1, 1)
-    function = module.forward
-    assert run.bind(function, module=module, wrapped=run.wrap(module), training=True) is function
-    assert run.unscale is None
-
-
 class Scaled:
     """A run on the CPU that believes it needs a scaler, which torch's works for as well."""
 

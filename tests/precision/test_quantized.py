@@ -239,8 +239,8 @@ def test_a_quantizing_precision_is_no_word(mode: str) -> None:
 # -- Transformer Engine, which only exists for GPUs
 
 
-@pytest.fixture(params=["autocast", "fp8_autocast"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Put a package in place of Transformer Engine; return the recipes that forward was called with."""
     used: list[Any] = []
 
@@ -253,19 +253,12 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
         used.append(recipe)
         yield
 
-    def fp8_autocast(enabled: bool, fp8_recipe: Any) -> Any:
-        return autocast(enabled, fp8_recipe)
-
     recipe: Any = types.ModuleType("transformer_engine.common.recipe")
     recipe.DelayedScaling, recipe.Format = DelayedScaling, types.SimpleNamespace(HYBRID="hybrid format")
     pytorch: Any = types.ModuleType("transformer_engine.pytorch")
     for kind in (nn.Linear, nn.LayerNorm):
         setattr(pytorch, kind.__name__, type(kind.__name__, (kind,), {"__module__": pytorch.__name__}))
-    pytorch.fp8_autocast = fp8_autocast
-    if request.param == "autocast":
-        # The name of newer versions; theirs of the old one warns in every step.
-        pytorch.autocast = autocast
-        del pytorch.fp8_autocast
+    pytorch.autocast = autocast
     for name in ("transformer_engine", "transformer_engine.common"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipe)

@@ -218,19 +218,16 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
 
 
 def _check_compiler(owner: str) -> None:
-    from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
-        compiler = get_cpp_compiler()
-        found = shutil.which(compiler) is not None
+        found = shutil.which(get_cpp_compiler()) is not None
     except Exception:  # torch raises several kinds, one of them its own.
-        compiler, found = str(config.cpp.cxx), False
+        found = False
     if not found:
         raise ValueError(
             f"{owner}(compile=...): there is no C++ compiler on PATH, and torch.compile needs one on the CPU. Install "
-            "g++ or clang++ (apt install g++, conda install cxx-compiler) or name one in the environment variable "
-            "CXX; or leave compile out. batching='length' and precision='bf16-mixed' need no compiler."
+            "one (apt install g++), name it in the environment variable CXX, or leave compile out."
         )
 
 

@@ -245,7 +245,7 @@ class HastenOptimizer:
         self._step = optimizer.step if step is None else step
         self._toggled = toggled
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> object:
         """Step the optimizer and count it in ``trainer.global_step``."""
         return self._step(closure, **kwargs)
 

@@ -49,7 +49,8 @@ def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool
         if given["src"].dim() != 3:
             return None
         # torch's fast path for evaluation without gradients never calls the attention of the layers.
-        trains = torch.is_grad_enabled() and (encoder.training or _computes_gradients(encoder, given["src"]))
+        learns = given["src"].requires_grad or any(one.requires_grad for one in blocks[0].parameters())
+        trains = torch.is_grad_enabled() and (encoder.training or learns)
         stack.without_gradients |= not trains
         return layouts(given) if trains else None
 
@@ -130,11 +131,6 @@ class _Layouts:
         if self._seen is None or self._seen[0]() is not mask or self._seen[1] != mask._version:
             self._seen = weakref.ref(mask), mask._version, _is_causal(mask)
         return self._seen[2] and mask.shape[0] == width
-
-
-def _computes_gradients(encoder: nn.Module, source: Tensor) -> bool:
-    first: Any = encoder.layers[0]  # type: ignore[index,operator,unused-ignore]
-    return source.requires_grad or any(one.requires_grad for one in first.parameters())
 
 
 def _is_causal(mask: Tensor) -> bool:

@@ -106,7 +106,7 @@ class Layout:
         # The host knows the number of indices: it has waited for them already.
         return self.places is not None and self.places.numel() < self.shape[0] * self.width
 
-    def pack_like(self, value: Any) -> Any:
+    def pack_like(self, value: object) -> Any:
         """Return ``value`` with every tensor of the batch's shape packed, such as positions."""
         if isinstance(value, tuple):
             return tuple(self.pack_like(each) for each in value)

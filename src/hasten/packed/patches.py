@@ -27,7 +27,7 @@ class MethodPatch:
             return self.own(*args, **kwargs)
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Call the original method; subclasses do more."""
         return self.original(*args, **kwargs)
 
@@ -59,7 +59,7 @@ class HookPatch:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> object:
         """Call the function."""
         return self._function(*args)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class TransformerEnginePrecision(DtypePrecision):
         with (
             DefaultType(self.weights_dtype),
             torch.autocast("cuda", dtype=self.fallback_compute_dtype),
-            _eight_bits(engine, self.recipe),
+            engine.autocast(enabled=True, recipe=self.recipe),
         ):
             yield
 
@@ -116,13 +116,6 @@ class TransformerEnginePrecision(DtypePrecision):
     def teardown(self) -> None:
         """Restore the original layers."""
         put_back(self._replaced)
-
-
-def _eight_bits(engine: Any, recipe: Any) -> AbstractContextManager[Any]:
-    if hasattr(engine, "autocast"):
-        return engine.autocast(enabled=True, recipe=recipe)  # type: ignore[no-any-return]
-    # Before version 2.9, which warns in every step that fp8_autocast is deprecated.
-    return engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # type: ignore[no-any-return]
 
 
 def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
