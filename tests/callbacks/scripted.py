@@ -82,8 +82,8 @@ BATCHES = [torch.zeros(2, 1) for _ in range(4)]
 
 def run(module: L.LightningModule, *callbacks: L.Callback, ckpt_path: Any = None, **arguments: Any) -> L.Trainer:
     """Fit on four batches an epoch with validation; return the Trainer."""
-    arguments.setdefault("enable_checkpointing", True)
-    trainer = quiet(callbacks=list(callbacks), num_sanity_val_steps=0, **arguments)
+    defaults = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
+    trainer = quiet(callbacks=list(callbacks), **(defaults | arguments))
     trainer.fit(module, BATCHES, [torch.zeros(2, 1)], ckpt_path=ckpt_path)
     return trainer
 

@@ -117,14 +117,11 @@ def test_what_a_killed_run_no_longer_wanted_is_removed_by_the_resumed_one(
     assert names(tmp_path) == [os.path.basename(checkpoint.best_model_path)]
 
 
-def test_the_file_a_user_named_to_start_from_is_kept(tmp_path: Path) -> None:
-    run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), max_epochs=1)
-    run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), max_epochs=2, ckpt_path=tmp_path / "step=4.ckpt")
-    assert names(tmp_path) == ["step=4.ckpt", "step=8.ckpt"]
-
-
-def test_what_the_resumed_run_replaces_is_removed_whatever_the_name_of_the_start(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
+def test_the_file_a_user_named_to_start_from_is_kept_and_what_the_resumed_run_replaces_removed(tmp_path: Path) -> None:
+    folder, same = tmp_path / "folder", tmp_path / "same"
+    run(Scripted(), ModelCheckpoint(same, "{step}"), max_epochs=1)
+    run(Scripted(), ModelCheckpoint(same, "{step}"), max_epochs=2, ckpt_path=same / "step=4.ckpt")
+    assert names(same) == ["step=4.ckpt", "step=8.ckpt"]
     for name in ("a", "z"):
         start = tmp_path / name / "start.ckpt"
         run(Scripted(), ModelCheckpoint(start.parent, "start"), max_epochs=1)
@@ -226,23 +223,6 @@ def test_saving_on_an_error(tmp_path: Path, asked: bool) -> None:
 # -- the last one to go on from
 
 
-def test_last_is_the_newest_whole_file(tmp_path: Path) -> None:
-    run(Scripted(), ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_last=True), max_epochs=3)
-    for name in ("last.ckpt", "step=12.ckpt"):
-        content = bytearray((tmp_path / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (tmp_path / name).write_bytes(content)
-    checkpoint = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_last=True)
-    with (
-        pytest.warns(UserWarning, match=r"last\.ckpt is damaged"),
-        pytest.warns(UserWarning, match=r"step=12\.ckpt is damaged"),
-    ):
-        trainer = run(Scripted(), checkpoint, max_epochs=3, ckpt_path="last")
-    assert trainer.ckpt_path == str(tmp_path / "step=8.ckpt")
-    assert names(tmp_path) == ["last.ckpt", "step=12-v1.ckpt", "step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
-    files.verify(tmp_path / "last.ckpt")
-
-
 def test_last_is_found_in_the_folders_of_earlier_runs(tmp_path: Path) -> None:
     def go(epochs: int, **options: Any) -> L.Trainer:
         return run(Scripted(), default_root_dir=tmp_path, logger=True, max_epochs=epochs, **options)
@@ -254,18 +234,6 @@ def test_last_is_found_in_the_folders_of_earlier_runs(tmp_path: Path) -> None:
     assert third.log_dir != second.log_dir
     assert third.global_step == 12
     assert names(Path(second.log_dir) / "checkpoints") == ["epoch=1-step=8.ckpt"]
-
-
-def test_the_best_is_used_for_the_test(tmp_path: Path) -> None:
-    class Tested(Scripted):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("weight", self.weight)
-
-    checkpoint = ModelCheckpoint(tmp_path, "{step}", "val_loss")
-    trainer = quiet(callbacks=[checkpoint], enable_checkpointing=True, max_epochs=3, num_sanity_val_steps=0)
-    trainer.fit(Tested(val=[3.0, 1.0, 2.0]), BATCHES, [torch.zeros(2, 1)])
-    (best,) = trainer.test(dataloaders=[torch.zeros(2, 1)], ckpt_path="best", verbose=False)
-    assert best["weight"] == pytest.approx(-0.8)
 
 
 def test_fit_can_be_called_again(tmp_path: Path) -> None:
