@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -253,7 +254,16 @@ class DrawnProgressBar(ProgressBar):
         return f"Epoch {trainer.current_epoch}"
 
     def _messages_above(self, bar: Any) -> None:
-        """Show log messages above ``bar`` until ``_redirected`` is closed."""
+        """Show log messages for the terminal above ``bar`` until ``_redirected`` is closed."""
+        self._redirected.close()
+        if bar.disable or not draws(bar):
+            return
+        # Rich has replaced the terminal's streams by proxies.
+        terminals = [getattr(stream, "rich_proxied_file", stream) for stream in (sys.stdout, sys.stderr)]
+        for handler in (*logging.root.handlers, *logging.getLogger("hasten").handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in terminals:
+                above = _AboveBar(bar, handler.stream)
+                self._redirected.callback(handler.setStream, handler.setStream(above))
 
     # -- training
 
@@ -389,6 +399,17 @@ class DrawnProgressBar(ProgressBar):
             self._refresh(bar, max(self._train_batches[0], bar.n), self.get_metrics(trainer, pl_module))
 
 
+class _AboveBar(io.TextIOBase):
+    """A stream of text whose lines appear above a bar."""
+
+    def __init__(self, bar: Any, stream: object) -> None:
+        self._bar, self._stream = bar, stream
+
+    def write(self, text: str) -> int:
+        self._bar.write(text, file=self._stream, end="")
+        return len(text)
+
+
 def _reset(bar: Any, total: float | None, description: str) -> None:
     """Set a bar to zero of ``total``."""
     if bar.disable:
@@ -512,22 +533,6 @@ class TQDMProgressBar(DrawnProgressBar):
 
     def _open(self, name: str) -> Any:
         return getattr(self, f"init_{name}_tqdm")()
-
-    def _messages_above(self, bar: Any) -> None:
-        """Make log messages on the terminal clear the bars first, and redraw them afterwards."""
-        self._redirected.close()
-        if bar.disable or not draws(bar):
-            return
-        from tqdm.contrib.logging import logging_redirect_tqdm
-
-        # Only loggers that write to the terminal anyway: a logger without a console stays silent.
-        terminals = (sys.stdout, sys.stderr)
-        loggers = [
-            logger
-            for logger in (logging.root, logging.getLogger("hasten"))
-            if any(getattr(handler, "stream", None) in terminals for handler in logger.handlers)
-        ]
-        self._redirected.enter_context(logging_redirect_tqdm(loggers, tqdm_class=type(bar)))
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -226,11 +223,6 @@ class RichProgressBar(DrawnProgressBar):
             texts.append(f"{name}: {text}")
         return self.theme.metrics_text_delimiter.join(texts)
 
-    def _messages_above(self, bar: Any) -> None:
-        self._redirected.close()
-        if self.progress is not None:
-            self._redirected = _log_through_console()
-
     def _ended(self, bar: RichBar) -> None:
         """Stop the display with its last bar, so that later output is printed below it."""
         self._shown.remove(bar)
@@ -320,9 +312,9 @@ class RichBar:
         )
         progress.refresh()
 
-    def write(self, text: str, **_: object) -> None:
+    def write(self, text: str, *, end: str = "\n", **_: object) -> None:
         """Print above the bars."""
-        print(text)
+        print(text, end=end)
 
     def close(self) -> None:
         """End the bar."""
@@ -372,16 +364,3 @@ def speed_text(task: Task) -> str:
     if speed is None and task.elapsed:
         speed = (task.completed - task.fields.get("initial", 0)) / task.elapsed
     return f"{speed or 0:.2f}it/s"
-
-
-def _log_through_console() -> ExitStack:
-    """Send log messages for the terminal through rich, which puts them above the bars."""
-    stack = ExitStack()
-    # rich has replaced the terminal's streams by proxies.
-    for proxy in (sys.stdout, sys.stderr):
-        terminal = getattr(proxy, "rich_proxied_file", None)
-        for logger in (logging.root, logging.getLogger("hasten")):
-            for handler in logger.handlers:
-                if isinstance(handler, logging.StreamHandler) and handler.stream is terminal is not None:
-                    stack.callback(handler.setStream, handler.setStream(proxy))
-    return stack
