@@ -161,19 +161,6 @@ def test_each_file_is_saved_and_removed_once(tmp_path: Path) -> None:
     assert checkpoint.state_dict()["books"]["unwanted"] == []
 
 
-def test_several_at_once(tmp_path: Path) -> None:
-    callbacks = [
-        ModelCheckpoint(tmp_path / "steps", "{step}", save_top_k=-1, every_n_train_steps=4),
-        ModelCheckpoint(tmp_path / "best", "{epoch}", "val_loss"),
-        ModelCheckpoint(tmp_path / "train", "{epoch}", "train_value", mode="max"),
-    ]
-    trainer = run(Scripted(val=[2.0, 1.0, 3.0], train=[1.0, 2.0, 3.0]), *callbacks, max_epochs=3)
-    of_steps = [f"steps/step={step}.ckpt" for step in (12, 4, 8)]
-    assert names(tmp_path) == ["best/epoch=1.ckpt", *of_steps, "train/epoch=2.ckpt"]
-    assert trainer.checkpoint_callback is callbacks[0]
-    assert len({callback.state_key for callback in callbacks}) == 3
-
-
 def test_the_sanity_check_saves_nothing(tmp_path: Path) -> None:
     trainer = quiet(callbacks=[ModelCheckpoint(tmp_path, monitor="val_loss")], enable_checkpointing=True)
     with pytest.raises(ZeroDivisionError):

@@ -120,13 +120,10 @@ def test_names_of_groups_and_several_optimizers() -> None:
         rates(groups({"name": "same"}, {"name": "same"}), LearningRateMonitor())
     found = rates(two, LearningRateMonitor(), automatic=False, log_every_n_steps=1)
     assert (found.of("lr-SGD")[0], found.of("lr-SGD-1")[0]) == ((0, 0.1), (0, 0.2))
-
-
-def test_what_the_monitor_needs() -> None:
-    with pytest.raises(ValueError, match="no logger"):
-        run(Scripted(), LearningRateMonitor(), enable_checkpointing=False)
     found = rates(lambda given: torch.optim.Adagrad(given, lr=0.1), LearningRateMonitor(log_momentum=True))
     assert found.of("lr-Adagrad-momentum")[0] == (0, 0)
+    with pytest.raises(ValueError, match="no logger"):
+        run(Scripted(), LearningRateMonitor(), enable_checkpointing=False)
 
 
 # -- the load of the device
@@ -239,6 +236,15 @@ def test_what_is_logged_in_training(clock: Clock) -> None:
         }
         for step in (2, 4, 6, 8, 10)
     ]
+
+    class Own(Classifier):
+        @property
+        def flops_per_batch(self) -> int:
+            return 10 * self.trainer.global_step
+
+    rows = rows_with(speed(throughput(), model=Own()), "train/")
+    # global_step has moved when a batch ends.
+    assert [row["device/flops_per_sec"] for row in rows] == [20, 40, 60, 80, 100]
     rows = rows_with(speed(throughput(), accumulate_grad_batches=2, log_every_n_steps=1), "train/")
     assert [(row["step"], row["batches"]) for row in rows] == [(0, 2), (1, 4), (2, 6), (3, 8), (4, 10)]
 
@@ -255,17 +261,6 @@ def test_validation_is_not_the_time_of_training(clock: Clock) -> None:
     # Each validation is measured by itself, and the sanity check is not.
     assert [row["batches"] for row in validation] == [1, 2, 1, 2]
     assert validation[1]["device/flops_per_sec"] == FORWARD
-
-
-def test_operations_of_the_module_are_read_at_each_batch(clock: Clock) -> None:
-    class Own(Classifier):
-        @property
-        def flops_per_batch(self) -> int:
-            return 10 * self.trainer.global_step
-
-    rows = rows_with(speed(throughput(), model=Own()), "train/")
-    # global_step has moved when a batch ends.
-    assert [row["device/flops_per_sec"] for row in rows] == [20, 40, 60, 80, 100]
 
 
 def test_evaluation_and_prediction(clock: Clock) -> None:

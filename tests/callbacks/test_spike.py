@@ -91,12 +91,7 @@ def test_what_is_a_spike(
         assert json.loads(path.read_text()) == [index for index in (expected - 1, expected) if index >= 0]
 
 
-def test_batches_count_over_epochs_and_are_named_by_epoch(tmp_path: Path) -> None:
-    assert spiked([1.0, 1.0, 9.0], tmp_path, an_epoch=2) == 0
-    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [0]
-
-
-def test_accumulation_and_weights_do_not_make_spikes(tmp_path: Path) -> None:
+def test_epochs_accumulation_and_weights_do_not_make_spikes(tmp_path: Path) -> None:
     def weighted(weight: float) -> list[Any]:
         return [{"loss": 1.0, "loss_weight": torch.tensor(weight * (1 + i % 2))} for i in range(7)]
 
@@ -106,6 +101,9 @@ def test_accumulation_and_weights_do_not_make_spikes(tmp_path: Path) -> None:
         assert spiked(losses, tmp_path, **options) is None
     assert spiked([*[1.0] * 6, 1.2], tmp_path, **options) == 6
     assert spiked([1.0, 1.0, 1.2, 1.0], tmp_path, **options) == 2
+    # Batches are named by their index in the epoch.
+    assert spiked([1.0, 1.0, 9.0], tmp_path, an_epoch=2) == 0
+    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [0]
 
 
 def test_the_file_and_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from hasten.callbacks import (
     WeightAveraging,
 )
 from tests.callbacks.resuming import (
-    SaveAt,
     SaveLast,
     Trace,
     assert_close,
@@ -251,17 +250,6 @@ def test_a_broken_validation_leaves_the_weights_of_training(tmp_path: Path, what
 # -- checkpoints
 
 
-def test_nothing_is_averaged_before_the_first_update(tmp_path: Path) -> None:
-    trace, saver = Trace(), SaveLast(tmp_path / "a.ckpt", 3)
-    trainer = fitted(Normalized, ema(update_starting_at_step=100), trace, saver, validation=loader(8))
-    module: Any = trainer.lightning_module
-    assert torch.equal(module.validated[0], trace.steps[-1][FIRST])
-    assert_same(weights(trainer), trace.steps[-1])
-    checkpoint = stored(saver.path)
-    assert_same(dict(checkpoint["state_dict"]), trace.steps[2])
-    assert "current_model_state" not in checkpoint
-
-
 def test_a_checkpoint_holds_the_average_and_loads_without_the_callback(tmp_path: Path) -> None:
     trace, saver = Trace(), SaveLast(tmp_path / "a.ckpt", 5)
     trainer = fitted(lambda: Classifier(width=6), ema(), trace, saver)
@@ -281,7 +269,7 @@ def test_a_checkpoint_holds_the_average_and_loads_without_the_callback(tmp_path:
     assert_same(dict(checkpoint["state_dict"]), weights(trainer))
 
 
-def test_a_checkpoint_saved_during_validation_holds_both(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_during_validation_holds_both_once_there_is_an_average(tmp_path: Path) -> None:
     class Saving(Normalized):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -290,6 +278,11 @@ def test_a_checkpoint_saved_during_validation_holds_both(tmp_path: Path) -> None
     whole = fitted(Saving, ema(), trace, validation=loader(4))
     assert_same(dict(stored(tmp_path / "a.ckpt")["current_model_state"]), trace.steps[-1])
     assert_same(dict(stored(tmp_path / "a.ckpt")["state_dict"]), weights(whole))
+    trainer = fitted(Saving, ema(update_starting_at_step=100), trace, validation=loader(4))
+    checkpoint = stored(tmp_path / "a.ckpt")
+    assert "current_model_state" not in checkpoint
+    for found in (weights(trainer), dict(checkpoint["state_dict"])):
+        assert_same(found, trace.steps[-1])
 
 
 # -- resuming
@@ -418,21 +411,15 @@ def test_it_equals_the_recipe_of_pytorch(make: Any, start: Any, index: int, anne
         assert not isinstance(module, nn.BatchNorm1d) or module.momentum == 0.3
 
 
-def test_a_checkpoint_in_mid_run_has_the_weights_of_training(tmp_path: Path) -> None:
-    savers, trace = [SaveAt(tmp_path / "a.ckpt", 8), SaveLast(tmp_path / "b.ckpt", 8)], Trace()
-    fitted(Normalized, swa(0.3, 1), trace, *savers, max_epochs=2)
-    for saver in savers:
-        assert_same(dict(stored(saver.path)["state_dict"]), trace.steps[7])
-
-
-def test_a_run_stopped_early_gets_the_average_of_its_epochs() -> None:
+def test_a_run_stopped_early_gets_the_average_of_its_epochs(tmp_path: Path) -> None:
     def stop(trainer: Any, module: Any) -> None:
         trainer.should_stop = trainer.current_epoch == 3
 
-    trace, stops = Trace(), LambdaCallback(on_train_epoch_end=stop)
-    trainer = fitted(Classifier, swa(0.3, 3), trace, stops, data=loader(8), max_epochs=10)
-    third, fourth = trace.epochs[2:]
-    assert_close(weights(trainer), {name: (third[name] + fourth[name]) / 2 for name in third})
+    trace, stops, saver = Trace(), LambdaCallback(on_train_epoch_end=stop), SaveLast(tmp_path / "a.ckpt", 7)
+    trainer = fitted(Classifier, swa(0.3, 3), trace, stops, saver, data=loader(8), max_epochs=10)
+    assert_close(weights(trainer), mean_of(trace.epochs[2:]))
+    # A checkpoint of the run has the weights of training.
+    assert_same(dict(stored(saver.path)["state_dict"]), trace.steps[6])
 
 
 def test_an_epoch_that_is_cut_short_is_not_averaged() -> None:
