@@ -1,4 +1,4 @@
-"""Every test reads its own words, not those of pytest, and has a seed of its own."""
+"""Every test reads its own words, not those of pytest, and has the same seed."""
 
 from __future__ import annotations
 

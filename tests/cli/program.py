@@ -116,7 +116,7 @@ class LineNet(L.LightningModule):
 
 
 class WideLineNet(LineNet):
-    """A classifier with an argument of its own."""
+    """A classifier with one more argument."""
 
     def __init__(self, extra: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -123,7 +123,7 @@ BY_HAND = r"""
 x = 1\nimport lightning.pytorch.serve\n | 2 | lightning.pytorch.serve: Export the module
 import lightning.app as app\n | 1 | lightning.app: It belongs to a hosted product.
 \nfrom lightning.pytorch.serve import ServableModule\n | 2 | lightning.pytorch.serve: Export
-from lightning.pytorch import Missing\n | 1 | lightning.pytorch.Missing: hasten has no such name.
+from lightning.pytorch import Missing\n | 1 | lightning.pytorch.Missing: hasten does not have this name.
 import lightning.pytorch.loops as loops\n | 1 | lightning.pytorch.loops: its names are in several modules
 from lightning.pytorch.loops import *\n | 1 | from lightning.pytorch.loops import *: import the names
 import pytorch_lightning as pl\n\npl.loops.loop\n | 3 | pl.loops.loop: hasten has no loop objects
@@ -179,7 +179,7 @@ def test_yaml_class_paths() -> None:
     assert result.data == old.replace(b"lightning.pytorch.loggers", b"hasten.loggers").replace(
         b"# lightning.pytorch is", b"# hasten is"
     )
-    assert result.by_hand == [(5, "pytorch_lightning.callbacks.Missing: hasten has no such name.")]
+    assert result.by_hand == [(5, "pytorch_lightning.callbacks.Missing: hasten does not have this name.")]
 
 
 @pytest.fixture

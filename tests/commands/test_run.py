@@ -163,8 +163,8 @@ def test_an_error_is_shown_without_the_frames_of_the_command(folder: Path) -> No
     [
         ([], "name a program: hasten run train.py"),
         (["trian.py"], r"no file 'trian.py' in .*Did you mean 'train.py'\? For a module: hasten run -m MODULE\."),
-        (["-m", "nothing_here.at_all"], "-m nothing_here.at_all: no such module"),
-        (["-mnothing_here"], "-m nothing_here: no such module"),
+        (["-m", "nothing_here.at_all"], "-m nothing_here.at_all: not found"),
+        (["-mnothing_here"], "-m nothing_here: not found"),
         (["-m"], "expected one argument"),
         (["site"], "site is a folder without a __main__.py"),
         (["--yes", "train.py"], "unknown option --yes"),

@@ -1,4 +1,4 @@
-"""The names of the field, in its modules, lead to hasten's own objects."""
+"""The names of Lightning, in its modules, lead to hasten's objects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def alias() -> Iterator[None]:
 
 
 def surface() -> list[tuple[str, list[str]]]:
-    """Return the public names of the field, module by module."""
+    """Return the public names of Lightning, module by module."""
     rows = [line.partition(":") for line in SURFACE.read_text().splitlines() if line and line[0] != "#"]
     return [(module, names.split()) for module, _, names in rows]
 

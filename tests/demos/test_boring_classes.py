@@ -64,7 +64,7 @@ def test_a_fit_equals_the_plain_loop(kind: Any) -> None:
     plain_loop(by_hand, epochs=1)
     assert same_weights(trained, by_hand)
     assert trainer.global_step == 64
-    expected = 0.01 if kind is boring.BoringModel else 0.1  # manual optimisation leaves schedulers alone
+    expected = 0.01 if kind is boring.BoringModel else 0.1  # manual optimization leaves schedulers alone
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
 
 

@@ -61,17 +61,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_text_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    fetched = []
 
     def answer(url: str, timeout: float) -> Any:
-        asked.append(url)
+        fetched.append(url)
         return io.BytesIO(b"the cat sat on the mat\n" * 20)
 
     monkeypatch.setattr(urllib.request, "urlopen", answer)
     for _ in range(2):
         data = WikiText2(tmp_path / "new" / "folder")
         assert (data.vocab_size, data.path) == (6, tmp_path / "new" / "folder" / "wikitext-2.txt")
-    assert asked == [URL]
+    assert fetched == [URL]
 
 
 @pytest.mark.parametrize("kind", [LightningTransformer, LightningLSTM])

@@ -1,6 +1,6 @@
 """Packages from PyPI that are built on Lightning, unchanged: under `hasten run` they compute what they do there.
 
-Needs an environment of its own with tests/packages/requirements.txt; `make packages` makes it and runs this.
+Needs a separate environment with tests/packages/requirements.txt; `make packages` makes it and runs this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="HASTEN_PACKAGES_PYTHON names
 
 
 def results_of(program: Path, folder: Path, *, with_hasten: bool) -> dict[str, Any]:
-    """Run a program in a process of its own and return what it wrote."""
+    """Run a program in a new process and return what it wrote."""
     folder.mkdir()
     path = folder / "results.json"
     command = [PYTHON, *(["-m", "hasten", "run"] if with_hasten else []), str(program)]

@@ -134,7 +134,7 @@ DIFFERENCES = (
         events=checkpoints_last,
     ),
     Difference(
-        "all loaders are asked for before the sanity check, so that what is wrong with one shows at once",
+        "all loaders are requested before the sanity check, so that a wrong one shows at once",
         events=loaders_first,
     ),
     Difference(

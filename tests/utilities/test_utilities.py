@@ -1,4 +1,4 @@
-"""Helpers under the names of the field."""
+"""Helpers under the names of Lightning."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_questions_about_modules() -> None:
     assert utilities.is_overridden("forward", nn.Linear(1, 1), parent=nn.Module)
     with pytest.raises(ValueError, match="write parent="):
         utilities.is_overridden("forward", nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="LightningModule has no such method"):
+    with pytest.raises(ValueError, match="LightningModule does not have this method"):
         utilities.is_overridden("nothing", BoringModel())
     takes = model_helpers.is_param_in_hook_signature
     assert takes(lambda *args: None, "batch")

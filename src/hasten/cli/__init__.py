@@ -3,7 +3,7 @@
 Needs jsonargparse: ``pip install hasten[cli]``.
 """
 
-# ruff: noqa: E402 - what is missing is said before it is imported
+# ruff: noqa: E402 - missing packages are named before they are imported
 
 from __future__ import annotations
 

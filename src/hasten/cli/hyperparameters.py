@@ -82,12 +82,12 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
     parser = ArgumentParser(exit_on_error=False)
     if class_path is not None:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
-        asked: dict[str, Any] = {"class_path": class_path, "dict_kwargs": given}
+        wanted: dict[str, Any] = {"class_path": class_path, "dict_kwargs": given}
     else:
         parser.add_class_arguments(class_type, "module", fail_untyped=False)
-        asked = given
+        wanted = given
     try:
-        parsed = parser.parse_object({"module": asked}, defaults=True)
+        parsed = parser.parse_object({"module": wanted}, defaults=True)
     except Exception as error:  # jsonargparse raises its own kinds
         raise ValueError(
             f"{class_type.__name__}: the hyper-parameters in the checkpoint do not fit: {error}"
@@ -122,7 +122,7 @@ def with_checkpoint(
     subcommand = config["subcommand"]
     path, chosen = config[subcommand].get("ckpt_path"), config[subcommand].get("model")
     if not path or not Path(path).is_file():
-        return config  # "best" and its like, or a URL: found when the run starts.
+        return config  # "best", "last" or a URL: found when the run starts.
     try:
         checkpoint = files.load(path, map_location="cpu")
     except (files.CheckpointDamaged, files.CheckpointRefused):

@@ -35,7 +35,7 @@ from hasten.trainer import Trainer
 # Words of a command line, or the config as data.
 ArgsType: TypeAlias = list[str] | dict[str, Any] | Namespace | None
 
-# Functions implemented in C do not know their module; a config may name them anyway.
+# Functions implemented in C have no __module__; a config may name them anyway.
 register_unresolvable_import_paths(torch)
 set_parsing_settings(config_read_mode_fsspec_enabled=True)
 
@@ -53,7 +53,7 @@ register_type(torch.dtype, deserializer=_dtype)
 
 AUTOMATIC = "AUTOMATIC"
 
-# What jsonargparse does not know: an option, a key of a config, a sub-command or a class.
+# How jsonargparse names what it does not find: an option, a key of a config, a sub-command or a class.
 _UNKNOWN = re.compile(
     r"unrecognized arguments: --(?P<option>[\w.]+)|ption '(?P<key>[^']+)'|invalid choice: '(?P<command>[^']+)'"
     r"|Expected a dot import path string: (?P<class>\S+)"

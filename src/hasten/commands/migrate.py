@@ -1,4 +1,4 @@
-"""``hasten migrate``: rewrite the imports of Lightning in programs; shows the change and asks first."""
+"""``hasten migrate``: rewrite the imports of Lightning in programs, after a question."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="hasten migrate",
         description=(
-            "Rewrite `import lightning` and its like to `import hasten` in Python files and the class paths in YAML "
-            "files. Shows the change first and asks; lists what needs a hand. Nothing else in a file is touched."
+            "Rewrite imports of Lightning to those of hasten in Python files and the class paths in YAML "
+            "files. Shows the change first, waits for your answer, and lists what it cannot rewrite."
         ),
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="DIR", help="folders and files")

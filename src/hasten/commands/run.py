@@ -92,7 +92,7 @@ def find_module(name: str, parser: Parser) -> str:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        parser.error(f"-m {name}: no such module in {os.getcwd()} or among the installed packages.")
+        parser.error(f"-m {name}: not found in {os.getcwd()} or among the installed packages.")
     return found.origin or name
 
 

@@ -102,9 +102,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        asked = None if context is None or context.name is None else context.name.lower()
+        wanted = None if context is None or context.name is None else context.name.lower()
         for name in _DISTRIBUTIONS:
-            if asked is None or re.sub(r"[-_.]+", "-", asked) == name:
+            if wanted is None or re.sub(r"[-_.]+", "-", wanted) == name:
                 yield _Distribution(name)
 
 

@@ -136,7 +136,7 @@ def yaml(data: bytes) -> Rewritten:
 
 
 def _advice(dotted: str) -> str:
-    return f"{dotted}: {alternative_to(relative(dotted) or '') or 'hasten has no such name.'}"
+    return f"{dotted}: {alternative_to(relative(dotted) or '') or 'hasten does not have this name.'}"
 
 
 def _expression(dotted: str) -> Any:

@@ -146,7 +146,7 @@ class BoringModel(LightningModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """``BoringModel`` with manual optimisation."""
+    """``BoringModel`` with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

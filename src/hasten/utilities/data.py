@@ -32,6 +32,10 @@ min_seed_value, max_seed_value = 0, 2**32 - 1
 def move_data_to_device(batch: Batch, device: torch.device | str | int) -> Batch:
     """Return a batch, or an object with a method ``to``, on a device.
 
+    Args:
+        batch: tensors in nested collections, or such an object.
+        device: where to; an int is the number of a CUDA device.
+
     Example::
 
         >>> move_data_to_device({"x": torch.zeros(2)}, "cpu")
@@ -47,7 +51,12 @@ def apply_to_collection(
 ) -> Batch:
     """Return ``data`` with ``function(leaf, *args, **kwargs)`` in place of each leaf of type ``dtype``.
 
-    ``kwargs`` also takes the options of ``lightning_utilities``, such as ``wrong_dtype``.
+    Args:
+        data: a nested collection, or a leaf.
+        dtype: the type of the leaves, or several.
+        function: makes the new leaf.
+        *args: for ``function``.
+        **kwargs: for ``function``, and the options of ``lightning_utilities``, such as ``wrong_dtype``.
 
     Example::
 

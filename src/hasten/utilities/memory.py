@@ -21,5 +21,5 @@ def recursive_detach(in_dict: Batch, to_cpu: bool = False) -> Batch:
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Return whether an exception is cuDNN's way to say that there is no memory left."""
+    """Return whether an exception is the one that cuDNN raises when memory runs out."""
     return isinstance(exception, RuntimeError) and "CUDNN_STATUS_NOT_SUPPORTED" in str(exception)

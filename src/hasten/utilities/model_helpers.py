@@ -48,7 +48,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         if parent is None:
             raise ValueError(f"is_overridden({method_name!r}, {type(instance).__name__} object): write parent=...")
     if not hasattr(parent, method_name):
-        raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no such method.")
+        raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} does not have this method.")
     return hasattr(instance, method_name) and overrides(instance, parent, method_name)
 
 
@@ -65,9 +65,14 @@ def get_formatted_model_size(total_model_size: float) -> str:
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return whether a function takes a parameter: by name, or unless ``explicit`` as ``*args``.
+    """Return whether a function takes a parameter, by name or as one of ``*args``.
 
-    ``min_args`` is a number of parameters that is enough too.
+    Args:
+        hook_fx: the function.
+        param: the name of the parameter.
+        explicit: only by name.
+        min_args: a number of parameters that is enough too.
+
     """
     parameters = inspect.signature(inspect.unwrap(hook_fx)).parameters
     names = [name for name in parameters if name != "self"]
@@ -164,7 +169,10 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
     """Share the parameters in each list of names, of which the first is kept; return the module.
 
-    The lists are those of ``find_shared_parameters``.
+    Args:
+        module: the module.
+        shared_params: the lists that ``find_shared_parameters`` returned.
+
     """
     for first, *others in shared_params:
         parameter = module.get_parameter(first)

@@ -38,7 +38,12 @@ def collect_init_args(
 ) -> list[dict[str, Any]]:
     """Return ``path_args`` and the arguments of the ``__init__`` of a frame and of the subclasses that called it.
 
-    The innermost comes first, and only objects of ``classes``; ``inside`` is ignored.
+    Args:
+        frame: of the innermost ``__init__``, whose arguments come first.
+        path_args: what was collected already.
+        inside: ignored.
+        classes: only objects of these classes; all by default.
+
     """
     found = list(path_args)
     for current, _ in traceback.walk_stack(frame):
@@ -57,7 +62,16 @@ def save_hyperparameters(
     frame: types.FrameType | None = None,
     given_hparams: object = None,
 ) -> None:
-    """Do what ``obj.save_hyperparameters`` does."""
+    """Do what ``obj.save_hyperparameters`` does.
+
+    Args:
+        obj: a module or datamodule.
+        *args: what to save; by default all arguments of ``__init__``.
+        ignore: names to leave out.
+        frame: of the ``__init__``; by default that of the caller.
+        given_hparams: ignored.
+
+    """
     here = inspect.currentframe()
     obj.save_hyperparameters(*args, ignore=ignore, frame=frame or (here.f_back if here is not None else None))
 

@@ -57,7 +57,7 @@ def is_local(fs: AbstractFileSystem) -> bool:
 
 
 def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) -> Any:
-    """Return the hyper-parameters in a YAML file, without running any code in it; {} if there is none.
+    """Return the hyper-parameters in a YAML file, without running any code in it; {} without the file.
 
     Plain values come back whatever ``use_omegaconf`` is.
     """
@@ -80,7 +80,7 @@ def save_hparams_to_yaml(
 
 
 def load_hparams_from_tags_csv(tags_csv: PathLike) -> dict[str, Any]:
-    """Return the hyper-parameters in a CSV file with the columns key and value; {} if there is none."""
+    """Return the hyper-parameters in a CSV file with the columns key and value; {} without the file."""
     system = get_filesystem(tags_csv)
     if not system.exists(os.fspath(tags_csv)):
         return {}
