@@ -51,25 +51,32 @@ class Validates(Logs):
 BATCHES = [torch.full((size, 1), float(size)) for size in (4, 4, 2)]
 
 
-def test_step_values_reach_the_logger_at_the_interval_with_the_index_of_the_step() -> None:
+def changed_in_place(m: Any, b: Any, i: int) -> None:
+    value = torch.tensor(float(i))
+    m.log("x", value)
+    value += 100
+
+
+EPOCH = {"on_step": False, "on_epoch": True}
+MEAN = (4 * 4 + 4 * 4 + 2 * 2) / 10  # Weighted by batch size.
+
+
+@pytest.mark.parametrize(
+    ("log", "options", "rows"),
+    [
+        (changed_in_place, {"log_every_n_steps": 2, "max_epochs": 2}, [(1, 1.0), (3, 0.0), (5, 2.0)]),
+        (changed_in_place, {"log_every_n_steps": 1, "accumulate_grad_batches": 2}, [(0, 1.0), (1, 2.0)]),
+        (lambda m, b, i: m.log("x", b.mean(), **EPOCH), {}, [(2, MEAN)]),
+        (lambda m, b, i: m.log("x", float(b.mean()), **EPOCH), {}, [(2, MEAN)]),
+    ],
+)
+def test_rows_of_the_logger_have_the_index_of_the_step(log: Any, options: dict[str, Any], rows: list[Any]) -> None:
     logger = RowLogger()
-    module = Logs(lambda m, b, i: m.log("x", torch.tensor(float(i))))
-    quiet(logger=logger, log_every_n_steps=2, max_epochs=2).fit(module, BATCHES)
-    assert logger.of("x") == [(1, 1.0), (3, 0.0), (5, 2.0)]
-    assert [row["epoch"] for _, row in logger.rows] == [0, 1, 1]
-
-
-@pytest.mark.parametrize("as_number", [True, False])
-def test_epoch_mean_is_weighted_by_batch_size(as_number: bool) -> None:
-    def log(m: Any, b: Any, i: int) -> None:
-        m.log("x", float(b.mean()) if as_number else b.mean(), on_step=False, on_epoch=True)
-
-    logger = RowLogger()
-    trainer = quiet(logger=logger)
+    trainer = quiet(logger=logger, **options)
     trainer.fit(Logs(log), BATCHES)
-    expected = (4 * 4 + 4 * 4 + 2 * 2) / 10
-    assert logger.of("x") == [(2, pytest.approx(expected))]
-    assert trainer.callback_metrics["x"].item() == pytest.approx(expected)
+    assert logger.of("x") == [(step, pytest.approx(value)) for step, value in rows]
+    assert [row["epoch"] for _, row in logger.rows] == [step // 3 for step, _ in rows]
+    assert trainer.callback_metrics["x"].item() == pytest.approx(rows[-1][1])
 
 
 @pytest.mark.parametrize(("reduce", "expected"), [("sum", 10.0), ("max", 4.0), (torch.min, 2.0), ("mean", 10 / 3)])
@@ -122,18 +129,6 @@ def test_sums_of_counts_are_exact(values: tuple[Any, ...]) -> None:
     assert trainer.callback_metrics["x"].item() == 2**24 + 2
     assert trainer.logged_metrics["x"].item() == 2**24 + 2
     assert logger.of("x") == [(2, 2**24 + 2)]
-
-
-def test_a_value_changed_in_place_after_logging_keeps_its_logged_value() -> None:
-    logger = RowLogger()
-
-    def log(m: Any, b: Any, i: int) -> None:
-        value = torch.tensor(float(i))
-        m.log("x", value)
-        value += 100
-
-    quiet(logger=logger, log_every_n_steps=1).fit(Logs(log), BATCHES)
-    assert [value for _, value in logger.of("x")] == [0.0, 1.0, 2.0]
 
 
 def test_validation_values_are_epoch_means_and_go_to_the_logger_once() -> None:
@@ -256,13 +251,6 @@ def test_log_dict_and_metric_collections() -> None:
     assert metrics["t_mean"].item() == pytest.approx(3.6)
     assert metrics["t_max"].item() == 4.0
     assert (metrics["a"], metrics["b"]) == (1.0, 2.0)
-
-
-def test_accumulation_logs_each_optimizer_step() -> None:
-    logger = RowLogger()
-    module = Logs(lambda m, b, i: m.log("x", float(i)))
-    quiet(logger=logger, log_every_n_steps=1, accumulate_grad_batches=2).fit(module, BATCHES)
-    assert logger.of("x") == [(0, 1.0), (1, 2.0)]
 
 
 @pytest.mark.parametrize(

@@ -250,21 +250,6 @@ def test_a_step_patched_before_a_scheduler_wraps_it_is_called() -> None:
     assert calls == ["outer", "patched"]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Optimizer])
-def test_a_class_patched_with_the_attributes_of_torchs_method_is_called(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimizer, calls = torch.optim.SGD(model().parameters(), lr=0.1), []
-    earlier = fast_step.make_step(optimizer), fast_step.make_zero_grad(optimizer)
-    if kind is torch.optim.SGD:
-        monkeypatch.setattr(kind, "step", counted(calls, "step", kind.step))
-    monkeypatch.setattr(kind, "zero_grad", counted(calls, "zero_grad", kind.zero_grad))
-    for step, zero_grad in (earlier, (fast_step.make_step(optimizer), fast_step.make_zero_grad(optimizer))):
-        step()
-        zero_grad()
-    assert calls == (["step", "zero_grad"] * 2 if kind is torch.optim.SGD else ["zero_grad"] * 2)
-
-
 def test_a_replaced_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, calls = nn.Parameter(torch.tensor(2.0)), []
     for owner, name in ((Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "_engine_run_backward")):

@@ -95,7 +95,7 @@ def runtime(
     found, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
-    strategy_in_use = _strategy(strategy, chosen, found, num_nodes, owner)
+    strategy_in_use = _strategy(strategy, found, num_nodes, owner)
     # A check of a GPU initializes CUDA, and this process could no longer be forked.
     is_forked = found[0].type == "cuda" and strategy_in_use.copies_this_process
     precision_in_use = _precision(precision, precision_plugin, found[0], owner, check=not is_forked)
@@ -131,8 +131,6 @@ def _plugins(plugins: Any, owner: str) -> tuple[Precision | None, CheckpointIO |
         kind = next((kind for kind in found if isinstance(plugin, kind)), None)
         if kind is None:
             hint = f" Write {plugin.__name__}()." if isinstance(plugin, type) else ""
-            if isinstance(plugin, str) and plugin.lower() in STRATEGIES:
-                hint = f" Write strategy={plugin.lower()!r}."
             raise TypeError(
                 f"{owner}(plugins={plugins!r}): {plugin!r} is not a plugin. Use objects of the classes in "
                 f"hasten.plugins: a Precision, a CheckpointIO or a ClusterEnvironment.{hint}"
@@ -202,32 +200,29 @@ def _devices(
     return found, num_nodes
 
 
-def _strategy(
-    strategy: Any, accelerator: Accelerator, devices: list[torch.device], num_nodes: int, owner: str
-) -> Strategy:
-    written = repr(strategy)
-    if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE:
-        strategy = SingleDeviceStrategy()
+def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner: str) -> Strategy:
+    count = len(devices) * num_nodes
+    name = "auto" if strategy is None else strategy.lower() if isinstance(strategy, str) else ""
+    chosen: Strategy
     if isinstance(strategy, Strategy):
-        if isinstance(strategy, SingleDeviceStrategy) and len(devices) * num_nodes > 1:
-            several = f"devices={len(devices)}" + (f", num_nodes={num_nodes}" if num_nodes > 1 else "")
-            written = written if written == repr(_SINGLE_DEVICE) else "SingleDeviceStrategy(...)"
-            raise MisconfigurationException(
-                f"{owner}(strategy={written}, {several}): one device cannot be {len(devices) * num_nodes}. Use "
-                "devices=1, or strategy='auto'."
-            )
         chosen = strategy
-    elif isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
-    elif strategy is None or (isinstance(strategy, str) and strategy.lower() == "auto"):
-        if len(devices) * num_nodes == 1:
-            return SingleDeviceStrategy()
+    elif name == _SINGLE_DEVICE or (name == "auto" and count == 1):
+        chosen = SingleDeviceStrategy()
+    elif name == "auto":
         chosen = DDPStrategy(start_method="fork" if is_interactive() else "popen")
-    elif isinstance(strategy, str):
-        chosen = _named_strategy(strategy, owner)
+    elif name in STRATEGIES:
+        start_method, options = STRATEGIES[name]
+        chosen = DDPStrategy(start_method=start_method, **options)
+    elif name:
+        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
+        raise ValueError(f"{owner}(strategy={strategy!r}): use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
     else:
-        raise TypeError(
-            f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy, not {type(strategy).__name__}."
+        kind = type(strategy).__name__
+        raise TypeError(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")
+    if isinstance(chosen, SingleDeviceStrategy) and count > 1:
+        raise MisconfigurationException(
+            f"{owner}(strategy={strategy!r}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be "
+            f"{count}. Use devices=1, or strategy='auto'."
         )
     if isinstance(chosen, ParallelStrategy) and devices[0].type == "mps":
         raise MisconfigurationException(
@@ -235,15 +230,6 @@ def _strategy(
             "processes. Use strategy='auto', or accelerator='cpu'."
         )
     return chosen
-
-
-def _named_strategy(strategy: str, owner: str) -> Strategy:
-    name = strategy.lower()
-    if name not in STRATEGIES:
-        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
-        raise ValueError(f"{owner}(strategy={strategy!r}): use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
-    start_method, options = STRATEGIES[name]
-    return DDPStrategy(start_method=start_method, **options)
 
 
 def _precision(precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool) -> Precision:

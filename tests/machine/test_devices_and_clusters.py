@@ -110,7 +110,7 @@ SLURM = {
     ("variables", "kind", "place", "message"),
     [
         (TORCHRUN, TorchElasticEnvironment, ("host", 1234), "torchrun started 4 processes"),
-        (SLURM, SLURMEnvironment, ("gpu07", 18456), "the SLURM job runs 4 tasks"),
+        (SLURM, SLURMEnvironment, ("gpu07", 18456), "SLURM started 4 processes"),
         ({**SLURM, "SLURM_JOB_NAME": "bash"}, LightningEnvironment, None, ""),
     ],
     ids=["torchrun", "slurm", "a shell in a slurm job"],

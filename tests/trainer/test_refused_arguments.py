@@ -18,8 +18,12 @@ VALUES: dict[str, list[Any]] = {
     "check_val_every_n_epoch": [0], "num_sanity_val_steps": [-3], "log_every_n_steps": [-1],
     "accumulate_grad_batches": [0, 2.0, {0: 2}], "gradient_clip_val": ["1", -1.0], "deterministic": ["wran"],
     "fast_dev_run": [-1], "enable_progress_bar": ["yes"], "enable_checkpointing": [1], "callbacks": ["checkpoint"],
-    "logger": ["csv"], "default_root_dir": [3], "devices": [0, "two"], "reload_dataloaders_every_n_epochs": [-1],
+    "logger": ["csv"], "default_root_dir": [3], "reload_dataloaders_every_n_epochs": [-1],
     "inference_mode": [None],
+}  # fmt: skip
+BAREBONES: dict[str, Any] = {
+    "logger": True, "enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True,
+    "num_sanity_val_steps": 3, "log_every_n_steps": 3, "fast_dev_run": True, "detect_anomaly": True,
 }  # fmt: skip
 WRONG: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, f"{name}={value!r}") for name, values in VALUES.items() for value in values),
@@ -29,10 +33,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_time": "soon"}, "max_time"), ({"max_epochs": "3"}, "max_epochs=...*'3'"),
     ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "check_val_every_n_epoch=None"),
     ({"gradient_clip_algorithm": "norms"}, "Did you mean 'norm'"), ({"callbacks": [3]}, "Callback"),
-    ({"callbacks": [L.Callback]}, r"Callback\(\)"), ({"precision": "17"}, "precision"),
-    ({"precision": "bf16-mix"}, "bf16-mixed"), ({"precision": "16-mixed"}, "bf16-mixed"),
-    ({"accelerator": "gpuu"}, "accelerator"), ({"strategy": "dpp"}, "ddp"), ({"profiler": "simpel"}, "simple"),
-    ({"barebones": True, "logger": True}, "barebones"),
+    ({"callbacks": [L.Callback]}, r"Callback\(\)"), ({"profiler": "simpel"}, "simple"),
+    *(({"barebones": True, name: value}, f"barebones=True, {name}={value}") for name, value in BAREBONES.items()),
 ]  # fmt: skip
 
 
@@ -55,7 +57,7 @@ class Old(Classifier):
 
 
 MISSING: list[tuple[Any, str]] = [
-    (lambda t: t.fit(NoStep(), loader()), r"no training_step\(\).*trainings_step"),
+    (lambda t: t.fit(NoStep(), loader()), r"no training_step\(\)"),
     (lambda t: t.fit(NoOptimizer(), loader()), r"no configure_optimizers\(\)"),
     (lambda t: t.fit(Classifier()), "no data"),
     (lambda t: t.fit(torch.nn.Linear(1, 1), loader()), "LightningModule"),

@@ -57,19 +57,6 @@ def test_fast_dev_run_runs_programs_that_write_to_their_logger(tmp_path: Path, m
         L.Trainer(fast_dev_run=True, logger=3)
 
 
-BAREBONES: dict[str, Any] = {
-    "logger": True, "enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True,
-    "num_sanity_val_steps": 3, "log_every_n_steps": 3, "fast_dev_run": True, "detect_anomaly": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAREBONES)
-def test_barebones_refuses_what_it_switches_off(name: str) -> None:
-    words = rf"Trainer\(barebones=True, {name}={BAREBONES[name]}\): barebones switches all"
-    with pytest.raises(ValueError, match=words):
-        L.Trainer(accelerator="cpu", barebones=True, **{name: BAREBONES[name]})
-
-
 def test_barebones_trains_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     bare, plain = Classifier(), Classifier()

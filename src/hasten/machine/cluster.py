@@ -139,9 +139,7 @@ class _ExternalCluster(_FromVariables):
 
     _world_size: str
     _global_rank: str
-    # For the message where ``devices`` and ``num_nodes`` mean another number of processes.
-    _started: str
-    _advice: str
+    _launcher: str
 
     creates_processes_externally = True
 
@@ -159,10 +157,9 @@ class _ExternalCluster(_FromVariables):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         if num_devices * num_nodes != self.world_size():
-            advice = self._advice.format(nodes=num_nodes, devices=num_devices)
             raise ValueError(
-                f"devices={num_devices}, num_nodes={num_nodes}: "
-                f"{self._started.format(self.world_size())}. Use {advice}."
+                f"devices={num_devices}, num_nodes={num_nodes}: {self._launcher} started {self.world_size()} "
+                "processes. Use devices='auto' and the right num_nodes, or start as many as these."
             )
 
 
@@ -170,8 +167,7 @@ class TorchElasticEnvironment(_ExternalCluster):
     """Processes started by ``torchrun``."""
 
     _world_size, _global_rank, _node_rank = "WORLD_SIZE", "RANK", ("GROUP_RANK",)
-    _started = "torchrun started {} processes"
-    _advice = "devices='auto', or torchrun --nnodes={nodes} --nproc-per-node={devices}"
+    _launcher = "torchrun"
 
     @property
     def main_port(self) -> int:
@@ -199,8 +195,7 @@ class SLURMEnvironment(_ExternalCluster):
 
     _world_size, _global_rank = "SLURM_NTASKS", "SLURM_PROCID"
     _local_rank, _node_rank = ("SLURM_LOCALID",), ("SLURM_NODEID",)
-    _started = "the SLURM job runs {} tasks"
-    _advice = "#SBATCH --nodes={nodes} --ntasks-per-node={devices} and start the program with srun"
+    _launcher = "SLURM"
 
     def __init__(self, auto_requeue: bool = True) -> None:
         self.auto_requeue = auto_requeue
