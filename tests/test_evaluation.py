@@ -61,22 +61,6 @@ def test_hooks_of_prediction() -> None:
     assert seen == [(0, 0), ((0, 0), [0, 1, 2, 3]), []]
 
 
-def test_samples_of_a_batch_are_known_where_a_hook_may_ask() -> None:
-    seen: list[Any] = []
-
-    class AtTheEnd(L.Callback):
-        def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
-            seen.append(trainer.predict_loop.current_batch_indices)
-
-    trainer = quiet(callbacks=[AtTheEnd()])
-    trainer.predict(Predicts(), loader(8))
-    assert seen == [[4, 5, 6, 7]]
-    # Nobody asks: nothing is kept.
-    trainer = quiet()
-    trainer.predict(Predicts(), loader(8))
-    assert trainer.predict_loop.current_batch_indices == []
-
-
 @pytest.mark.parametrize("call", ["predict", "validate", "test"])
 def test_a_signal_ends_an_evaluation_after_the_batch_in_hand(call: str) -> None:
     class Signals(Modes):
@@ -209,28 +193,6 @@ def test_steps_take_fewer_arguments_and_name_them_as_they_like() -> None:
     assert quiet().validate(Names(), loader(8), verbose=False) == [{"n": 1.0}]
     assert quiet().predict(Names(), [loader(6), loader(4)]) == [[0, 1], [0]]
     assert quiet().test(Names(), loader(8), verbose=False) == [{"arguments": 2.0}]
-
-
-class Hooks(L.Callback):
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-
-def _hears(name: str) -> Any:
-    return lambda self, *_: self.seen.append(name)
-
-
-for _stage in ("validation", "test", "predict"):
-    for _moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end"):
-        setattr(Hooks, f"on_{_stage}_{_moment}", _hears(f"{_stage} {_moment}"))
-
-
-@pytest.mark.parametrize(("call", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
-def test_hooks_of_each_call_and_no_others(call: str, stage: str) -> None:
-    hooks = Hooks()
-    getattr(quiet(callbacks=[hooks]), call)(Modes(), loader(4))
-    moments = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-    assert hooks.seen == [f"{stage} {moment}" for moment in moments]
 
 
 def test_values_of_evaluation_steps_go_to_the_loggers_by_batch() -> None:

@@ -1,4 +1,4 @@
-"""Manual optimisation: several optimizers, toggling, accumulation, schedulers; equal to the loop by hand."""
+"""Manual optimization: several optimizers, toggling, accumulation, schedulers; equal to the loop by hand."""
 
 from __future__ import annotations
 
@@ -151,18 +151,6 @@ def test_no_exchange_of_gradients_while_accumulating() -> None:
     assert len(exchanges) == 4
 
 
-@pytest.mark.world_size(2)
-def test_buffers_follow_the_first_process() -> None:
-    model = Gan(accumulate=1)
-    trainer = quiet(devices=2, strategy="ddp", limit_train_batches=3)
-    trainer.fit(model, loader(32))
-    # DDP copies buffers before a forward, so that they differ by one batch at most.
-    seen = trainer.strategy.all_gather(model.generator[1].num_batches_tracked)
-    assert seen[0] == seen[1]
-    mean = trainer.strategy.all_gather(model.generator[1].running_mean)
-    assert (mean[0] - mean[1]).abs().max() < 0.25
-
-
 class Simple(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +254,7 @@ def test_clip_gradients_by_norm_and_value() -> None:
         quiet(limit_train_batches=1).fit(Clipped("size"), loader())
 
 
-def test_manual_backward_under_automatic_optimisation_is_refused() -> None:
+def test_manual_backward_under_automatic_optimization_is_refused() -> None:
     class Wrong(Clipped):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(self.layer(batch[0]).mean())

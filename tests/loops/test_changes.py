@@ -185,7 +185,7 @@ def test_a_training_step_of_the_class_counts_from_the_next_batch(way: str, hook:
     assert taken == ["first"] * (6 - at_once) + ["second"] * (4 + at_once)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
 @pytest.mark.parametrize(
     ("name", "value", "trained", "validated"),
     [
@@ -225,11 +225,23 @@ def test_another_limit_counts_from_the_next_epoch(
     assert model.validated[1] == validated
 
 
-def test_a_removed_callback_hears_no_more() -> None:
-    notes = Notes()
-    model = Steps()
-    quiet(callbacks=[notes, At(lambda trainer, _: trainer.callbacks.remove(notes))]).fit(model, loader())
+def test_a_removed_callback_a_patched_hook_and_another_interval_count_from_that_batch() -> None:
+    notes, logger = Notes(), RowLogger()
+    moved: list[int] = []
+
+    def change(trainer: Any, module: Any) -> None:
+        def transfer(batch: Any, device: Any, dataloader_idx: int) -> Any:
+            moved.append(trainer.fit_loop.batch_idx)
+            return batch
+
+        module.transfer_batch_to_device = transfer
+        trainer.callbacks.remove(notes)
+        trainer.log_every_n_steps = 2
+
+    quiet(callbacks=[notes, At(change)], logger=logger, log_every_n_steps=5).fit(Steps(), loader())
     assert len(notes.outputs) == 5
+    assert moved == [5, 6, 7, 8]
+    assert [step for step, _ in logger.rows] == [4, 5, 7, 9]
 
 
 @pytest.mark.parametrize(
@@ -253,13 +265,6 @@ def test_other_limits_end_the_run_at_that_step(hook: str) -> None:
     trainer.fit(model, loader())
     assert trainer.global_step == 7
     assert same_weights(model, by_hand([[index] for index in range(7)]))
-
-
-def test_rows_of_the_loggers_follow_another_interval() -> None:
-    logger = RowLogger()
-    change = At(lambda trainer, _: setattr(trainer, "log_every_n_steps", 2))
-    quiet(callbacks=change, logger=logger, log_every_n_steps=5).fit(Steps(), loader())
-    assert [step for step, _ in logger.rows] == [4, 5, 7, 9]
 
 
 def test_a_scheduler_added_in_the_middle_steps_with_every_batch() -> None:
@@ -296,20 +301,6 @@ def test_a_group_added_in_the_middle_is_trained_and_cleared() -> None:
     quiet(callbacks=At(change)).fit(model, loader())
     # Halfway to 1 with each of five steps.
     assert model.shift.item() == pytest.approx(1 - 0.5**5)
-
-
-def test_batches_are_moved_by_a_hook_patched_in_the_middle() -> None:
-    moved: list[int] = []
-
-    def patch(trainer: Any, module: Any) -> None:
-        def transfer(batch: Any, device: Any, dataloader_idx: int) -> Any:
-            moved.append(trainer.fit_loop.batch_idx)
-            return batch
-
-        module.transfer_batch_to_device = transfer
-
-    fit(patch)
-    assert moved == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,6 @@ def reaches_back(self: Any, batch: Any, batch_idx: int) -> Any:
     return self.carried
 
 
-def breaks(self: Any, batch: Any, batch_idx: int) -> Any:
-    raise RuntimeError("on purpose")
-
-
 @pytest.mark.parametrize(
     ("step", "said"),
     [
@@ -72,13 +68,6 @@ def test_resuming_with_another_kind_of_optimizer(tmp_path: Any) -> None:
     trainer.save_checkpoint(tmp_path / "sgd.ckpt")
     with pytest.raises(ValueError, match=r"not that of Adam: it has no"):
         quiet(max_epochs=2).fit(WithAdam(), loader(), ckpt_path=tmp_path / "sgd.ckpt")
-
-
-def test_parts_of_a_batch_that_are_no_tensors() -> None:
-    batch = (torch.zeros(2, 8), 3, [{"deep": torch.zeros(1)}, "text"])
-    with pytest.raises(RuntimeError) as caught:
-        quiet().fit(with_step(breaks), [batch])
-    assert "tuple of 3 (Tensor (2, 8) float32, int, list of 2 (dict, str))" in notes(caught.value)
 
 
 @pytest.mark.parametrize("skipped", [{1}, {1, 3}])
