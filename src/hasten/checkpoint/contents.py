@@ -302,9 +302,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 
 
 def _as_data(value: Any) -> Any:
-    if isinstance(value, Counter):
-        return {"__counter__": [[key, count] for key, count in value.items()]}
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, Counter):
         return {key: _as_data(inner) for key, inner in value.items() if not callable(inner)}
     if isinstance(value, (list, tuple)):
         kept = [_as_data(inner) for inner in value if not callable(inner)]
@@ -316,7 +314,6 @@ def _as_data(value: Any) -> Any:
 
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Restore a scheduler from ``scheduler_state``; functions it was made with stay as they are."""
-    state = {key: _from_data(value) for key, value in state.items()}
     present = scheduler.state_dict()
     if "last_epoch" in present and "last_epoch" not in state:
         raise ValueError(
@@ -325,16 +322,6 @@ def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
         )
     # What was left out because it is code (lambdas, the function of an annealing) comes from this run.
     scheduler.load_state_dict({**{key: value for key, value in present.items() if key not in state}, **state})
-
-
-def _from_data(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"__counter__"}:
-            return Counter(dict(value["__counter__"]))
-        return {key: _from_data(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_from_data(inner) for inner in value]
-    return value
 
 
 # -- gradients that wait for the rest of their accumulation: {"optimizers": {index: ...}, "others": {name: ...}}
@@ -369,7 +356,9 @@ def collect_gradients(
     return {"ranks": gather(move_to(gradients, "cpu"))}
 
 
-def restore_gradients(module: nn.Module, optimizers: Iterable[Any], stored: Any, *, rank: int, world_size: int) -> None:
+def restore_gradients(
+    module: nn.Module, optimizers: Iterable[Any], stored: dict[str, list[Gradients]], *, rank: int, world_size: int
+) -> None:
     """Give parameters the gradients that ``collect_gradients`` returned.
 
     Args:
@@ -380,7 +369,7 @@ def restore_gradients(module: nn.Module, optimizers: Iterable[Any], stored: Any,
         world_size: the number of processes.
 
     """
-    ranks: list[Gradients] = stored["ranks"]
+    ranks = stored["ranks"]
     # On another number of processes each one has their mean, which is what they would have exchanged.
     gradients = ranks[rank % len(ranks)] if len(ranks) in (1, world_size) else _mean_of(ranks)
     for kind, parameters in _parameters(module, optimizers).items():

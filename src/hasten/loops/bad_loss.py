@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from hasten._lib.errors import BadLossError
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of
-from hasten.loops.saved_state import SavedBuffers, StepState, generator_states, set_generators
+from hasten.loops.saved_state import SavedBuffers, StepState
 from hasten.loops.user_code import with_batch_idx_if_taken
+from hasten.seed import isolate_rng
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -398,15 +399,14 @@ def _first_bad(run: Run, before: StepState, batch: Any, batch_idx: int, *, backw
         for name, layer in run.module.named_modules()
         if name
     ]
-    after = generator_states()
+    step = with_batch_idx_if_taken(run.module.training_step)
+    step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
+    # Compiled layers run as they were written, and so call their hooks.
+    as_written = torch.compiler.set_stance("force_eager")
     try:
-        before.restore_random()
-        step = with_batch_idx_if_taken(run.module.training_step)
-        step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
-        # On for forward as well, to have the line of the function shown.
-        # Compiled layers run as they were written, and so call their hooks.
-        as_written = torch.compiler.set_stance("force_eager")
-        with as_written, torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
+        # Anomaly mode also during forward, to have the line of the function shown.
+        with isolate_rng(), as_written, torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
+            before.restore_random()
             output = step(batch, batch_idx)
             if backward and not found:
                 loss = output if isinstance(output, Tensor) else output["loss"]
@@ -415,13 +415,12 @@ def _first_bad(run: Run, before: StepState, batch: Any, batch_idx: int, *, backw
             if not backward and not found:
                 found.append("The output of every layer is finite: the loss itself is computed so. ")
     except Exception as error:
-        # Anomaly mode ends with the name of the function; anything else is not the error to tell of.
+        # Anomaly mode ends with the name of the function; other errors say nothing about the loss.
         if "returned nan values" in str(error):
             found.append(f"{str(error).rstrip('.')}. ")
     finally:
         for handle in handles:
             handle.remove()
-        set_generators(after)
     return found[0] if found else ""
 
 

@@ -36,8 +36,7 @@ from hasten.optim.backward import InBackward
 from hasten.optim.fast_step import clears_gradients
 from hasten.seed import collect_rng_state
 
-# (batch, batch_idx) -> what training_step returned, for on_train_batch_end; where the batch is in its accumulation
-# says `run.window`
+# (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` is the place of the batch in its accumulation
 Step = Callable[[Any, int], Any]
 
 
@@ -71,7 +70,7 @@ def fit(run: Run) -> None:
     sanity_check(run)
     run.enter(RunningStage.TRAINING)
     if not run.progress.mid_epoch:
-        # Now, not when the epoch starts: what on_train_start logs belongs to the first one.
+        # Before on_train_start, so that the values it logs belong to the first epoch.
         run.logged.start_epoch("train")
     run.logged.loss_report = bad_loss.LossReport(guarded=run.arguments.on_bad_loss != "warn")
     run.guard = bad_loss.guard(run)
@@ -130,7 +129,7 @@ def train_epoch(run: Run) -> None:
         batches = batch_by_batch(run, batches)
 
     if run.runtime.syncs_gradients and run.wrapped is run.module:
-        # Nothing required gradients when the run began; a callback may have unfrozen something since.
+        # At the start no parameter required gradients, so there was nothing to wrap; a callback may have unfrozen some.
         run.wrapped = run.runtime.wrap(run.module)
     run.first_epoch.at_start(run)
     run.watch("run_training_epoch", train_batches)(run, batches)
@@ -187,7 +186,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
         window.is_start = progress.accumulation_index == 0
         if window.is_start and batch_idx > plan.tail_start:
-            plan = _make_plan(run)  # More batches than the loader's length: these fill whole accumulations again.
+            plan = _make_plan(run)  # The loader gives more batches than its length: plan their accumulations.
         window.is_end = is_end = is_last or progress.accumulation_index + 1 >= plan.accumulation_size
         window.size = plan.accumulation_size if batch_idx < plan.tail_start else plan.tail_size
         outputs = plan.train_step(batch, batch_idx)
@@ -249,23 +248,23 @@ def after_batch(run: Run) -> None:
     if not run.validation_schedule.due(run):
         finish()
         return
-    # Where gradients may wait for more batches, only the user's own hook can know.
+    # Gradients that later batches may add to are cleared only by a hook that the user overrides.
     may_release = not run.gradients_may_count() or overrides(
         run.module, LightningModule, "on_validation_model_zero_grad"
     )
     if progress.accumulation_index == 0 and may_release:
         run.module.on_validation_model_zero_grad()
-    # A run that ends within this validation starts with it when resumed: it draws the same numbers again, and what its
-    # metrics have accumulated in it must not count twice.
+    # A run that is interrupted within this validation repeats it when resumed: with the same random numbers, and with
+    # the metrics as they are before it.
     run.random_before_validation = collect_rng_state()
     run.metrics_before_validation = run.metrics.state_dict(copied=True)
-    # Checkpoints and early stopping act in the last hook: by then all else is done.
+    # Checkpoints and early stopping act in the last hook, after the schedulers have stepped.
     run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=finish)
     run.enter(RunningStage.TRAINING)
     run.validation_schedule.mark_done()
 
 
-# -- what the loop needs for a batch, chosen once, and again when something changed
+# -- what the loop needs for each batch: computed once, and again when the run changes
 
 
 @dataclass(slots=True)
@@ -276,14 +275,14 @@ class _EpochPlan:
     # Brings a batch to the device; None where it stays as it is.
     transfer: Callable[[Any], Any] | None
     step_schedulers: Callable[..., None]
-    # Batches of an accumulation, of the epoch's last one, and the index of the first batch of that one.
+    # Batches of an accumulation; batches of the epoch's last accumulation, and the index of its first batch.
     accumulation_size: int
     tail_size: int
     tail_start: float
-    # Infinite for never.
+    # Infinite where there is no interval, or no limit.
     log_every_n_steps: float
     max_steps: float
-    # Whether something may follow any batch.
+    # Whether validation or a scheduler may be due after any batch.
     per_batch: bool
     # Batches of the run after which validation may be due.
     next_validation: float
@@ -291,7 +290,7 @@ class _EpochPlan:
 
 def _make_plan(run: Run) -> _EpochPlan:
     run.changed = False
-    # A zero_grad of the user's may keep them, or zeros in their place, with which an optimizer steps too.
+    # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
     run.keeps_gradients = (
         not run.module.automatic_optimization
         or overrides(run.module, LightningModule, "optimizer_zero_grad")
@@ -305,7 +304,7 @@ def _make_plan(run: Run) -> _EpochPlan:
         accumulation_size=accumulation_size,
         tail_size=tail_size,
         tail_start=tail_start,
-        # 0 means never: no count is a multiple of infinity.
+        # 0 means never: ``step % inf`` is never 0.
         log_every_n_steps=run.arguments.log_every_n_steps or math.inf,
         max_steps=run.max_steps,
         per_batch=schedule.any_monitored(run, "step") or run.validation_schedule.per_batch,
@@ -321,7 +320,7 @@ def make_step(run: Run) -> Step:
         return _step_without_optimizer(run)
     optimizer = run.optimizers[0]
     if isinstance(optimizer, InBackward):
-        follow_arguments(run, optimizer)  # Again: a callback may have changed them meanwhile.
+        follow_arguments(run, optimizer)  # A callback may have changed the arguments.
     batches = run.accumulate_grad_batches
     check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     return _closure_step(run) if _needs_closure(run) else _automatic_step(run)
@@ -375,7 +374,7 @@ def _closure_step(run: Run) -> Step:
             return None if outputs is None else outputs["loss"]
 
         _step_with_closure(run, batch_idx, compute)
-        # One call is one step, whatever it did: limits and schedules count on it.
+        # Each call of optimizer_step counts as one step, for limits and schedules.
         progress.global_step += 1
         return outputs
 
@@ -432,7 +431,7 @@ def _unchanged(optimizer: Any) -> Callable[[], bool]:
 
 
 def _address(parameter: Tensor) -> int:
-    # Subclasses, such as quantized weights, may have no memory of their own.
+    # Tensor subclasses, such as quantized weights, may have no storage.
     return parameter.data_ptr() if type(parameter) in (Tensor, nn.Parameter) else 0
 
 
@@ -497,9 +496,9 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     zero_grad = _zero_grad(run, optimizer)
     backward = _backward(run)
     weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
-    # A resumed run may have to complete an accumulation before it continues with single batches.
+    # A run resumed within an accumulation completes it first.
     weighs = weighs or run.progress.accumulation_index > 0
-    # Other processes wait for the gradients of each last batch.
+    # With several processes the last backward of an accumulation must not be skipped: the others wait for it.
     alone = runtime.world_size == 1
     graphs = recorded_steps(run)
     take_loss = None if run.guard is None else run.guard.take
@@ -508,7 +507,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
         logged.context = context
         try:
             if window.is_start and graphs is not None:
-                # Before forward: a replay overwrites the last gradients.
+                # Before forward, because the replay of a graph overwrites the gradients.
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
                 graphs.begin()
@@ -525,7 +524,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
             if weighs:
                 loss = _weighed(run, output, loss)
             if alone and type(output) is not Tensor and _counts_for_nothing(output):
-                # The mean over nothing adds nothing, and its gradient may not be finite.
+                # The mean over no samples contributes nothing, and its gradient may be nan.
                 run.last_loss = None
                 return {**output, "loss": torch.zeros_like(loss)}
             if take_loss is not None:
@@ -533,14 +532,14 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
             hooks.on_before_backward(loss)
             backward(loss)
             if graphs is not None and (in_parts or not (window.is_start and window.is_end)):
-                # More is added to them, in replays of the same graphs.
+                # The next replay of the graph overwrites them; later batches are added to the copies.
                 graphs.keep_gradients()
         except Exception as error:
             annotate(error, "training_step", module, batch, batch_idx)
             raise
         if not in_parts:
             hooks.on_after_backward()
-        # Looked up now: a callback may have been appended since the batch began.
+        # Looked up after the step, because training_step may append a callback.
         if not keep_outputs and hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return None
         detached = loss.detach()
@@ -646,8 +645,8 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
             _divide_gradients(optimizer, weight)
             run.window_weight = None
         elif progress.accumulation_index + 1 != window.size:
-            # The accumulation has another number of batches than each was divided by: the data ended early, or a run
-            # that accumulated more began it.
+            # The losses were divided by another number of batches than the accumulation has: the data ended early, or
+            # the checkpoint was saved in an accumulation of another size.
             _scale_gradients(optimizer, window.size / (progress.accumulation_index + 1))
         hooks.on_before_optimizer_step(optimizer)
         if clips:
@@ -690,7 +689,7 @@ def _plan_windows(run: Run) -> tuple[int, int, float]:
     """
     progress, size, length = run.progress, run.accumulate_grad_batches, run.train.limit
     index = progress.accumulation_index
-    # One that holds as many batches as an accumulation now has, or more, takes one more and ends.
+    # An open accumulation that has the new size already ends with the next batch.
     start = progress.batch - index if index < size else progress.batch + 1
     tail_size, tail_start = _tail(max(0, length - start), size)
     windows = size, tail_size, start + tail_start

@@ -31,7 +31,7 @@ from hasten._lib.tree import parameters_of
 from hasten.logged_value import LoggedValue, is_metric
 from hasten.loops.run import Run
 from hasten.memory import may_have_changed
-from hasten.seed import generator_state, set_generator_state
+from hasten.seed import collect_rng_state, generator_state, restore_rng_state, set_generator_state
 
 # How many levels of objects and containers inside one another may belong to a step.
 _DEPTH = 8
@@ -497,30 +497,6 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def generator_states() -> dict[str, Any]:
-    """Return the states of all global generators as they come: as plain data they take four times as long."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if torch.backends.mps.is_available():
-        states["mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def set_generators(states: dict[str, Any]) -> None:
-    """Restore what ``generator_states`` returned."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
-    if "mps" in states:
-        torch.mps.set_rng_state(states["mps"])
-
-
 # -- a step
 
 
@@ -622,7 +598,7 @@ class StepState:
         run = self._run
         if self._objects is not None:
             self._objects.save_step(batch)
-        self._random = generator_states()
+        self._random = collect_rng_state()
         self.buffers.save()
         self._values = {logged: _logged_state(logged) for logged in run.logged.of_stage("train")}
         self._metric_states = [(metric, _metric_state(metric)) for metric in self._metrics]
@@ -637,7 +613,7 @@ class StepState:
         run = self._run
         if self._objects is not None:
             self._objects.restore()
-        set_generators(self._random)
+        restore_rng_state(self._random)
         self.buffers.restore()
         for logged in run.logged.of_stage("train"):
             # A name logged for the first time since then has accumulated nothing.
@@ -655,7 +631,7 @@ class StepState:
 
     def restore_random(self) -> None:
         """Have the random generators draw again what they drew after ``save``."""
-        set_generators(self._random)
+        restore_rng_state(self._random)
 
     def undo_statistics(self) -> None:
         """Undo what the batches since ``save`` added to buffers, metrics and the means over the epoch; nothing else."""
@@ -679,10 +655,10 @@ class StepState:
         weight, skipped = self._counts
         saved += [(vars(run), "window_weight", weight), (vars(run), "skipped_batches", skipped)]
         present = [(attributes, name, attributes[name]) for attributes, name, _ in saved]
-        random, gradients = generator_states(), [(p, p.grad) for p, _ in self._gradients or ()]
+        random, gradients = collect_rng_state(), [(p, p.grad) for p, _ in self._gradients or ()]
 
         def show(random: dict[str, Any], state: Any, gradients: Any) -> None:
-            set_generators(random)
+            restore_rng_state(random)
             for attributes, name, value in state:
                 attributes[name] = value
             for parameter, gradient in gradients:
