@@ -43,6 +43,21 @@ class SharedFile:
     shape: list[int]
     dtype: str
 
+    @classmethod
+    def new(cls, shape: tuple[int, ...], dtype: torch.dtype) -> SharedFile:
+        """Make one, which is closed with the object returned."""
+        if not hasattr(os, "memfd_create"):
+            raise RuntimeError(
+                "hasten.data.preload() needs memfd_create, which Linux has. Use Trainer(resident=True) here, which "
+                "holds the data in each process."
+            )
+        descriptor = os.memfd_create("hasten-preload", os.MFD_CLOEXEC)
+        os.truncate(descriptor, max(1, torch.Size(shape).numel() * dtype.itemsize))
+        pid = os.getpid()
+        file = cls(pid, _start_time(pid), descriptor, list(shape), str(dtype).removeprefix("torch."))
+        weakref.finalize(file, os.close, descriptor)
+        return file
+
     def tensor(self) -> Tensor:
         """Return the tensor, in the memory of the file."""
         if not self.is_there():
@@ -59,50 +74,19 @@ class SharedFile:
         return self.started is not None and _start_time(self.pid) == self.started
 
 
-class SharedTensors:
-    """Tensors in memory that other processes can map; the files are closed with this object."""
-
-    def __init__(self) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise RuntimeError(
-                "hasten.data.preload() needs memfd_create, which Linux has. Use Trainer(resident=True) here, which "
-                "holds the data in each process."
-            )
-        self.files: list[SharedFile] = []
-        self.tensors: list[Tensor] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a new tensor."""
-        descriptor = os.memfd_create("hasten-preload", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, descriptor)
-        os.truncate(descriptor, max(1, torch.Size(shape).numel() * dtype.itemsize))
-        name = str(dtype).removeprefix("torch.")
-        file = SharedFile(os.getpid(), _start_time(os.getpid()), descriptor, list(shape), name)
-        self.files.append(file)
-        self.tensors.append(file.tensor())
-        return self.tensors[-1]
-
-    def add(self, tensor: Tensor) -> None:
-        """Add a copy of a tensor."""
-        self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-
-
 class PreloadedDataset(Dataset[Any]):
     """A dataset's samples in shared memory; made by :func:`preload`.
 
     Pickled, as when processes are spawned, it takes a few bytes: the other process maps the same memory. Without a
-    ``kind``, the tensors are the bytes of the pickled samples and where each of them ends. ``owner`` keeps the files
-    open, in the process that made them.
+    ``kind``, the tensors are the bytes of the pickled samples and where each of them ends.
     """
 
     _hasten_preloaded = True
 
-    def __init__(
-        self, dataset: object, kind: Kind | None, files: list[SharedFile], owner: SharedTensors | None = None
-    ) -> None:
+    def __init__(self, dataset: object, kind: Kind | None, files: list[SharedFile]) -> None:
         self.dataset = dataset
-        self._kind, self._files, self._owner = kind, files, owner
-        self._tensors = [file.tensor() for file in files] if owner is None else owner.tensors
+        self._kind, self._files = kind, files
+        self._tensors = [file.tensor() for file in files]
         self.columns = None if kind is None else Columns(kind, self._tensors)
 
     def __len__(self) -> int:
@@ -175,40 +159,49 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
             return PreloadedDataset(dataset, kind_of(data[0]) if in_columns else None, files)
         began = time.perf_counter()
         try:
-            memory, kind = _read(reader)
+            files, kind = _read(reader)
         except BaseException:
             os.unlink(file.name)
             raise
         file.seek(0)
         file.truncate()
-        json.dump({"files": [asdict(each) for each in memory.files], "in_columns": kind is not None}, file)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in memory.tensors)
+        json.dump({"files": [asdict(each) for each in files], "in_columns": kind is not None}, file)
+    made = _of_this_process[key] = PreloadedDataset(dataset, kind, files)
+    # Other processes cannot map it once it is gone.
+    weakref.finalize(made, _forget, key, os.getpid())
+    size = sum(tensor.nbytes for tensor in made._tensors)
     rank_zero_info(
         f"{shown}: {len(data)} samples are in shared memory, {gigabytes(size)} ({time.perf_counter() - began:.1f} s)."
     )
-    made = _of_this_process[key] = PreloadedDataset(dataset, kind, memory.files, memory)
-    # Other processes cannot map it once it is gone.
-    weakref.finalize(memory, _forget, key, os.getpid())
     return made
 
 
-def _read(reader: DatasetReader) -> tuple[SharedTensors, Kind | None]:
+def _read(reader: DatasetReader) -> tuple[list[SharedFile], Kind | None]:
     """Read the dataset into new shared memory."""
-    dataset, memory = reader.dataset, SharedTensors()
+    dataset = reader.dataset
+    files: list[SharedFile] = []
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        files.append(SharedFile.new(shape, dtype))
+        return files[-1].tensor()
+
+    def add(tensor: Tensor) -> None:
+        empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
     columns = of_tensors(dataset) if type(dataset) is TensorDataset else None
     if columns is not None:
         reader.check_size(columns.size_bytes)
         for leaf in columns.leaves:
-            memory.add(leaf)
-        return memory, columns.kind
-    data = reader.read(allocate=memory.empty)
+            add(leaf)
+        return files, columns.kind
+    data = reader.read(allocate=empty)
     if isinstance(data, Columns) and all(isinstance(leaf, Tensor) for leaf in data.leaves):
-        return memory, data.kind
+        return files, data.kind
     parts = [pickled(sample) for sample in (data.samples() if isinstance(data, Columns) else data)]
-    memory = SharedTensors()
-    memory.add(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
-    memory.add(torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0))
-    return memory, None
+    files.clear()
+    add(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
+    add(torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0))
+    return files, None
 
 
 def _key(dataset: Any, name: str | None) -> str:
