@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.precision.matmul import matmul_precision as matmul_precision_set
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 F64, F32, BF16, F16, I8 = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8
 TF32 = "tfloat32"
@@ -140,7 +143,7 @@ _LONG_ENOUGH_SECONDS = 0.02
 _MEASURED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def flop_counter() -> Any:
+def flop_counter() -> FlopCounterMode:
     """Return a context that counts floating-point operations, those of attention on the CPU included.
 
     Example::

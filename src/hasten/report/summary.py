@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.nn.parameter import UninitializedParameter
 from hasten._lib import check
 from hasten._lib.tree import map_tensors, preserve_modes
 from hasten.module.module import trainer_of
+
+if TYPE_CHECKING:
+    from hasten.types import Batch
 
 UNKNOWN_SIZE = "?"
 NOT_APPLICABLE = "n/a"
@@ -376,7 +379,7 @@ def human_readable(number: int) -> str:
     return f"{value:,.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
 
 
-def parse_batch_shape(batch: Any) -> Any:
+def parse_batch_shape(batch: Batch) -> object:
     """Return the shape of a tensor as a list, or a list of shapes; "?" for anything else.
 
     Example::

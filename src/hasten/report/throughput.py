@@ -148,16 +148,18 @@ class FabricThroughput(Throughput):
         self._fabric = fabric
         self.step = -1
 
-    def update(self, **totals: Any) -> None:
+    def update(
+        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: float | None = None
+    ) -> None:
         """Record the totals so far; see ``Throughput.update``."""
         if self._fabric.is_global_zero:
-            super().update(**totals)
+            super().update(time=time, batches=batches, samples=samples, lengths=lengths, flops=flops)
 
     def compute(self) -> dict[str, float]:
         """Return totals and rates; empty on other processes than the first."""
         return super().compute() if self._fabric.is_global_zero else {}
 
-    def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
+    def compute_and_log(self, step: int | None = None, **kwargs: object) -> dict[str, float]:
         """Log and return the result of ``compute``.
 
         Args:

@@ -52,9 +52,11 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     return hasattr(instance, method_name) and overrides(instance, parent, method_name)
 
 
-def get_torchvision_model(model_name: str, **kwargs: Any) -> Any:
+def get_torchvision_model(model_name: str, **kwargs: object) -> nn.Module:
     """Return a model of torchvision by name; ``kwargs`` are for the model, for instance ``weights``."""
-    return need("torchvision.models", purpose="get_torchvision_model").get_model(model_name, **kwargs)
+    models = need("torchvision.models", purpose="get_torchvision_model")
+    model: nn.Module = models.get_model(model_name, **kwargs)
+    return model
 
 
 def get_formatted_model_size(total_model_size: float) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike
 
 
-def get_filesystem(path: PathLike, **kwargs: Any) -> Any:
+def get_filesystem(path: PathLike, **kwargs: object) -> AbstractFileSystem:
     """Return the fsspec file system of a path, or of a URL such as ``s3://bucket/file``; it gets ``kwargs``."""
     return file_system(os.fspath(path), kwargs)
 
@@ -56,7 +56,7 @@ def is_local(fs: AbstractFileSystem) -> bool:
     return "file" in fs.protocol
 
 
-def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) -> Any:
+def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) -> dict[str, Any]:
     """Return the hyper-parameters in a YAML file, without running any code in it; {} without the file.
 
     Plain values come back whatever ``use_omegaconf`` is.
@@ -65,7 +65,8 @@ def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) ->
     if not system.exists(os.fspath(config_yaml)):
         return {}
     with system.open(os.fspath(config_yaml), "r") as file:
-        return yaml.safe_load(file) or {}
+        found: dict[str, Any] = yaml.safe_load(file) or {}
+    return found
 
 
 def save_hparams_to_yaml(
