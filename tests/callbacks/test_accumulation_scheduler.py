@@ -83,22 +83,15 @@ def test_the_number_of_steps_is_foreseen() -> None:
     assert steps({1: 4}, max_steps=8) == Asking.foreseen == 8
 
 
-def test_what_applies_to_an_epoch() -> None:
-    given = {4: 2}
-    scheduler = GradientAccumulationScheduler(given)
-    assert [scheduler.get_accumulate_grad_batches(epoch) for epoch in (0, 3, 4, 100)] == [1, 1, 2, 2]
-    assert scheduler.epochs == [0, 4]
-    assert given == {4: 2}  # What the user holds is not changed.
-    assert scheduler.going_to_accumulate_grad_batches()
-    assert not GradientAccumulationScheduler({0: 1, 2: 1}).going_to_accumulate_grad_batches()
-
-
 def test_contradictions_are_refused_before_training() -> None:
     class Untrained(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise AssertionError("training began")
 
-    callback = GradientAccumulationScheduler({0: 2})
+    callback = GradientAccumulationScheduler(given := {4: 2})
+    assert (callback.epochs, given) == ([0, 4], {4: 2})  # what the program holds is not changed
+    assert callback.going_to_accumulate_grad_batches()
+    assert not GradientAccumulationScheduler({0: 1, 2: 1}).going_to_accumulate_grad_batches()
     trainer = quiet(callbacks=[callback], accumulate_grad_batches=4)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=4\) and GradientAccumulationScheduler contradict"):
         trainer.fit(Untrained(), loader(4))

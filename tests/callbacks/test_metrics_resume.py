@@ -36,8 +36,8 @@ class Spread(torchmetrics.MeanMetric):
         return super().compute() + self.largest + torch.stack(self.history).median()
 
 
-def accuracy(average: str | None = "micro") -> torchmetrics.Metric:
-    return MulticlassAccuracy(2, average=average)
+def accuracy() -> torchmetrics.Metric:
+    return MulticlassAccuracy(2, average="micro")
 
 
 class Measured(Classifier):
@@ -52,8 +52,6 @@ class Measured(Classifier):
         self.several = torchmetrics.MetricCollection(
             [MulticlassPrecision(2), MulticlassRecall(2), torchmetrics.MeanSquaredError()]
         )
-        self.classwise = wrappers.ClasswiseWrapper(accuracy(None))
-        self.outputs = wrappers.MultioutputWrapper(torchmetrics.MeanSquaredError(), 2)
         self.drawn = wrappers.BootStrapper(torchmetrics.MeanMetric(), num_bootstraps=2)
         self.own = Spread(scale)
         # Not a module's modules: in a plain list and a dict.
@@ -78,16 +76,14 @@ class Measured(Classifier):
         logits = self(batch[0])
         self.tracker.update(logits, batch[1])
         self.extremes.update(logits, batch[1])
-        self.classwise.update(logits, batch[1])
-        self.outputs.update(logits, torch.tanh(logits))
         self.several.update(logits.argmax(1), batch[1])
 
     def on_validation_epoch_end(self) -> None:
         self.extremes.compute()
 
     def on_train_epoch_end(self) -> None:
-        metrics: list[Any] = [self.extremes, self.running, self.several, self.classwise, self.outputs, self.drawn]
-        metrics += [self.own, *self.listed, self.named["sum"]]
+        metrics: list[Any] = [self.extremes, self.running, self.several, self.drawn, self.own, *self.listed]
+        metrics.append(self.named["sum"])
         self.last = {str(i): metric.compute() for i, metric in enumerate(metrics)}
         if self.tracker.n_steps:
             self.last["tracker"] = self.tracker.compute_all()
@@ -152,13 +148,9 @@ def test_a_checkpoint_of_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
     fitted(Measured, list, save_at(two, "on_train_batch_end", 1), ckpt_path=one, seed=2, **options)
     twice = fitted(Measured, list, ckpt_path=two, seed=3, **options)
     assert_same(twice.lightning_module.last, whole.lightning_module.last)
-
-
-def test_what_a_metric_is_made_with_is_the_programs(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    fitted(Measured, list, save_at(path, "on_train_batch_end", 2), validation=loader(12, 4))
-    resumed = fitted(lambda: Measured(scale=2.0), list, ckpt_path=path, validation=loader(12, 4))
-    assert resumed.lightning_module.own.scale == 2.0
+    # What a metric is made with is the program's.
+    other = fitted(lambda: Measured(scale=2.0), list, ckpt_path=one, **options)
+    assert other.lightning_module.own.scale == 2.0
 
 
 def test_metrics_that_the_resumed_module_lacks_are_named(tmp_path: Path, caplog: Any) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import hasten as L
-from hasten.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar, progress
+from hasten.callbacks import LambdaCallback, RichProgressBar, TQDMProgressBar, progress
 from hasten.callbacks.progress import Tqdm
 from hasten.callbacks.rich_progress import RichProgressBarTheme, speed_text
 from hasten.hooks import overrides
@@ -241,40 +241,35 @@ def test_long_epochs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str
     assert [line.split(" [")[0] for line in lines] == ["Epoch 0:  50% 2/4", "Epoch 0: 100% 4/4"]
 
 
-class Counting(TQDMProgressBar):
-    """Notes at which batches its bars are drawn."""
+@pytest.mark.parametrize(
+    ("rate", "clock", "drawn"),
+    [(1, time.monotonic, [1, 2, 3, 4]), (3, time.monotonic, [3, 4]), (9, time.monotonic, [4]), (1, lambda: 100.0, [4])],
+)
+def test_it_is_drawn_as_often_as_batches_and_time_allow_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, rate: int, clock: Any, drawn: list[int]
+) -> None:
+    class Counting(TQDMProgressBar):
+        drawn: list[int]
 
-    drawn: list[int]
-
-    def _open(self, name: str) -> Any:
-        bar = super()._open(name)
-        if name in ("train", "test"):
+        def init_test_tqdm(self) -> Any:
+            bar = super().init_test_tqdm()
             refresh, self.drawn = bar.refresh, []
             bar.refresh = lambda *_, **__: (self.drawn.append(bar.n), refresh())
-        return bar
+            return bar
 
-
-@pytest.mark.parametrize(("rate", "drawn"), [(1, [1, 2, 3, 4]), (3, [3, 4]), (4, [4]), (9, [4])])
-def test_refresh_rate_counts_batches_and_the_last_is_always_shown(rate: int, drawn: list[int]) -> None:
-    class Impatient(Counting):
         def on_test_batch_end(self, *arguments: Any) -> None:
-            self._next_refresh = 0.0
+            if clock is time.monotonic:
+                self._next_refresh = 0.0
             super().on_test_batch_end(*arguments)
 
     class Tested(Scripted):
         def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    bar = Impatient(refresh_rate=rate)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
+    bar = Counting(refresh_rate=rate)
+    bar._next_refresh = clock() + 1000.0
     quiet(callbacks=[bar], enable_progress_bar=True).test(Tested(), BATCHES)
     assert [n for n in bar.drawn if n] == drawn
-
-
-def test_while_the_clock_stands_still_nothing_is_drawn_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    bar = Counting()
-    fit(bar)
-    assert not {2, 3} & set(bar.drawn)
-    assert 4 in bar.drawn
 
 
 def test_values_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,24 +354,6 @@ def test_a_notebook_without_widgets_gets_lines(capsys: pytest.CaptureFixture[str
     monkeypatch.setattr("hasten.callbacks.rich_progress.installed", lambda name: False)
     fit(RichProgressBar(console_kwargs={"force_jupyter": True}))
     assert "Epoch 0/0: 100% 4/4 [" in capsys.readouterr().out
-
-
-def test_a_new_kind_of_bar() -> None:
-    shares: list[float] = []
-
-    class Mine(ProgressBar):
-        def disable(self) -> None: ...
-
-        def enable(self) -> None: ...
-
-        def on_train_batch_end(self, *arguments: Any) -> None:
-            shares.append((arguments[-1] + 1) / self.total_train_batches)
-
-    bar = Mine()
-    trainer = fit(bar)
-    assert shares == [0.25, 0.5, 0.75, 1.0]
-    assert trainer.progress_bar_callback is bar
-    assert bar.total_val_batches == 1
 
 
 def test_the_tasks_can_be_read() -> None:
