@@ -394,7 +394,7 @@ def test_a_function_mode_sees_backward() -> None:
 PRIVATE = (
     "_profiler_enabled", "_pre_hooks", "_post_hooks", "_run_backward", "_zero_grad", "_tensor_backward",
 )  # fmt: skip
-CODES = ("_span_codes", "_guard_codes", "_scheduler_codes", "_undynamo_codes")
+CODES = ("_span_codes", "_guard_codes", "_scheduler_codes")
 
 
 @pytest.mark.parametrize("missing", PRIVATE + CODES)

@@ -238,7 +238,7 @@ def test_a_model_that_the_user_had_recorded_accumulates_too() -> None:
 
 
 @pytest.mark.gpu
-def test_few_widths_are_recorded_once_each_and_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_few_widths_are_recorded_once_each_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     arguments = {"accelerator": "gpu", "batching": "length", "max_epochs": 4}
     module, trainer = fitted_bert(compile=RECORDED, **arguments)
     report = trainer.compile_report

@@ -144,7 +144,7 @@ def test_blocks_of_transformers_are_compiled_once_and_never_again(packed: bool |
 
 
 @pytest.mark.filterwarnings("error:compile")
-def test_blocks_of_which_some_are_frozen_have_a_graph_for_each_kind_and_nobody_is_warned() -> None:
+def test_blocks_of_which_some_are_frozen_have_a_graph_for_each_kind_without_a_warning() -> None:
     L.seed_everything(1, verbose=False)
     module = Bert()
     module.model.bert.embeddings.requires_grad_(False)
@@ -174,9 +174,9 @@ def test_without_a_cpp_compiler_it_is_refused_before_training() -> None:
     from torch._inductor import config
 
     with config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        with pytest.raises(ValueError, match=r"no C\+\+ compiler on PATH.*apt install g\+\+.*leave compile out"):
+        with pytest.raises(ValueError, match=r"no C\+\+ compiler is on PATH.*apt install g\+\+.*leave compile out"):
             quiet(compile=True).fit(Untouched(), loader())
-        with pytest.raises(ValueError, match=r"Fabric\(compile=...\): there is no C\+\+ compiler"):
+        with pytest.raises(ValueError, match=r"Fabric\(compile=...\): no C\+\+ compiler is"):
             L.Fabric(accelerator="cpu", compile=True).setup(nn.Linear(2, 2))
 
 

@@ -310,7 +310,7 @@ def test_batch_norm_warns_once() -> None:
     assert len([one for one in said if "micro_batch" in str(one.message)]) == 1
 
 
-def test_manual_optimisation_is_refused() -> None:
+def test_manual_optimization_is_refused() -> None:
     with pytest.raises(ValueError, match=r"micro_batch=2.*manual optimi.ation.*Split the batch in training_step"):
         trained(Manual(), loader(), micro_batch=2)
 

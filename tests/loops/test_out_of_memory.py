@@ -170,7 +170,7 @@ class Wide(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-# In a process of its own, whose memory is limited.
+# In another process, whose memory is limited.
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the memory of a process")
 @pytest.mark.world_size(1)
 def test_the_memory_of_a_real_process() -> None:
@@ -216,7 +216,7 @@ class OnOneRank(Unequal):
 
 
 @pytest.mark.world_size(2)
-def test_one_rank_that_runs_out_of_memory_stops_nobody(tmp_path: Any) -> None:
+def test_one_rank_that_runs_out_of_memory_stops_no_other(tmp_path: Any) -> None:
     torch.set_num_threads(1)
     for accumulate, unused in ((1, True), (2, False)):
         models = []

@@ -25,7 +25,7 @@ class Slots:
 
 
 class Graph:
-    """A batch of a class of its own, as libraries for graphs have them; the whole of it goes to the device."""
+    """A batch of another class, as libraries for graphs have them."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.store = {"x": x, "y": y}

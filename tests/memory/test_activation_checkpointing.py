@@ -89,7 +89,7 @@ def spectral() -> nn.Module:
 
 
 class Counts(Block):
-    """Writes to buffers of its own, one of them large."""
+    """Writes to its buffers, one of them large."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ class Sgd(Classifier):
         return in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
 
 
-def test_in_manual_optimisation_there_is_nothing_left_to_clip() -> None:
+def test_in_manual_optimization_there_is_nothing_left_to_clip() -> None:
     class ClipsByHand(Manual, Sgd):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(self.loss(batch))

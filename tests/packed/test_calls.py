@@ -1,4 +1,4 @@
-"""Several calls of one packed stack in one step: what is computed again in the backward is of its own call."""
+"""Several calls of one packed stack in one step: recomputation in backward belongs to the right call."""
 
 from __future__ import annotations
 

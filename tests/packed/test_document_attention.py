@@ -101,7 +101,7 @@ def test_the_kernels_of_a_gpu_are_given_what_they_take(
     attended = document_attention._by_kernel(q, k, v, places, 5, {"dropout_p": 0.1, "is_causal": True, "scale": None})
     assert (attended.shape, attended.dtype) == (q.shape, dtype)
     if flash:
-        # The other one's gradient has no shapes to be told by without a device.
+        # The gradient of the other kernel has no shapes on this device.
         attended.sum().backward()
         assert q.grad is not None
         assert q.grad.shape == q.shape

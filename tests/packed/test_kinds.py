@@ -78,7 +78,7 @@ def test_models_that_cannot_be_packed_are_refused_before_training(
 
 def test_a_mask_that_the_model_computes_itself_is_refused_not_ignored() -> None:
     model = model_of("Doge")
-    said = r"DogeModel: DogeAttention calls attention with a mask of its own, of shape .*batching='length'"
+    said = r"DogeModel: DogeAttention calls attention with its own mask, of shape .*batching='length'"
     with packed_blocks(model), pytest.raises(MisconfigurationException, match=said):
         model(**BATCH)
 

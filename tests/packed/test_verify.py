@@ -53,7 +53,7 @@ OWN_GENERATOR = torch.Generator()
 Mean = layer_with("Mean", forward=lambda forward, x: forward(x) + x.mean(1, keepdim=True))
 # Adds where a token is in its sample, which a row does not know.
 Places = layer_with("Places", forward=lambda forward, x: forward(x + torch.linspace(0, 1, x.shape[1])[:, None]))
-# Feed-forward code of its own, token by token.
+# Other feed-forward code, token by token.
 Gated = layer_with("Gated", feed_forward=lambda forward, x: forward(x) * torch.sigmoid(x))
 # Stochastic depth, sample by sample.
 DROP_PATHS = {
@@ -80,7 +80,7 @@ class Statistics(nn.TransformerEncoderLayer):
 
 
 class Window(nn.TransformerEncoderLayer):
-    """Attends by a mask of its own."""
+    """Attends by its own mask."""
 
     def _sa_block(self, x: Tensor, mask: Any, padding: Any, is_causal: bool = False) -> Tensor:
         far = torch.ones(x.shape[1], x.shape[1]).triu(200).bool()
@@ -99,7 +99,7 @@ class WithOwnAttention(nn.TransformerEncoderLayer):
 
 
 class WithoutAttention(nn.TransformerEncoderLayer):
-    """Mixes tokens by products of its own."""
+    """Mixes tokens by its own products."""
 
     def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return (x @ x.mT).softmax(-1) @ x
@@ -186,7 +186,7 @@ MIXES = r"Trainer\(packed=True\): TransformerEncoder: block 0 \({}\) mixes token
             )
             for kind in ("torch", "torchvision", "generator")
         ),
-        (Window, r"Window calls attention with a mask of its own, of shape \(\d+, \d+\)"),
+        (Window, r"Window calls attention with its own mask, of shape \(\d+, \d+\)"),
         (WithOwnAttention, "the forward of its OwnAttention is not torch's"),
         (Patched, "the forward of its MultiheadAttention is not torch's"),
     ],
@@ -398,7 +398,7 @@ def test_a_draw_that_fails_leaves_the_generator_of_the_user_alone() -> None:
 
 
 class Own(nn.Module):
-    """Attention of one's own in the place of BERT's."""
+    """Other attention in the place of BERT's."""
 
     def __init__(self, of: Any) -> None:
         super().__init__()
@@ -444,7 +444,7 @@ def texts(*, left: bool = False, labels: str = "masked") -> DataLoader[Any]:
     return DataLoader(TensorDataset(ids, mask, wanted), batch_size=4)
 
 
-def test_a_self_attention_of_ones_own_in_bert_is_refused_by_name() -> None:
+def test_another_self_attention_in_bert_is_refused_by_name() -> None:
     module = Tuned(model_of("bert"))
     for block in module.model.bert.encoder.layer:
         block.attention.self = Own(block.attention.self)

@@ -226,7 +226,7 @@ def _check_compiler(owner: str) -> None:
         found = False
     if not found:
         raise ValueError(
-            f"{owner}(compile=...): there is no C++ compiler on PATH, and torch.compile needs one on the CPU. Install "
+            f"{owner}(compile=...): no C++ compiler is on PATH, and torch.compile needs one on the CPU. Install "
             "one (apt install g++), name it in the environment variable CXX, or leave compile out."
         )
 

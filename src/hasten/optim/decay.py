@@ -22,7 +22,7 @@ def adamw(
     no_decay: Iterable[str] = (),
     **options: object,
 ) -> AdamW:
-    """Return torch's AdamW in two groups: matrices decay, biases and scales of normalisation do not.
+    """Return torch's AdamW in two groups: matrices decay, biases and scales of normalization do not.
 
     It is fused (all parameters are updated in one kernel) if their device supports that; pass ``fused=False`` to
     disable it. Call it when the model is on its device, as in ``configure_optimizers``.

@@ -56,9 +56,6 @@ def _wrappers_of(maker: Any, file: str | None) -> frozenset[CodeType]:
 _span_codes = _wrappers_of(getattr(Optimizer, "profile_hook_step", None), torch_optimizer.__file__)
 _guard_codes = _wrappers_of(getattr(torch_optimizer, "_use_grad_for_differentiable", None), torch_optimizer.__file__)
 _scheduler_codes = _wrappers_of(lr_scheduler.LRScheduler.__init__, lr_scheduler.__file__)
-_undynamo_codes = _wrappers_of(
-    getattr(torch, "_disable_dynamo", None), getattr(getattr(torch, "_compile", None), "__file__", None)
-)
 
 
 def _cell(function: Any, codes: frozenset[CodeType], name: str) -> Any:
@@ -71,22 +68,20 @@ def _cell(function: Any, codes: frozenset[CodeType], name: str) -> Any:
     return function.__closure__[names.index(name)].cell_contents
 
 
-def _if_torchs(function: Any, name: str, file: str | None) -> Any:
-    """Return ``function`` if torch's ``file`` defines it under this name; None if it was replaced."""
-    inner = _cell(function, _undynamo_codes, "fn") or function
-    if type(inner) is not FunctionType:
-        return None
-    code = inner.__code__
-    return function if code.co_name == name and code.co_filename == file else None
+def _if_torchs(function: Any, *files: str | None) -> Any:
+    """Return ``function`` if its code is in one of torch's ``files``; None if it was replaced."""
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename in files else None
 
 
-_zero_grad = _if_torchs(Optimizer.zero_grad, "zero_grad", torch_optimizer.__file__)
-_tensor_backward = _if_torchs(Tensor.backward, "backward", torch._tensor.__file__)
+# torch wraps zero_grad in a function of torch._compile.
+_zero_grad = _if_torchs(Optimizer.zero_grad, torch_optimizer.__file__, torch._compile.__file__)
+_tensor_backward = _if_torchs(Tensor.backward, torch._tensor.__file__)
 _autograd: Any = torch.autograd
-_autograd_backward = _if_torchs(_autograd.backward, "backward", _autograd.__file__)
+_autograd_backward = _if_torchs(_autograd.backward, _autograd.__file__)
 # Accelerators run backward in separate threads, to which this function passes the context of the caller.
 _run_backward_in_threads: Any = _if_torchs(
-    getattr(_autograd, "_engine_run_backward", None), "_engine_run_backward", torch.autograd.graph.__file__
+    getattr(_autograd, "_engine_run_backward", None), torch.autograd.graph.__file__
 )
 _Variable: Any = getattr(torch.autograd, "Variable", None)
 _engine = getattr(_Variable, "_execution_engine", None)

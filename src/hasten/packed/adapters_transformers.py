@@ -130,7 +130,7 @@ def _problem(model: Any) -> str | None:
     for name in _OUTPUTS:
         if getattr(config, name, False):
             return f"{name} requests the padded outputs of its blocks"
-    # A window in the configuration is no proof: many models have one that their layers do not use.
+    # A window in the configuration proves nothing: many models have one that their layers do not use.
     kinds = getattr(config, "layer_types", None)
     others = sorted(set(kinds or ()) - {"full_attention"})
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)

@@ -80,7 +80,7 @@ class Layout:
     @cached_property
     def firsts(self) -> Tensor:
         """The index in the row of each sample's first token; arbitrary for a sample without tokens."""
-        # The host knows the number of tokens: it has waited for their indices already.
+        # Known on the host, which has waited for their indices already.
         samples, width = self.shape
         tokens = samples * width if self.places is None else self.places.numel()
         return self.bounds[:-1].clamp(max=max(tokens - 1, 0)).long()
@@ -103,7 +103,7 @@ class Layout:
     @property
     def has_padding(self) -> bool:
         """Whether the batch has padding."""
-        # The host knows the number of indices: it has waited for them already.
+        # Known on the host, which has waited for the indices already.
         return self.places is not None and self.places.numel() < self.shape[0] * self.width
 
     def pack_like(self, value: object) -> Any:

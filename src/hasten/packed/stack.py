@@ -401,7 +401,7 @@ def _structure(attributes: dict[str, Any]) -> tuple[Any, ...]:
 
 def own_mask(asked: str, module: nn.Module, mask: Tensor) -> Exception:
     """Return the error for a module that attends with a mask that the stack does not know."""
-    problem = f"{type(module).__name__} calls attention with a mask of its own, of shape {tuple(mask.shape)}"
+    problem = f"{type(module).__name__} calls attention with its own mask, of shape {tuple(mask.shape)}"
     return refusal(asked, problem, HELP)
 
 

@@ -136,62 +136,54 @@ def _bitsandbytes() -> ModuleType:
         return need("bitsandbytes", purpose="BitsandbytesPrecision")
 
 
-def _was_loaded(key: str, metadata: Any, strict: bool, missing: list[str], *rest: Any) -> None:
-    """Take ``key`` off the list of missing ones."""
-    if key in missing:
-        missing.remove(key)
-
-
 @functools.cache
 def _layers(bnb: Any) -> dict[str, Any]:
     """Return subclasses of bitsandbytes' layers that load both quantized and unquantized weights."""
 
-    class Linear4bit(bnb.nn.Linear4bit):
+    class LoadsBoth:
+        def _load_from_state_dict(
+            self: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: Any, *rest: Any
+        ) -> None:
+            key = f"{prefix}weight"
+            taken = key in state_dict and self.take(state_dict, key)
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)  # type: ignore[misc]
+            if taken and key in missing:
+                missing.remove(key)
+
+    class Linear4bit(LoadsBoth, bnb.nn.Linear4bit):
         def hold(self, weight: torch.Tensor) -> None:
             old: Any = self.__dict__["_parameters"]["weight"]
-            self.weight = bnb.nn.Params4bit(
-                weight,
-                requires_grad=False,
-                compress_statistics=old.compress_statistics,
-                quant_type=old.quant_type,
-                quant_storage=old.quant_storage,
-                module=self,
-            )
+            names = ("compress_statistics", "quant_type", "quant_storage")
+            options = {name: getattr(old, name) for name in names}
+            self.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=self, **options)
 
-        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-            start = f"{prefix}weight."
-            scales = {key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
-            weight, device = state_dict.pop(f"{prefix}weight", None), self.weight.device
-            if weight is not None and scales:
+        def take(self, state_dict: dict[str, Any], key: str) -> bool:
+            weight, device = state_dict.pop(key), self.weight.device
+            start = f"{key}."
+            scales = {name[len(start) :]: state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
+            if scales:
                 self.weight = bnb.nn.Params4bit.from_prequantized(weight, scales, device=device, module=self)
-            elif weight is not None:
-                quantized = self.weight.quant_state is not None
-                self.hold(weight.to(self.compute_dtype))
-                if quantized:
-                    self.weight = self.weight.to(device)
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-            if weight is not None:
-                _was_loaded(f"{prefix}weight", *rest)
+                return True
+            quantized = self.weight.quant_state is not None
+            self.hold(weight.to(self.compute_dtype))
+            if quantized:
+                self.weight = self.weight.to(device)
+            return True
 
-    class Linear8bit(bnb.nn.Linear8bitLt):
+    class Linear8bit(LoadsBoth, bnb.nn.Linear8bitLt):
         def hold(self, weight: torch.Tensor) -> None:
             trains = self.state.has_fp16_weights
             self.weight = bnb.nn.Int8Params(weight, has_fp16_weights=trains, requires_grad=trains)
 
-        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-            weight: Any = state_dict.get(f"{prefix}weight")
+        def take(self, state_dict: dict[str, Any], key: str) -> bool:
+            if not state_dict[key].is_floating_point() or self.weight.is_floating_point():
+                if self.weight.SCB is None and self.state.SCB is not None:
+                    self.weight.SCB = self.state.SCB  # Where bitsandbytes looks for it.
+                return False
             device = self.weight.device
-            is_loaded = weight is not None
-            is_unquantized = is_loaded and weight.is_floating_point() and not self.weight.is_floating_point()
-            if is_unquantized:
-                del state_dict[f"{prefix}weight"]
-                self.hold(weight.to("cpu", torch.float16))
-                self.weight = self.weight.to(device)
-                self.state.CB = self.state.SCB = None
-            elif is_loaded and self.weight.SCB is None and self.state.SCB is not None:
-                self.weight.SCB = self.state.SCB  # Where bitsandbytes looks for it.
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-            if is_unquantized:
-                _was_loaded(f"{prefix}weight", *rest)
+            self.hold(state_dict.pop(key).to("cpu", torch.float16))
+            self.weight = self.weight.to(device)
+            self.state.CB = self.state.SCB = None
+            return True
 
     return {"4bit": Linear4bit, "int8": Linear8bit}

@@ -36,7 +36,7 @@ class HalfPrecision(DtypePrecision):
     """Parameters, inputs and computation in 16-bit floats; no update of a parameter is lost.
 
     Optimizers step in 32 bits, with 32-bit states, and keep the part of each parameter that 16 bits cannot hold. The
-    running statistics of batch normalisation stay in 32 bits. Compute sums over many logits in 32 bits, too:
+    running statistics of batch normalization stay in 32 bits. Compute sums over many logits in 32 bits, too:
     ``cross_entropy(logits.float(), targets)``.
 
     Args:

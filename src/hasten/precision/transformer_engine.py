@@ -1,4 +1,4 @@
-"""Linear layers and layer normalisation in 8-bit floats, through NVIDIA's Transformer Engine."""
+"""Linear layers and layer normalization in 8-bit floats, through NVIDIA's Transformer Engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PURPOSE = "TransformerEnginePrecision"
 
 
 class TransformerEnginePrecision(DtypePrecision):
-    """Linear layers and layer normalisation by Transformer Engine, which multiplies in 8-bit floats.
+    """Linear layers and layer normalization by Transformer Engine, which multiplies in 8-bit floats.
 
     Layers whose ``in_features`` are not a multiple of 8 or ``out_features`` not a multiple of 16 do not change; the
     rows of a batch must be a multiple of 8. The original layers are restored when the run ends.
