@@ -236,7 +236,7 @@ def test_a_layer_saved_in_the_middle_of_a_run_is_torchs_when_it_is_loaded(tmp_pa
     assert "forward" not in vars(layers[2])
 
 
-def test_a_run_repeats_with_the_seed_and_goes_on_with_the_same_masks(tmp_path) -> None:
+def test_a_run_repeats_with_the_seed_and_resumes_with_the_same_masks(tmp_path) -> None:
     whole, plain = trained(dropout="fast"), trained()
     assert not same_weights(whole, plain)
     assert all("forward" not in vars(layer) for layer in whole.modules())

@@ -317,7 +317,7 @@ class AnotherMetricEachTime(Classifier):
         return self.loss(batch)
 
 
-def test_metric_made_anew_each_step_is_refused() -> None:
+def test_a_metric_made_again_each_step_is_refused() -> None:
     with pytest.raises(ValueError, match=r"another MeanMetric object than before.*as an attribute of the module"):
         quiet().fit(AnotherMetricEachTime(), loader())
 

@@ -106,7 +106,7 @@ def test_forms(make: Any, expected: list[float]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_several_optimizers_and_schedulers_for_manual_optimisation() -> None:
+def test_several_optimizers_and_schedulers_for_manual_optimization() -> None:
     class Several(Manual):
         def configure_optimizers(self) -> Any:
             self.made = [torch.optim.SGD(self.parameters(), lr=rate) for rate in (0.1, 0.2, 0.3)]
@@ -244,7 +244,7 @@ class Own:
 
 
 @pytest.mark.filterwarnings("ignore:The hyper-parameters")
-def test_schedulers_of_ones_own(tmp_path: Any) -> None:
+def test_schedulers_that_are_not_torchs(tmp_path: Any) -> None:
     own, watching = Own(), Own()
 
     def make(optimizer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,27 +42,20 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         []
 
     """
-    if num_devices == 0:
-        return []
     present = torch.cuda.device_count()
-    if num_devices > present or not present:
-        wanted = "all" if num_devices == -1 else num_devices
-        raise ValueError(
-            f"find_usable_cuda_devices({num_devices}): {wanted} asked for, and this machine has {present} CUDA "
-            f"device{'' if present == 1 else 's'}."
-        )
+    wanted = present if num_devices == -1 else num_devices
+    if wanted > present or (num_devices == -1 and not present):
+        raise ValueError(f"find_usable_cuda_devices({num_devices}): this machine has {present} CUDA devices.")
     usable: list[int] = []
     for index in range(present):
-        try:
-            torch.tensor(0.0, device=torch.device("cuda", index))
-        except RuntimeError:
-            continue
-        usable.append(index)
-        if len(usable) == num_devices:
+        if len(usable) == wanted:
             break
-    if num_devices != -1 and len(usable) < num_devices:
+        with suppress(RuntimeError):
+            torch.tensor(0.0, device=torch.device("cuda", index))
+            usable.append(index)
+    if num_devices != -1 and len(usable) < wanted:
         raise RuntimeError(
-            f"find_usable_cuda_devices({num_devices}): only {usable} of {present} CUDA devices can be used; the others "
-            "are in use by other processes. Ask for fewer, or wait."
+            f"find_usable_cuda_devices({num_devices}): only {usable} of {present} CUDA devices can be used; other "
+            "processes use the rest. Pass a smaller number, or wait."
         )
     return usable

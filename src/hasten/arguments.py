@@ -35,9 +35,7 @@ def _deterministic(owner: str, name: str, value: Any) -> Any:
     return check.one_of(owner, name, value, (True, False, "warn"), allow_none=True)
 
 
-def _number(
-    *, at_least: int, default: int | None = None, unit: str = "", allowed: str = "", allow_none: bool = False
-) -> Check:
+def _number(*, at_least: int, default: int | None = None, unit: str = "", allow_none: bool = False) -> Check:
     """Return a check for a whole number, which may be written as "2ep" or "500st" where ``unit`` is given."""
 
     def checked(owner: str, name: str, value: Any) -> Any:
@@ -45,7 +43,7 @@ def _number(
             return default
         if unit:
             value = _count(owner, name, value, unit)
-        return check.whole(owner, name, value, at_least=at_least, allowed=allowed, allow_none=allow_none)
+        return check.whole(owner, name, value, at_least=at_least, allow_none=allow_none)
 
     return checked
 

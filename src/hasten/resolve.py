@@ -69,13 +69,12 @@ def runtime(
     """Return the Runtime for the arguments of a Trainer or a Fabric. Nothing is started.
 
     Args:
-        accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
-        strategy: "auto", "single_device", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
-        devices: how many (int, -1 for all, "auto") or which (list, "0,1") on each machine.
-        num_nodes: how many machines.
-        precision: "32-true" by default, "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8",
-            "transformer-engine", or 16, 32, 64, "bf16".
-        plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
+        accelerator: this and the others as for ``Trainer``.
+        strategy: see there.
+        devices: see there.
+        num_nodes: see there.
+        precision: see there.
+        plugins: see there.
         owner: "Trainer" or "Fabric", for the messages.
 
     Raises:

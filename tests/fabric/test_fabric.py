@@ -319,7 +319,7 @@ def test_an_unscaled_backward_is_refused_where_a_scaler_is_needed() -> None:
 # -- loaders
 
 
-def test_a_loader_is_iterated_as_it_is_and_told_its_epochs(fabric: L.Fabric) -> None:
+def test_a_loader_is_iterated_as_it_is_and_its_sampler_gets_the_epoch(fabric: L.Fabric) -> None:
     plain = loader(shuffle=True)
     fabric.setup_dataloaders(plain)
     assert type(plain.sampler) is RandomSampler
@@ -446,7 +446,7 @@ def test_values_reach_every_logger_as_numbers(fabric: L.Fabric) -> None:
 # -- the other verbs
 
 
-def test_one_process_has_nobody_to_talk_to(fabric: L.Fabric) -> None:
+def test_collectives_of_one_process_return_their_input(fabric: L.Fabric) -> None:
     assert (fabric.world_size, fabric.global_rank, fabric.local_rank, fabric.node_rank) == (1, 0, 0, 0)
     assert fabric.is_global_zero
     assert fabric.all_gather({"a": 1.5, "b": [torch.ones(2)]})["a"].item() == 1.5

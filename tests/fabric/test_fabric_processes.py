@@ -125,9 +125,7 @@ def test_processes_talk_and_take_turns(tmp_path: Path) -> None:
     rank = fabric.global_rank
     assert fabric.all_gather({"rank": rank})["rank"].tolist() == [0, 1]
     assert fabric.all_reduce(float(rank), reduce_op="sum").item() == 1.0
-    assert fabric.all_reduce([rank])[0].item() == 0.5
     assert fabric.broadcast({"from": rank}, src=1) == {"from": 1}
-    fabric.barrier()
     file = tmp_path / "downloaded"
     with fabric.rank_zero_first():
         if rank == 0:
@@ -173,11 +171,9 @@ class Launches(L.Fabric):
 
 def test_a_function_is_launched_in_copies() -> None:
     alone = train(L.Fabric(accelerator="cpu"), batch_size=4)
-    for strategy in ("ddp_fork", "ddp_notebook"):
-        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
-        assert fabric.launch(in_copies, 2, trainer="a", owner="b") == pytest.approx(
-            [2 * value for value in alone], abs=2e-6
-        )
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp_notebook")
+    doubled = fabric.launch(in_copies, 2, trainer="a", owner="b")
+    assert doubled == pytest.approx([2 * value for value in alone], abs=2e-6)
     fabric = Launches(accelerator="cpu", devices=2, strategy="ddp_fork")
     assert fabric.run(2) == pytest.approx(alone, abs=1e-6)
 

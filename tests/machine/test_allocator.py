@@ -50,7 +50,9 @@ def test_a_run_uses_kept_pages_again_and_returns_them_even_after_an_error() -> N
     assert after > before / 40
 
 
-def test_an_allocator_that_is_not_loaded_is_told_with_the_line_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocator_that_is_not_loaded_is_refused_with_the_way_to_load_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(allocator, "file_of", lambda name: f"/usr/lib/lib{name}.so.4")
     with pytest.raises(ValueError, match=r"LD_PRELOAD=/usr/lib/libtcmalloc.so.4.*allocator='keep'"):
         quiet(allocator="tcmalloc").fit(Classifier(), loader())

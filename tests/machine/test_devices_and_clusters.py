@@ -115,7 +115,7 @@ SLURM = {
     ],
     ids=["torchrun", "slurm", "a shell in a slurm job"],
 )
-def test_launchers_are_recognised(
+def test_launchers_are_recognized(
     variables: dict[str, str], kind: type, place: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -138,7 +138,7 @@ def test_the_first_host_of_a_list() -> None:
     assert hosts == ["alpha", "alpha", "host22", "a"]
 
 
-def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "one")
     with pytest.raises(ValueError, match="LOCAL_RANK='one'"):
         find_cluster().local_rank()

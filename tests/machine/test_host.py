@@ -30,7 +30,7 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
     assert host.available_memory_bytes() == 3000
 
 
-def test_prompts_and_notebooks_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_and_notebooks_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "ps1", raising=False)
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not host.is_interactive()

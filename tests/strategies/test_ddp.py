@@ -79,22 +79,6 @@ def averages(run: Runtime, tolerance: float) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_gradients_stay_on_their_process_until_the_accumulation_is_complete() -> None:
-    run = started()
-    model = Model()
-    wrapped = run.wrap(model)
-    step = run.bind(model.training_step, module=model, wrapped=wrapped, training=True)
-    assert run.syncs_gradients
-    with run.no_sync(wrapped):
-        run.backward(step(data(run.global_rank)))
-    first, second = run.all_gather(gradient_of(model))
-    assert not torch.equal(first, second)
-    run.backward(step(data(run.global_rank)))
-    first, second = run.all_gather(gradient_of(model))
-    assert torch.equal(first, second)
-
-
-@pytest.mark.world_size(2)
 def test_unused_parameters_need_to_be_found() -> None:
     run = started("ddp_find_unused_parameters_true")
     model = Model(unused=True)

@@ -44,7 +44,7 @@ def test_counters_of_the_fit_loop() -> None:
     assert (loop.max_steps, loop.min_steps) == (-1, None)
 
 
-def test_limits_raised_between_two_fits_let_the_run_go_on() -> None:
+def test_limits_raised_between_two_fits_continue_the_run() -> None:
     torch.manual_seed(0)
     model = Classifier()
     twice = Classifier()

@@ -87,7 +87,7 @@ def test_missing_parts_are_named_before_anything_starts(call: Any, words: str) -
         (lambda loss: "loss", "return the loss"),
     ],
 )
-def test_wrong_losses_are_told(returns: Any, words: str) -> None:
+def test_wrong_losses_are_refused_by_name(returns: Any, words: str) -> None:
     class Wrong(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return returns(self.loss(batch))
@@ -99,7 +99,7 @@ def test_wrong_losses_are_told(returns: Any, words: str) -> None:
     assert "Wrong.training_step" in text
 
 
-def test_loading_on_an_instance_and_bare_weights_are_told(tmp_path: Any) -> None:
+def test_loading_on_an_instance_and_bare_weights_are_refused(tmp_path: Any) -> None:
     model = Classifier()
     torch.save(model.state_dict(), tmp_path / "bare.pt")
     with pytest.raises(ValueError, match="no 'state_dict'"):

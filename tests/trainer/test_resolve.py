@@ -131,7 +131,7 @@ def test_plugins_take_their_places() -> None:
     assert run.precision is precision
 
 
-def test_an_accelerator_of_ones_own() -> None:
+def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
     class Mine(CPUAccelerator):
         @staticmethod
         def auto_device_count() -> int:

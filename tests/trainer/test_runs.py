@@ -53,7 +53,7 @@ def test_current_epoch_counts_epochs_once_they_are_over(tmp_path: Path) -> None:
     assert trainer.current_epoch == 3
 
 
-def test_current_epoch_where_a_fit_ends_or_goes_on_within_one(tmp_path: Path) -> None:
+def test_current_epoch_where_a_fit_ends_or_resumes_within_one(tmp_path: Path) -> None:
     seen, callback = epochs()
     saves = ModelCheckpoint(tmp_path, "{epoch}-{step}", every_n_train_steps=3)
     trainer = quiet(max_steps=3, max_epochs=-1, callbacks=[callback, saves], enable_checkpointing=True)
@@ -282,7 +282,7 @@ def test_every_form_of_ckpt_path(tmp_path: Path, caplog: Any) -> None:
         trainer.test(model, loader(8), ckpt_path=tmp_path / "weights.ckpt")
 
 
-def test_weights_alone_are_enough_to_test_but_not_to_go_on(tmp_path: Path) -> None:
+def test_weights_alone_are_enough_to_test_but_not_to_resume(tmp_path: Path) -> None:
     model, trainer = Classifier(), quiet()
     trainer.fit(model, loader(8))
     trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)

@@ -121,7 +121,7 @@ def test_callbacks_of_the_checkpoint_that_are_missing_are_named(tmp_path: Any) -
     assert len([warning for warning in caught if "holds the state" in str(warning.message)]) == 1
 
 
-def test_strategy_hears_of_an_exception() -> None:
+def test_the_strategy_is_called_with_an_exception() -> None:
     error = KeyError("on purpose")
     model = Classifier()
     model.on_fit_start = mock.Mock(side_effect=error)  # type: ignore[method-assign]

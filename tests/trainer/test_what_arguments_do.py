@@ -268,7 +268,7 @@ class Writes(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def test_a_checkpoint_io_of_ones_own_writes_all_checkpoints(tmp_path: Path) -> None:
+def test_a_given_checkpoint_io_writes_all_checkpoints(tmp_path: Path) -> None:
     writes = Writes()
     trainer = quiet(
         plugins=[writes], enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, "{step}")], max_epochs=2
@@ -289,12 +289,6 @@ class Normed(Classifier):
         return self.layers(self.norm(x))
 
 
-def test_sync_batchnorm_needs_processes() -> None:
-    model = Normed()
-    quiet(sync_batchnorm=True).fit(model, loader(8))
-    assert type(model.norm) is nn.BatchNorm1d
-
-
 @pytest.mark.world_size(2)
 def test_sync_batchnorm_on_two_processes() -> None:
     model = Normed()
@@ -306,6 +300,8 @@ def test_sync_batchnorm_on_two_processes() -> None:
     assert type(model.norm) is nn.SyncBatchNorm
     plain = Normed()
     quiet(devices=2, strategy="ddp").test(plain, loader(8), verbose=False)
+    assert type(plain.norm) is nn.BatchNorm1d
+    quiet(sync_batchnorm=True).test(plain, loader(8), verbose=False)
     assert type(plain.norm) is nn.BatchNorm1d
 
 

@@ -306,7 +306,7 @@ def test_devices_types_samplers_and_names() -> None:
 def test_usable_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     find = accelerators.find_usable_cuda_devices
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="all asked for, and this machine has 0 CUDA devices"):
+    with pytest.raises(ValueError, match="this machine has 0 CUDA devices"):
         find()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
 
@@ -319,5 +319,5 @@ def test_usable_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(1) == [1]
     with pytest.raises(RuntimeError, match=r"only \[1\] of 3 CUDA devices can be used"):
         find(2)
-    with pytest.raises(ValueError, match="4 asked for, and this machine has 3 CUDA devices"):
+    with pytest.raises(ValueError, match="this machine has 3 CUDA devices"):
         find(4)
