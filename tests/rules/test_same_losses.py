@@ -187,9 +187,7 @@ def assert_equal(mine: Outcome, expected: Outcome) -> None:
 
 RECIPES = {
     "sgd": Recipe(),
-    "adam": Recipe(adam),
     "adamw groups": Recipe(adamw_groups),
-    "clipping by norm": Recipe(max_norm=0.1),
     "64-true": Recipe(precision="64-true"),
     "bf16-mixed": Recipe(adam, precision="bf16-mixed"),
     "bf16-true": Recipe(precision="bf16-true"),

@@ -14,7 +14,7 @@ from torch import nn
 import hasten as L
 from hasten.tuner import Tuner
 from hasten.tuner.lr_find import LRFinder
-from tests.models import Classifier, loader, quiet, same_weights
+from tests.models import Classifier, Manual, loader, quiet, same_weights
 
 
 def swept(model: Any, data: Any = None, trainer: Any = None, **options: Any) -> LRFinder:
@@ -69,14 +69,17 @@ def test_loss_of_an_accumulation_is_its_mean() -> None:
     assert weighted.results["loss"] == pytest.approx([0.75] * 4)
 
 
-def test_skipped_steps_are_no_numbers() -> None:
+def test_skipped_steps_are_no_numbers_and_a_sweep_takes_the_epochs_it_needs() -> None:
+    indices = []
+
     class Skips(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+            indices.append(batch_idx)
+            return None if len(indices) == 2 else super().training_step(batch, batch_idx)
 
-    found = swept(Skips(), num_training=6)
-    assert [math.isnan(loss) for loss in found.results["loss"]] == [False, True, False, False, False, False]
-    assert len(found.results["lr"]) == 6
+    found = swept(Skips(), trainer=quiet(max_epochs=1, limit_train_batches=2), num_training=5)
+    assert indices == [0, 1, 0, 1, 0]
+    assert [math.isnan(loss) for loss in found.results["loss"]] == [False, True, False, False, False]
 
 
 class Follows(L.LightningModule):
@@ -109,18 +112,6 @@ class Follows(L.LightningModule):
 def test_where_a_sweep_ends(losses: tuple[float, ...], threshold: float | None, steps: int) -> None:
     found = swept(Follows(*losses), loader(80), num_training=20, early_stop_threshold=threshold)
     assert len(found.results["lr"]) == len(found.results["loss"]) == steps
-
-
-def test_sweep_goes_over_as_many_epochs_as_it_needs_within_the_limit() -> None:
-    indices = []
-
-    class Notes(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            indices.append(batch_idx)
-            return super().training_step(batch, batch_idx)
-
-    swept(Notes(), trainer=quiet(max_epochs=1, limit_train_batches=2), num_training=5)
-    assert indices == [0, 1, 0, 1, 0]
 
 
 def test_all_groups_have_the_rate_and_no_scheduler_steps() -> None:
@@ -164,25 +155,19 @@ def test_plot() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = LRFinder("linear", 0.1, 1.0, 3)
-    found.results = {"lr": [0.1, 0.5, 1.0], "loss": [3.0, 2.0, 1.0]}
-    figure, axes = pyplot.subplots()
-    with pytest.warns(UserWarning, match="too few"):
-        assert found.plot(suggest=True, ax=axes) is figure
-    assert len(axes.lines) == 1
-    assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("linear", "learning rate", "loss")
     found = LRFinder("exponential", 0.1, 1.0, 13)
     losses = [float(-(step**2)) for step in range(13)]
     found.results = {"lr": [0.1 * step for step in range(1, 14)], "loss": losses}
-    drawn = found.plot(suggest=True).axes[0]
-    assert drawn.get_xscale() == "log"
-    assert drawn.lines[0].get_ydata().tolist() == losses
-    assert drawn.lines[1].get_xdata()[0] == found.suggestion()
+    figure, axes = pyplot.subplots()
+    assert found.plot(suggest=True, ax=axes) is figure
+    assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "learning rate", "loss")
+    assert axes.lines[0].get_ydata().tolist() == losses
+    assert axes.lines[1].get_xdata()[0] == found.suggestion()
+    # Without a suggestion there is nothing to mark.
+    found.results = {"lr": [0.1, 0.5, 1.0], "loss": [3.0, 2.0, 1.0]}
+    with pytest.warns(UserWarning, match="too few"):
+        assert len(found.plot(suggest=True).axes[0].lines) == 1
     pyplot.close("all")
-
-
-class Manual(Classifier):
-    automatic_optimization = False
 
 
 class Untrained(Classifier):

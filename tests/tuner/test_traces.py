@@ -307,20 +307,3 @@ def test_data_of_a_datamodule_is_not_copied_and_its_state_kept() -> None:
     assert not hasattr(data, "data")
     assert torch.equal(data.generator.get_state(), state)
     assert trainer.datamodule is None
-
-
-def test_what_a_trial_sees_of_the_trainer() -> None:
-    seen = []
-
-    class Looks(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            t = self.trainer
-            seen.append((t.max_epochs, t.max_steps, t.current_epoch, t.global_step, t.training, t.log_every_n_steps))
-            return super().training_step(batch, batch_idx)
-
-    model, trainer = Looks(), quiet(max_epochs=2, log_every_n_steps=7)
-    trainer.fit(model, loader(8))
-    del seen[:]
-    Tuner(trainer).lr_find(model, loader(8), num_training=3)
-    assert seen == [(2, -1, 2, 4, True, 7), (2, -1, 2, 5, True, 7), (2, -1, 3, 6, True, 7)]
-    assert (trainer.current_epoch, trainer.global_step) == (2, 4)

@@ -60,9 +60,6 @@ def whole(
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        if isinstance(value, float) and value.is_integer():
-            text = f"{owner}({name}={value!r}): use {allowed}, for instance {name}={int(value)}."
-            raise (error or TypeError)(text) from None
         raise _wrong_type(owner, name, value, allowed, error) from None
     if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
         raise wrong(owner, name, value, allowed, error=error)
@@ -111,11 +108,6 @@ def number(
     if not fits:
         raise wrong(owner, name, value, allowed, error=error)
     return value
-
-
-def share(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
-    """Return ``value`` if it is a number from 0 to 1. See ``whole`` for the arguments."""
-    return number(owner, name, value, at_least=0, at_most=1, allow_none=allow_none, error=error)
 
 
 def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:

@@ -362,7 +362,7 @@ class EMAWeightAveraging(WeightAveraging):
         for fixed in {"avg_fn", "multi_avg_fn"}.intersection(kwargs):
             raise TypeError(f"{name}({fixed}=...): it averages exponentially. Use WeightAveraging({fixed}=...).")
         error = MisconfigurationException
-        check.share(name, "decay", decay, error=error)
+        check.number(name, "decay", decay, at_least=0, at_most=1, error=error)
         check.whole(name, "update_every_n_steps", update_every_n_steps, at_least=0, error=error)
         for argument, value in (
             ("update_starting_at_step", update_starting_at_step),
