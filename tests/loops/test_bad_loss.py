@@ -342,7 +342,7 @@ class Without(Classifier):
     [
         (Net, {"on_bad_loss": "skp"}, r"Trainer\(on_bad_loss='skp'\): use one of 'warn'.*Did you mean 'skip'"),
         (Manual, {"on_bad_loss": "skip"}, "Test the loss there before"),
-        (InBackward, {"on_bad_loss": "skip"}, r"='skip'\): whether all gradients are finite"),
+        (InBackward, {"on_bad_loss": "skip"}, r"='skip'\): each parameter steps in backward"),
         (Without, {"on_bad_loss": "rewind"}, "no optimizer, so there is no step to leave out"),
         (Net, {"on_bad_loss": "skip", "detect_anomaly": True}, r"detect_anomaly=True, on_bad_loss='skip'\)"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.tree import move_to, parameters_of
 
@@ -296,7 +297,7 @@ def _other_kind(optimizer: Any, key: str) -> ValueError:
 # -- schedulers
 
 
-def scheduler_state(scheduler: Any) -> dict[str, Any]:
+def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
     """Return a scheduler's state as plain data: without functions, which would be code in the file."""
     return {key: _as_data(value) for key, value in scheduler.state_dict().items() if not callable(value)}
 
@@ -312,7 +313,7 @@ def _as_data(value: Any) -> Any:
     return value
 
 
-def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+def load_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
     """Restore a scheduler from ``scheduler_state``; functions it was made with stay as they are."""
     present = scheduler.state_dict()
     if "last_epoch" in present and "last_epoch" not in state:

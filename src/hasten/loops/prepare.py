@@ -243,41 +243,21 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
     name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
     instead = f"use torch.optim.{name} as it is."
     clip_value = arguments.gradient_clip_val
-    for holds, reason in (
-        (
-            batches > 1,
-            f"Trainer(accumulate_grad_batches={batches}): each batch steps by itself in backward, so gradients cannot "
-            f"be summed over several. Use larger batches, or {instead}",
-        ),
-        (
-            speed.micro_batch is not None,
-            f"Trainer(micro_batch={speed.micro_batch!r}): the parts of a batch would each step in backward. Leave it "
-            f"out, or {instead}",
-        ),
-        (
-            arguments.on_bad_loss != "warn",
-            f"Trainer(on_bad_loss={arguments.on_bad_loss!r}): whether all gradients are finite is known when backward "
-            f"is over, and by then each parameter has stepped. Use on_bad_loss='warn', or {instead}",
-        ),
-        (
-            speed.memory == "auto",
-            "Trainer(memory='auto'): a step that runs out of memory is begun again, and by then some parameters have "
-            "stepped. Use memory='selective' or 'full'.",
-        ),
-        (
-            clip_value and arguments.gradient_clip_algorithm != "value",
-            f"Trainer(gradient_clip_val={clip_value}): the norm of all gradients is known when backward is over, and "
-            "by then each parameter has stepped. Use gradient_clip_algorithm='value', which limits each element, or "
-            f"{instead}",
-        ),
-        (
-            overrides(run.module, LightningModule, "configure_gradient_clipping"),
-            f"{owner}.configure_gradient_clipping(): there are no gradients left to clip after backward. Leave it out, "
-            f"or {instead}",
-        ),
+    by_norm = bool(clip_value) and arguments.gradient_clip_algorithm != "value"
+    own_clipping = overrides(run.module, LightningModule, "configure_gradient_clipping")
+    for holds, what, remedy in (
+        (batches > 1, f"Trainer(accumulate_grad_batches={batches})", "Use larger batches"),
+        (speed.micro_batch is not None, f"Trainer(micro_batch={speed.micro_batch!r})", "Leave it out"),
+        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "Use 'warn'"),
+        (speed.memory == "auto", "Trainer(memory='auto')", "Use 'selective' or 'full'"),
+        (by_norm, f"Trainer(gradient_clip_val={clip_value})", "Use gradient_clip_algorithm='value'"),
+        (own_clipping, f"{owner}.configure_gradient_clipping()", "Leave it out"),
     ):
         if holds:
-            raise ValueError(f"in_backward({name}) and {reason}")
+            raise ValueError(
+                f"in_backward({name}) and {what}: each parameter steps in backward, so there is no moment at which all "
+                f"gradients are there and none was used. {remedy}, or {instead}"
+            )
     run.runtime.check_in_backward("Trainer", name)
     for hook in ("on_after_backward", "on_before_optimizer_step"):
         if overrides(run.module, LightningModule, hook):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -425,14 +425,14 @@ def loss_of(output: object, run: Run) -> Tensor | None:
     return None
 
 
-def check_weight(weight: Any, run: Run) -> None:
+def check_weight(weight: object, run: Run) -> None:
     """Check what ``training_step`` returned as ``loss_weight``; one on a device is not waited for."""
     shown = repr(weight)
     if isinstance(weight, Tensor):
         if weight.numel() == 1 and (not weight.is_cpu or 0 <= weight < math.inf):
             return
         shown = f"a tensor of shape {tuple(weight.shape)}" if weight.dim() else shown
-    elif hasattr(weight, "__float__") and 0 <= float(weight) < math.inf:
+    elif isinstance(weight, SupportsFloat) and 0 <= float(weight) < math.inf:
         return
     raise MisconfigurationException(
         f"{type(run.module).__name__}.training_step returned {{'loss_weight': {shown}}}. Use how many samples or "
