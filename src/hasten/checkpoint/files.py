@@ -373,11 +373,6 @@ def _check(value: Any, place: str, above: set[int]) -> None:
         attributes = vars(value)
         if attributes:
             _check(attributes, f"the attributes of {place}", above)
-    elif is_sharded(value):
-        raise TypeError(
-            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone. Save "
-            "its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
-        )
     elif kind in _MAPPINGS or kind in _SEQUENCES:
         if id(value) in above:
             raise TypeError(f"{place} contains itself, which a checkpoint does not hold.")
@@ -390,6 +385,11 @@ def _check(value: Any, place: str, above: set[int]) -> None:
             for index, inner in enumerate(value):
                 _check(inner, f"{place}[{index}]", above)
         above.discard(id(value))
+    elif is_sharded(value):
+        raise TypeError(
+            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone. Save "
+            "its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
+        )
     elif not _can_be_loaded(value):
         raise TypeError(
             f"{place} is a {kind.__name__}, which a checkpoint does not hold: reading it back would run code. Store "
