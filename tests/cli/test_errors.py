@@ -54,6 +54,7 @@ WRONG: list[tuple[list[str] | dict[str, Any], dict[str, Any], str, str | None]] 
     (["--config=none.yaml"], {}, "File does not exist: ", None),
     ({"trainer": {"max_epoch": 3}}, {}, "does not accept option 'max_epoch'", "--trainer.max_epochs"),
     ({"model": {"width": "x"}}, {}, "Expected a <class 'int'>. Got value: x", None),
+    ({"data": {"batch_sise": 3}}, {}, "does not accept option 'batch_sise'", "--data.batch_size"),
     ({"fit": {"trainer": {"max_epoch": 3}}}, RUN, "'trainer.max_epoch'", "--trainer.max_epochs"),
     (
         {"model": {"class_path": "WideLineNet", "init_args": {"encoder": {"class_path": "DeepEncoder", "init_args": {

@@ -215,14 +215,6 @@ def test_a_part_that_is_a_module_has_hyper_parameters_of_its_own() -> None:
     assert "width" not in made.hparams
 
 
-@pytest.mark.parametrize("subcommand", ["fit", "predict"])
-def test_the_checkpoint_says_what_the_module_is(tmp_path: Path, subcommand: str) -> None:
-    _, path = trained(tmp_path, "--model.width=6", "--model.encoder=DeepEncoder", "--model.encoder.dim=3")
-    made = cli(subcommand, f"--ckpt_path={path}", "--trainer.max_epochs=2", run=True)
-    assert (made.model.width, made.model.encoder.dim) == (6, 3)
-    assert made.config[subcommand]["model"]["width"] == 6
-
-
 def test_the_checkpoint_says_the_class_too(tmp_path: Path) -> None:
     _, path = trained(tmp_path, "--model=WideLineNet", "--model.width=6", "--model.extra=2", model_class=None)
     made = cli("validate", f"--ckpt_path={path}", "--model=WideLineNet", model_class=None, run=True)
@@ -232,11 +224,13 @@ def test_the_checkpoint_says_the_class_too(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_goes_before_configs_and_after_the_command_line(tmp_path: Path) -> None:
-    _, path = trained(tmp_path, "--model.width=6", "--model.name=saved", "--model.lr=0.25")
+    encoder = ["--model.encoder=DeepEncoder", "--model.encoder.dim=3"]
+    _, path = trained(tmp_path, "--model.width=6", "--model.name=saved", "--model.lr=0.25", *encoder)
     (tmp_path / "c.yaml").write_text("model: {width: 9, lr: 0.5}\n")
-    words = ["validate", f"--config={tmp_path / 'c.yaml'}", "--model.name=said", f"--ckpt_path={path}"]
-    made = cli(*words, run=True)
-    assert (made.model.width, made.model.lr, made.model.name) == (6, 0.25, "said")
+    config = f"--config={tmp_path / 'c.yaml'}"
+    made = cli("fit", config, "--model.name=said", f"--ckpt_path={path}", "--trainer.max_epochs=2", run=True)
+    assert (made.model.width, made.model.lr, made.model.name, made.model.encoder.dim) == (6, 0.25, "said", 3)
+    assert made.config["fit"]["model"]["width"] == 6
     as_data = cli({"subcommand": "validate", "validate": {"ckpt_path": str(path), "model": {"lr": 0.5}}}, run=True)
     assert (as_data.model.width, as_data.model.lr) == (6, 0.25)
 

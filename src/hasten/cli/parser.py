@@ -55,7 +55,8 @@ AUTOMATIC = "AUTOMATIC"
 
 # How jsonargparse names what it does not find: an option, a key of a config, a sub-command or a class.
 _UNKNOWN = re.compile(
-    r"unrecognized arguments: --(?P<option>[\w.]+)|ption '(?P<key>[^']+)'|invalid choice: '(?P<command>[^']+)'"
+    r"unrecognized arguments: --(?P<option>[\w.]+)|invalid choice: '(?P<command>[^']+)'"
+    r"|(?:Group '(?P<group>[^']+)' does not accept )?[oO]ption '(?P<key>[^']+)'(?! is not accepted before)"
     r"|Expected a dot import path string: (?P<class>\S+)"
 )
 _KEY = re.compile(r'Parser key "([^"]*)"')
@@ -270,7 +271,8 @@ def _nearest(parser: ArgumentParser, message: str, unknown: re.Match[str]) -> st
     if unknown["class"]:
         option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
         return nearest(unknown["class"], _subclass_names(classes_in(getattr(option, "_typehint", None))))
-    group, _, leaf = (unknown["option"] or unknown["key"]).rpartition(".")
+    name = unknown["option"] or ".".join(filter(None, (unknown["group"], unknown["key"])))
+    group, _, leaf = name.rpartition(".")
     named = _CLASS_PATH.findall(message)
     if named and not group:  # An argument of the class.
         return nearest(leaf, _argument_names(named[-1]))

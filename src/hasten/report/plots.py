@@ -91,15 +91,11 @@ def find_metrics(log_dir: str | os.PathLike[str]) -> Path:
 
 def curves_of(rows: list[dict[str, str]], pattern: re.Pattern[str]) -> list[Curve]:
     """Return the curves of all names that match, training before validation."""
-    columns = list(dict.fromkeys(name for row in rows for name in row if name not in ("epoch", "step")))
+    columns = dict.fromkeys(name for row in rows for name in row if pattern.search(name))
     chosen: dict[str, str] = {}
-    for name in columns:
-        if not pattern.search(name):
-            continue
-        plain = re.sub(r"_(step|epoch)(?=$|/dataloader_idx_\d+$)", "", name)
-        # Of a name logged both at steps and at epochs, the epoch's own value is the right one.
-        if plain not in chosen or _rank(name) < _rank(chosen[plain]):
-            chosen[plain] = name
+    # Of a name logged both at steps and at epochs, the epoch's own value is the right one.
+    for name in sorted(columns, key=_rank):
+        chosen.setdefault(re.sub(r"_(step|epoch)(?=$|/dataloader_idx_\d+$)", "", name), name)
     curves = []
     for plain, column in chosen.items():
         values = _by_epoch(rows, column)
