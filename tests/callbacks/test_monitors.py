@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,21 +154,12 @@ def test_the_cpu_is_watched_where_the_run_is_on_it() -> None:
     assert [row["step"] for row in accumulated if "on_train_batch_end/cpu_percent" in row] == [1, 3]
 
 
-def test_the_device_and_the_cpu_are_logged_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator = SimpleNamespace(get_device_stats=lambda device: {"peak": 7, "asked": str(device)})
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 1))
-    trainer: Any = SimpleNamespace(accelerator=accelerator, strategy=strategy)
-    monkeypatch.setattr(monitors, "get_cpu_stats", lambda: {"cpu_percent": 3.0})
-    device = {"peak": 7, "asked": "cuda:1"}
-    assert DeviceStatsMonitor(cpu_stats=True)._stats(trainer) == {**device, "cpu_percent": 3.0}
-    for cpu_stats in (None, False):
-        assert DeviceStatsMonitor(cpu_stats=cpu_stats)._stats(trainer) == device
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_memory_of_a_cuda_device() -> None:
-    rows = load(DeviceStatsMonitor(), accelerator="cuda")
-    assert rows[0]["on_train_batch_start/allocated_bytes.all.current"] > 0
+def test_memory_of_a_cuda_device_and_the_load_of_the_cpu() -> None:
+    for cpu_stats in (None, False, True):
+        (row, *_) = load(DeviceStatsMonitor(cpu_stats), accelerator="cuda")
+        assert row["on_train_batch_start/allocated_bytes.all.current"] > 0
+        assert ("on_train_batch_start/cpu_percent" in row) == (cpu_stats is True)
 
 
 def test_what_device_stats_need(monkeypatch: pytest.MonkeyPatch) -> None:

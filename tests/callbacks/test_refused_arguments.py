@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -114,13 +113,10 @@ OTHERS: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (cb.LearningRateFinder, {"min_lr": 2.0}, ValueError, r"min_lr=2\.0, max_lr=1"),
     (cb.LearningRateFinder, {"num_training_steps": 0}, ValueError, "num_training=0"),
     (cb.ModelCheckpoint, {"save_top_k": 2}, ValueError, "monitor=None"),
-    (cb.ModelCheckpoint, {"every_n_epochs": 1, "every_n_train_steps": 1}, ValueError, "mutually exclusive"),
-    (cb.ModelCheckpoint, {"every_n_epochs": 1, "train_time_interval": timedelta(1)}, ValueError, "exclusive"),
     (cb.ModelCheckpoint, {"filename": "../{epoch}"}, ValueError, "leaves the folder"),
     (cb.ModelCheckpoint, {"filename": "/tmp/{epoch}"}, ValueError, "leaves the folder"),
     (cb.ModelCheckpoint, {"filename": "{epoch:zz}"}, ValueError, "not a format of a number"),
     (cb.ModelCheckpoint, {"filename": "{}"}, ValueError, "without a name"),
-    (cb.ModelCheckpoint, {"train_time_interval": 5}, TypeError, "train_time_interval=5"),
     (cb.ModelCheckpoint, {"every_n_epochs": 1.5}, TypeError, "every_n_epochs=1.5"),
     (cb.ModelCheckpoint, {"filename": 5}, TypeError, "filename"),
     (cb.ModelCheckpoint, {"dirpath": 5}, TypeError, "dirpath=5"),

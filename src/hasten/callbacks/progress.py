@@ -18,7 +18,6 @@ from tqdm import tqdm
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
-from hasten._lib.rank_zero import warn_once
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.host import in_notebook
@@ -130,18 +129,10 @@ class ProgressBar(Callback):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the values shown beside the bar; override it to change them.
 
-        These are the values logged with ``prog_bar=True`` that have arrived on the host, and the version of
-        the logger as ``v_num``.
+        These are the version of the logger as ``v_num``, and the values logged with ``prog_bar=True`` that have
+        arrived on the host; a value of that name replaces the version.
         """
-        standard = get_standard_metrics(trainer)
-        logged = trainer.progress_bar_metrics
-        for name in standard.keys() & logged.keys():
-            warn_once(
-                f"progress bar {name}",
-                f"The progress bar shows {name!r} by itself, and self.log({name!r}, ..., prog_bar=True) replaces it. "
-                "Choose another name, or override get_metrics().",
-            )
-        return {**standard, **logged}
+        return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
 
     def _of_current_loader(self, batches: float | list[float]) -> float:
         return batches[self._current_eval_dataloader_idx or 0] if isinstance(batches, list) else batches

@@ -184,7 +184,7 @@ class RichProgressBar(DrawnProgressBar):
                 file=None if self._console is None else self._console.file,
                 leave=not inside,
             )
-        bar = RichBar(self, description, leave=not inside, shows_metrics=name == "train")
+        bar = RichBar(self, description, leave=not inside)
         self._shown.append(bar)
         return bar
 
@@ -250,10 +250,9 @@ class RichBar:
     disable = False
     _draws = True
 
-    def __init__(self, owner: RichProgressBar, description: str, *, leave: bool, shows_metrics: bool) -> None:
+    def __init__(self, owner: RichProgressBar, description: str, *, leave: bool) -> None:
         self._owner = owner
         self._leave = leave
-        self._shows_metrics = shows_metrics
         self._description = description
         self._initial = self.n = 0
         self.total: float | None = None
@@ -307,7 +306,7 @@ class RichBar:
             total=self.total,
             completed=self.n,
             description=self._description,
-            metrics=(self._shows_metrics and self.postfix) or {},
+            metrics=self.postfix or {},
             visible=True,
         )
         progress.refresh()

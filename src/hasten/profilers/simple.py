@@ -19,27 +19,22 @@ PARTS = (
 LOOP = "run_loop"
 _OF_A_STEP = "run_training_batch"
 
-_PART_OF: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), part)
-    for pattern, part in (
-        (LOOP, "start and end"),
-        (rf"run_training_epoch|{_OF_A_STEP}", "other"),
-        (r"run_evaluation", "validation"),
-        (r"\[_\w+\]\.\w+_next", "data wait"),
-        (r".*(batch_to_device|on_before_batch_transfer|on_after_batch_transfer)", "transfer"),
-        (r"\[(Strategy|LightningModule)\].*\.(training|validation|test|predict)_step", "forward"),
-        (r"\[(Strategy|LightningModule)\].*\.backward", "backward"),
-        (
-            r"\[(Strategy|LightningModule)\].*\.(optimizer_step|optimizer_zero_grad|configure_gradient_clipping"
-            r"|lr_scheduler_step)",
-            "optimizer",
-        ),
-        (r"\[Callback\].*", "callbacks"),
-        (r"\[Lightning(Module|DataModule)\].*\.on_\w+", "callbacks"),
-        (r"\[Logging\].*", "logging"),
-        (r"save_checkpoint", "checkpoint"),
-    )
-)
+# By regular expressions of actions; the first one that matches.
+_PART_OF = {
+    LOOP: "start and end",
+    rf"run_training_epoch|{_OF_A_STEP}": "other",
+    r"run_evaluation": "validation",
+    r"\[_\w+\]\.\w+_next": "data wait",
+    r".*(batch_to_device|on_before_batch_transfer|on_after_batch_transfer)": "transfer",
+    r"\[(Strategy|LightningModule)\].*\.(training|validation|test|predict)_step": "forward",
+    r"\[(Strategy|LightningModule)\].*\.backward": "backward",
+    r"\[(Strategy|LightningModule)\].*\.(optimizer_step|optimizer_zero_grad|configure_gradient_clipping"
+    r"|lr_scheduler_step)": "optimizer",
+    r"\[Callback\].*": "callbacks",
+    r"\[Lightning(Module|DataModule)\].*\.on_\w+": "callbacks",
+    r"\[Logging\].*": "logging",
+    r"save_checkpoint": "checkpoint",
+}
 
 
 def part_of(action_name: str) -> str | None:
@@ -51,7 +46,7 @@ def part_of(action_name: str) -> str | None:
         ('data wait', None)
 
     """
-    return next((part for pattern, part in _PART_OF if pattern.fullmatch(action_name)), None)
+    return next((part for pattern, part in _PART_OF.items() if re.fullmatch(pattern, action_name)), None)
 
 
 class SimpleProfiler(Profiler):
