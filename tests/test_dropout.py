@@ -157,17 +157,7 @@ def test_functional_transforms_are_those_of_torchs_dropout() -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_shapes_strides_and_kinds(inplace: bool) -> None:
     torch.manual_seed(0)
-    for x in (
-        torch.ones(0, 3),
-        torch.ones(()),
-        torch.ones(30, 20).t(),
-        torch.ones(64, dtype=torch.bfloat16),
-        torch.ones(4, 4).to_sparse() if not inplace else torch.ones(4, 4, dtype=torch.float16),
-    ):
-        if x.layout is torch.sparse_coo:
-            with pytest.raises(NotImplementedError):  # As torch's own.
-                dropout(x, 0.5)
-            continue
+    for x in (torch.ones(0, 3), torch.ones(()), torch.ones(30, 20).t(), torch.ones(64, dtype=torch.bfloat16)):
         y = dropout(x.clone(), 0.5, inplace=inplace)
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         assert set(y.flatten().tolist()) <= {0.0, 2.0}

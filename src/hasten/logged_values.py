@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hasten.loggers.base import Logger
     from hasten.loops.bad_loss import LossReport
     from hasten.runtime import Runtime
+    from hasten.types import MetricValue
 
 # The bar gets a fresh value this often even when the logging interval is far away (long steps).
 BAR_INTERVAL_SECONDS = 5.0
@@ -111,7 +112,7 @@ class LoggedValues:
     # -- taking values
 
     def record(
-        self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | float | Tensor | None
+        self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | float | Tensor | None
     ) -> LoggedValue | None:
         """Take one value given to ``self.log``.
 
