@@ -60,9 +60,18 @@ def fields_over_tokens(
     """
     size, order = min(loader.batch_size or 1, BATCH_SIZE), lengths.argsort(stable=True)
     found: dict[Any, bool] = {}
+    # Made where training makes them: workers may not share open files.
+    batches = DataLoader(
+        loader.dataset,
+        batch_sampler=[order[-size:].tolist(), order[:size].tolist()],
+        collate_fn=collate_fn,
+        num_workers=min(1, loader.num_workers),
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+    )
     with isolate_rng(include_cuda=False):
-        for part in (order[-size:], order[:size]):
-            fields = fields_of(collate_fn(samples_at(loader.dataset, part.tolist()))) or {}
+        for batch in batches:
+            fields = fields_of(batch) or {}
             mask = mask_in(fields, mask_key)
             if mask is not None:
                 runs = {key: bool(token_dims(key, value, mask)) for key, value in fields.items()}

@@ -142,10 +142,14 @@ class HeldDataset(DatasetProxy):
 
     _hasten_data: Columns | list[Any]
     _hasten_changes: _Changes
+    _hasten_reads_here: bool
 
-    def __init__(self, dataset: object, read: Callable[[], Columns | list[Any]], name: str) -> None:
+    def __init__(
+        self, dataset: object, read: Callable[[], Columns | list[Any]], name: str, *, reads_here: bool
+    ) -> None:
         changes = _Changes(dataset, read, name)
-        super().__init__(dataset, _hasten_data=changes.read(), _hasten_changes=changes)
+        data = changes.read()
+        super().__init__(dataset, _hasten_data=data, _hasten_changes=changes, _hasten_reads_here=reads_here)
 
     def __len__(self) -> int:
         return len(self._hasten_data)
@@ -161,8 +165,8 @@ class HeldDataset(DatasetProxy):
         return data.batch(indices) if isinstance(data, Columns) else [fresh(data[index]) for index in indices]
 
     def _hasten_begin_epoch(self) -> None:
-        """Read the samples again if attributes of the dataset have changed since they were read."""
-        data = self._hasten_changes.read_again(self._hasten_differs())
+        """Read the samples again if the dataset has changed since they were read."""
+        data = self._hasten_changes.read_again(self._hasten_differs)
         if data is None:
             return
         if isinstance(self._hasten_data, list):
@@ -177,13 +181,11 @@ class HeldDataset(DatasetProxy):
     def _hasten_differs(self) -> bool:
         """Return whether the first or the last sample, read again, is another."""
         dataset = self._hasten_dataset
-        try:
-            with isolate_rng(include_cuda=False), preserve(dataset):
-                ends = {0, len(self) - 1} if len(self) else ()
-                pairs = [tree.map_tensors(Tensor.cpu, (self[index], dataset[index])) for index in ends]
-                return not all(same(held, now) for held, now in pairs)
-        except Exception:
-            return False  # Only its workers may be able to read it.
+        if not self._hasten_reads_here or not len(self):
+            return False
+        with isolate_rng(include_cuda=False), preserve(dataset):
+            pairs = [tree.map_tensors(Tensor.cpu, (self[index], dataset[index])) for index in {0, len(self) - 1}]
+        return not all(same(held, now) for held, now in pairs)
 
 
 class _Changes:
@@ -210,9 +212,9 @@ class _Changes:
         self._by_reading.update(changed(before, self._before))
         return data
 
-    def read_again(self, differs: bool) -> Columns | list[Any] | None:
+    def read_again(self, differs: Callable[[], bool]) -> Columns | list[Any] | None:
         """Return the samples of a dataset that has changed, as its attributes or its samples show; None if not."""
-        places = self._changed() or ["its samples"] * differs
+        places = self._changed() or (["its samples"] if differs() else [])
         if not places:
             return None
         if self._preloaded:
@@ -293,7 +295,9 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
             data = data.samples()
         return _on_device(data, torch.device(device), argument, name) if on_device else data
 
-    held = HeldDataset(dataset, read, name)
+    # Else only its workers may be able to read the dataset.
+    reads_here = not loader.num_workers or loader.worker_init_fn is None
+    held = HeldDataset(dataset, read, name, reads_here=reads_here)
     data = held._hasten_data
     how = gigabytes(data.size_bytes) if isinstance(data, Columns) else "one by one"
     rank_zero_info(f"{name}: {len(held)} samples are held in memory, {how} ({time.perf_counter() - began:.1f} s).")
