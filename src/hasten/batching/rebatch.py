@@ -259,7 +259,7 @@ def _over_tokens(
     except Exception as error:
         # The user's code may need other batches than these. If it fails in training too, it is reported there.
         rank_zero_info(
-            f"batching: no padding is cut off {name}: no batch could be made to look at ({type(error).__name__}: "
+            f"batching: no padding is cut off {name}: its longest samples made no batch ({type(error).__name__}: "
             f"{error}). Name the fields: batching=hasten.data.LengthBatching(over_tokens=(...))."
         )
         return ()
