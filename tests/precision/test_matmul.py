@@ -103,7 +103,7 @@ def test_where_it_changes_nothing_that_is_said(
     assert without_effect("medium", CPU) is None
     assert without_effect("highest", CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "7.5, and TF32 begins with 8.0" in str(without_effect("high", torch.device("cuda")))
+    assert "no TF32, which begins with compute capability 8.0" in str(without_effect("high", torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert without_effect("high", torch.device("cuda")) is None
 

@@ -111,9 +111,6 @@ class CompiledModel:
     def __reduce__(self) -> Any:
         return _nothing, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def _save(self) -> None:
         cold, graphs = self._cold, self._counters.graphs_made
         if cold is None or graphs == self._graphs_saved:

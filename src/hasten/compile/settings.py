@@ -273,6 +273,3 @@ class _UserOptions:
 
     def __reduce__(self) -> Any:
         return _UserOptions, (None,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _UserOptions:
-        return _UserOptions(None)

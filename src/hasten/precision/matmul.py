@@ -71,18 +71,12 @@ def without_effect(precision: str, device: torch.device) -> str | None:
     if precision == "highest":
         return None
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major >= 8 or torch.version.hip is not None:
+        if torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0):
             return None
-        return f"this GPU has the compute capability {major}.{minor}, and TF32 begins with 8.0"
+        return "this GPU has no TF32, which begins with compute capability 8.0"
     if device.type == "cpu":
-        has_bf16 = cpu_has_bfloat16()
-        if precision == "medium" and has_bf16:
-            return None
-        if precision == "high" and torch.ops.mkldnn._is_mkldnn_fp16_supported() and _tf32_on_cpu():
-            return None
-        nearest = "; 'medium' multiplies in bfloat16" if precision == "high" and has_bf16 else ""
-        return f"this CPU has no {'TF32' if precision == 'high' else 'bfloat16'} instructions{nearest}"
+        kind, works = ("bfloat16", cpu_has_bfloat16()) if precision == "medium" else ("TF32", _tf32_on_cpu())
+        return None if works else f"this CPU has no {kind} instructions"
     return f"{device.type.upper()} has one way to multiply 32-bit matrices"
 
 
@@ -93,4 +87,5 @@ def cpu_has_bfloat16() -> bool:
 
 def _tf32_on_cpu() -> bool:
     """Return whether oneDNN multiplies in TF32, which it does on CPUs with AMX-FP16."""
-    return bool(getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)())
+    has_amx = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
+    return bool(has_amx and torch.ops.mkldnn._is_mkldnn_fp16_supported())
