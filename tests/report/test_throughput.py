@@ -93,6 +93,10 @@ def test_operations_of_forward_and_backward() -> None:
     # Backward: the gradient of both weights, and of the input of the second layer.
     backward = forward + 2 * 8 * 16 * 4
     assert measure_flops(model, lambda: model(x), torch.Tensor.sum) == forward + backward
+    # The attention of a CPU too: two products forward, four backward.
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    assert measure_flops(model, lambda: attention(q, q, q), torch.Tensor.sum) == 6 * (2 * 4 * 4 * 8)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hasten._lib.optional import need
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.module.callback import Callback
+from hasten.report.peaks import flop_counter
 from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
@@ -388,9 +389,7 @@ class ThroughputMonitor(Callback):
         """Count the operations of the first batch of a stage."""
         measured = self._stage(trainer)
         if measured is not None and measured.flops is None:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self._counter = FlopCounterMode(display=False)
+            self._counter = flop_counter()
             self._counter.__enter__()
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start

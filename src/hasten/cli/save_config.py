@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 class SaveConfigCallback(Callback):
     """Save the config of a ``LightningCLI`` in the ``log_dir`` of the run, before it starts.
 
-    A fit that goes on from a checkpoint in the folder of the run before it saves its own beside the first, as
-    ``config-1.yaml`` and so on.
+    A fit that resumes from a checkpoint in the same folder saves its config beside the first, as ``config-1.yaml``,
+    ``config-2.yaml``, ...
 
     Args:
         parser: the parser that read the config.
         config: what it read.
         config_filename: the name of the file.
-        overwrite: replace a config that is there already.
+        overwrite: replace an existing config.
         multifile: keep parts that were read from separate files in separate files.
         save_to_log_dir: write the file; False for a subclass whose ``save_config`` keeps it elsewhere.
 
     Raises:
         ValueError: with ``save_to_log_dir=False`` and without ``save_config`` nothing would be saved.
-        RuntimeError: when the run starts: there is a config of another run, and ``overwrite`` is False.
+        RuntimeError: when the run starts: the file is the config of another run, and ``overwrite`` is False.
 
     Example::
 

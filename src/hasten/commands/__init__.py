@@ -1,4 +1,4 @@
-"""The command line: ``hasten COMMAND``. Each command is a file here and is imported only when it is used."""
+"""The command line: ``hasten COMMAND``. Each command is a file in this package, imported when it is used."""
 
 from __future__ import annotations
 

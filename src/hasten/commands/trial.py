@@ -18,7 +18,7 @@ from hasten.trainer import Trainer
 
 
 class _Enough(BaseException):
-    """The program begins to train: all its classes are defined."""
+    """Raised when the program starts to train: all its classes are defined."""
 
 
 def run_program(session: Session, orders: Orders, words: Sequence[str]) -> None:

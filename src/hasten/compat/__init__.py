@@ -1,4 +1,4 @@
-"""Programs and packages written for Lightning, unchanged: its module names lead to hasten.
+"""Run programs and packages written for Lightning unchanged: its module names lead to hasten.
 
 ``hasten run program.py`` does it for a whole program; ``hasten.compat.install()`` for the process that calls it.
 """
@@ -38,7 +38,7 @@ class _Install:
 
 
 def install() -> None:
-    """Let ``lightning``, ``pytorch_lightning``, ``lightning_fabric`` and all their modules be hasten from here on.
+    """Make ``lightning``, ``pytorch_lightning``, ``lightning_fabric`` and all their modules lead to hasten.
 
     Call it before the first import of one of them; whether Lightning is installed makes no difference. Worker
     processes of a ``DataLoader`` and the processes of a distributed run get the same. A second call does nothing.
@@ -74,7 +74,7 @@ def install() -> None:
     # program's main module, and with it `lightning`.
     original = multiprocessing.spawn.get_preparation_data
     _replace(multiprocessing.spawn, "get_preparation_data", lambda name: {"hasten": _Install(), **original(name)})
-    # Packages put objects into their checkpoints, and Lightning writes them. Reading stays as strict as ever.
+    # Packages put objects into their checkpoints, and Lightning writes them. Reading stays strict.
     allow_objects(True)
     _replaced.callback(allow_objects, False)
 

@@ -1,4 +1,4 @@
-"""Small models and data that programs and their tests are tried with."""
+"""Small models and data for experiments and tests."""
 
 from __future__ import annotations
 

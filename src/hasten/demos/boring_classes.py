@@ -1,4 +1,4 @@
-"""The smallest models and data that use every part of a run: for trying things out, and for tests of programs.
+"""The smallest models and data that use every part of a run, for experiments and tests.
 
 Their values mean nothing; what they draw at random and compute is the same as in Lightning's classes of these names.
 """
@@ -66,7 +66,7 @@ class RandomDictDataset(Dataset[dict[str, Tensor]]):
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """Random features one after the other, new ones each time; it has no length.
+    """A stream of random features, new in each pass, without a length.
 
     Args:
         size: features of a sample.
@@ -83,14 +83,14 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """Random features one after the other, new ones each time; it has a length."""
+    """A stream of random features, new in each pass, with a length."""
 
     def __len__(self) -> int:
         return self.count
 
 
 class BoringModel(LightningModule):
-    """A linear layer from 32 features to 2, which learns to give 1; all steps and loaders are there.
+    """A linear layer from 32 features to 2, trained to return 1, with all steps and loaders.
 
     Subclass it and override what you want to try.
 
@@ -163,7 +163,7 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class DemoModel(LightningModule):
-    """A linear layer from 32 features, whose positive outputs are made small.
+    """A linear layer from 32 features, trained to make its positive outputs small.
 
     Args:
         out_dim: number of outputs.

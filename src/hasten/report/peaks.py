@@ -1,4 +1,4 @@
-"""What devices can do at most: dense floating-point operations a second, by type of number.
+"""Peaks of devices: dense floating-point operations a second, by dtype.
 
 Dense: without the structured sparsity that doubles the figures on data sheets, which no training uses. For
 cards whose tensor cores are slower with sums in float32, as torch keeps them, that speed. Sources: NVIDIA's data
@@ -155,25 +155,22 @@ def flop_counter() -> FlopCounterMode:
         True
 
     """
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-    formulas: dict[Any, Any] = {}
-    for name, formula in (("", _attention_flops), ("_backward", _attention_backward_flops)):
-        packet = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
-        if packet is not None:
-            formulas[packet] = formula
+    def forward(q: Any, k: Any, v: Any, *args: object, **kwargs: object) -> int:
+        return int(sdpa_flop_count(q, k, v))
+
+    def backward(gradient: Any, q: Any, k: Any, v: Any, *args: object, **kwargs: object) -> int:
+        # Two products for each of forward's; computing the scores again does not count.
+        return 2 * int(sdpa_flop_count(q, k, v))
+
+    # torch has formulas for the kernels of other devices only.
+    aten = torch.ops.aten
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
     return FlopCounterMode(display=False, custom_mapping=formulas)
-
-
-def _attention_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    from torch.utils.flop_counter import sdpa_flop_count
-
-    return int(sdpa_flop_count(q, k, v))
-
-
-def _attention_backward_flops(gradient: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-    # Two products for each of forward's; computing the scores again does not count.
-    return 2 * _attention_flops(q, k, v)
 
 
 def measured_peaks(device: torch.device) -> dict[str, float | None]:

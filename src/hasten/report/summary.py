@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from hasten._lib import check
 from hasten._lib.tree import map_tensors, preserve_modes
 from hasten.module.module import trainer_of
+from hasten.report.peaks import flop_counter
 
 if TYPE_CHECKING:
     from hasten.types import Batch
@@ -242,8 +243,6 @@ class LayerTable:
 
     def _forward_example(self) -> None:
         """Record shapes and operations of a forward pass with the example."""
-        from torch.utils.flop_counter import FlopCounterMode
-
         model = self._model
         like = next((p for p in _with_shape(model.parameters()) if p.is_floating_point()), torch.zeros(()))
         if like.device.type == "meta":
@@ -259,7 +258,7 @@ class LayerTable:
         autocast = contextlib.nullcontext() if trainer is None else trainer.runtime.autocast()
         # Dropout and the like must not draw from the run's random numbers.
         numbers = torch.random.fork_rng(devices=[])
-        counter = FlopCounterMode(display=False)
+        counter = flop_counter()
         try:
             with preserve_modes(model), torch.no_grad(), numbers, autocast, counter:
                 model.eval()(*args, **named)

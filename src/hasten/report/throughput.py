@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
+from hasten.report.peaks import flop_counter
 from hasten.report.peaks import get_available_flops as get_available_flops
 
 if TYPE_CHECKING:
@@ -224,9 +225,7 @@ def measure_flops(
         True
 
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         output = forward_fn()
         if loss_fn is not None:
             loss_fn(output).backward()

@@ -1,4 +1,4 @@
-"""Memory: what ran out of it, and how to give it back."""
+"""Memory: which one ran out, and how to free it."""
 
 from __future__ import annotations
 

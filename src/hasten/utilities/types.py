@@ -65,7 +65,7 @@ _Key = TypeVar("_Key")
 
 @runtime_checkable
 class _Stateful(Protocol[_Key]):
-    """An object whose state can be taken and given back."""
+    """An object whose state can be saved and restored."""
 
     def state_dict(self) -> dict[_Key, Any]: ...
 
@@ -81,7 +81,7 @@ class Steppable(Protocol):
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """An object that is used as an optimizer is."""
+    """An object with the interface of an optimizer."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]
@@ -94,7 +94,7 @@ class Optimizable(Steppable, Protocol):
 
 @runtime_checkable
 class DistributedDataParallel(Protocol):
-    """A module that can leave out the exchange of gradients."""
+    """A module that can skip the exchange of gradients."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
