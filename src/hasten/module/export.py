@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ class ModelExport:
         method: str = "script",
         example_inputs: Tensors | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> torch.jit.ScriptModule:
         """Return the module as TorchScript, in eval mode.
 
         Args:
@@ -77,10 +77,12 @@ class ModelExport:
 
             with fsspec.open(os.fspath(file_path), "wb") as file:
                 torch.jit.save(scripted, file)
-        return scripted
+        return cast("torch.jit.ScriptModule", scripted)
 
     @torch.no_grad()
-    def to_onnx(self, file_path: PathLike | None = None, input_sample: Tensors | None = None, **kwargs: Any) -> Any:
+    def to_onnx(
+        self, file_path: PathLike | None = None, input_sample: Tensors | None = None, **kwargs: Any
+    ) -> torch.onnx.ONNXProgram | None:
         """Write the module as ONNX, in eval mode; return what ``torch.onnx.export`` returns.
 
         Args:

@@ -23,6 +23,8 @@ from hasten.module.log_methods import LogMethods
 from hasten.runtime import ReadOnly
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from hasten.fabric import Fabric
     from hasten.loggers.base import Logger
     from hasten.module.callback import Callback
@@ -261,7 +263,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         return self.device.type == "cuda"
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> DeviceMesh | None:
         """The device mesh of a strategy that splits the model; None for others."""
         return None if self._trainer is None else getattr(self._trainer.strategy, "device_mesh", None)
 
