@@ -1,7 +1,11 @@
-"""Exceptions, and classes of Lightning that hasten does not have."""
+"""Exceptions and their tracebacks, and classes of Lightning that hasten does not have."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from types import TracebackType
 from typing import Any
 
 
@@ -50,3 +54,59 @@ def absent(name: str, base: type, *, home: str, instead: str) -> Any:
 def is_absent(kind: object) -> bool:
     """Return whether ``kind`` is a class made by ``absent``."""
     return isinstance(kind, type) and "__absent__" in vars(kind)
+
+
+# -- shorter tracebacks: without most of hasten's frames between a call of the program and its error
+
+# Set it to anything to see all frames.
+SHOW_ALL = "HASTEN_FULL_TRACEBACK"
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Of consecutive frames of hasten, the first and the last are kept; the last calls the program's code or raises the
+# error. The first such row, which leads to the loop, keeps one more.
+_KEPT, _KEPT_OF_FIRST = 2, 3
+
+
+def shorten(error: BaseException) -> None:
+    """Remove most of hasten's frames from the traceback of an error, its cause and its context.
+
+    All frames stay if an assertion of hasten failed. A debugger that stops where an error is raised sees all frames.
+    """
+    if os.environ.get(SHOW_ALL) or _is_bug_of_ours(error):
+        return
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += [one.__cause__, one.__context__]
+        one.__traceback__ = _shortened(one.__traceback__)
+
+
+def _shortened(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    for ours, entries in groupby(_entries(trace), key=_is_ours):
+        row = list(entries)
+        most = _KEPT if kept else _KEPT_OF_FIRST
+        kept += row[:1] + row[1 - most :] if ours and len(row) > most else row
+    shown: TracebackType | None = None
+    for entry in reversed(kept):
+        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_bug_of_ours(error: BaseException) -> bool:
+    *_, last = [None, *_entries(error.__traceback__)]
+    return isinstance(error, AssertionError) and last is not None and _is_ours(last)
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_PACKAGE)

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from hasten._lib.errors import shorten
 from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
 from hasten.machine.signals import handling
@@ -144,6 +145,7 @@ def _child(
 
 
 def _packed(error: BaseException) -> bytes:
+    shorten(error)
     text = "".join(traceback.format_exception(error))
     try:
         packed = pickle.dumps(("error", (error, text)))

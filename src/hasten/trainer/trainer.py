@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from hasten._lib.argument_names import refuse_unknown
+from hasten._lib.errors import shorten
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
@@ -507,8 +508,12 @@ class Trainer(TrainerView):
         self._module, self._datamodule = module, datamodule or self._datamodule
         # Before launch: copies of this process inherit it, and the program continues with it.
         parts.settle_loggers(self._loggers, self._runtime)
-        result: Result = self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
-        return result
+        try:
+            result: Result = self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
+            return result
+        except BaseException as error:
+            shorten(error)
+            raise
 
     def _in_process(
         self,
