@@ -215,6 +215,8 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     elif name:
         allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
         raise ValueError(f"{owner}(strategy={strategy!r}): use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
+    elif isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
     else:
         kind = type(strategy).__name__
         raise TypeError(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")

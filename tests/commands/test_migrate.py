@@ -189,6 +189,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sub" / "b.py").write_text("import pytorch_lightning as pl\nimport lightning.pytorch.serve\n")
     (tmp_path / "sub" / "other.py").write_text("import os\n")
     (tmp_path / "c.yaml").write_text("class_path: lightning.pytorch.Trainer\n")
+    (tmp_path / "requirements.txt").write_text("torch\nlightning>=2.0  # x\nlightning-utilities\n# lightning\n")
     (tmp_path / "n.ipynb").write_text('{"cells": ["import lightning"]}')
     for ignored in (".git", "__pycache__", "myenv/lib"):
         (tmp_path / ignored).mkdir(parents=True)
@@ -214,6 +215,8 @@ def test_dry_run_shows_the_change_and_the_list_and_writes_nothing(
     assert "+class_path: hasten.Trainer" in shown
     assert "by hand  sub/b.py:2  lightning.pytorch.serve: Export the module" in shown
     assert "by hand  n.ipynb:1  a notebook" in shown
+    assert "by hand  requirements.txt:2  add hasten to what is installed" in shown
+    assert shown.count("by hand  requirements.txt") == 1
     assert shown.endswith("3 file(s) would be rewritten.\n")
     assert "x.py" not in shown
     assert "other.py" not in shown

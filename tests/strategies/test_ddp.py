@@ -129,7 +129,7 @@ def test_one_process_can_be_a_run_of_ddp() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
-        ({"find_unused_parameter": True}, TypeError, "unexpected keyword argument 'find_unused_parameter'"),
+        ({"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'"),
         ({"start_method": "pope"}, ValueError, "Did you mean 'popen'"),
         ({"timeout": 30}, TypeError, "timedelta"),
     ],

@@ -163,7 +163,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'?"),
         ({"strategy": "fsdp"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
         ({"strategy": "single_device", "devices": 2}, ValueError, "Use devices=1, or strategy='auto'"),
-        ({"strategy": DDPStrategy}, TypeError, "a Strategy object"),
+        ({"strategy": DDPStrategy}, TypeError, "Write DDPStrategy()"),
         ({"strategy": 3}, TypeError, "not int"),
         ({"strategy": SingleDeviceStrategy(), "devices": 2}, ValueError, "one device cannot be 2"),
         ({"precision": "bf17"}, ValueError, "Did you mean 'bf16'?"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from hasten._lib.files import replacing
 from hasten._lib.optional import need
 from hasten.commands.parser import Parser
 
-_SUFFIXES = (".py", ".yaml", ".yml", ".ipynb")
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
+_REQUIREMENTS = re.compile(r"^(requirements.*\.txt|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)$")
+_REQUIRED = re.compile(r"(?<![\w./-])(pytorch[-_]lightning|lightning[-_]fabric|lightning)(?=[\s\"'\[=<>~!,;]|$)")
 
 
 @dataclass
@@ -83,9 +85,13 @@ def _planned(paths: Sequence[Path]) -> tuple[list[_File], list[tuple[Path, int, 
     for path in sorted(found.values()):
         try:
             data = path.read_bytes()
+            if _REQUIREMENTS.match(path.name):
+                by_hand.extend((path, line, "add hasten to what is installed") for line in _required_in(data))
             if path.suffix == ".ipynb":
                 if b"lightning" in data:
                     by_hand.append((path, 1, "a notebook: change its imports there"))
+                continue
+            if path.suffix not in (".py", ".yaml", ".yml"):
                 continue
             result = rewrite.python(data) if path.suffix == ".py" else rewrite.yaml(data)
         except UnicodeDecodeError:
@@ -104,8 +110,9 @@ def _planned(paths: Sequence[Path]) -> tuple[list[_File], list[tuple[Path, int, 
 
 
 def _files_under(path: Path) -> Iterator[Path]:
-    if path.is_file() and path.suffix in _SUFFIXES:
+    if path.is_file():
         yield path
+        return
     for folder, folders, names in os.walk(path):
         folders[:] = [
             name
@@ -115,8 +122,17 @@ def _files_under(path: Path) -> Iterator[Path]:
             and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
         ]
         for name in names:
-            if name.endswith(_SUFFIXES):
+            if name.endswith((".py", ".yaml", ".yml", ".ipynb")) or _REQUIREMENTS.match(name):
                 yield Path(folder, name)
+
+
+def _required_in(data: bytes) -> list[int]:
+    lines = data.decode("utf-8", errors="replace").splitlines()
+    return [
+        number
+        for number, line in enumerate(lines, 1)
+        if _REQUIRED.search(line.partition("#")[0]) and not re.match(r"\s*(import|from)\b", line)
+    ]
 
 
 def _show(file: _File) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -190,7 +191,7 @@ class Fabric(RuntimeView):
             what the function returns in this process, or in the first of those started as copies.
 
         Raises:
-            TypeError: ``function`` is missing and the strategy needs one, or it does not take the Fabric.
+            TypeError: ``function`` is not callable or takes no argument, or the strategy needs one.
 
         """
         if function is None:
@@ -200,6 +201,15 @@ class Fabric(RuntimeView):
                     "need a function to run: fabric.launch(train), with def train(fabric): ...."
                 )
             function = Fabric._set_matmul_precision
+        elif not callable(function):
+            raise TypeError(
+                f"Fabric.launch({function!r}): that is not a function. Write launch(train), not launch(train())."
+            )
+        elif not inspect.signature(function).parameters:
+            raise TypeError(
+                f"Fabric.launch({getattr(function, '__name__', function)}): the function must take an argument: it "
+                "gets the Fabric."
+            )
         elif self._speed.matmul_precision is not None:
             function = functools.partial(_in_matmul_precision, function)
         self._launched = True
@@ -564,7 +574,7 @@ class Fabric(RuntimeView):
 
     def log_dict(self, metrics: Mapping[str, MetricValue], step: int | None = None) -> None:
         """Give several values to all loggers; see ``log``. Tensors are read from the device now."""
-        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        values = {name: _as_number(name, value) for name, value in metrics.items()}
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)
 
@@ -667,6 +677,17 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _as_number(name: str, value: object) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}. Log one number, for instance "
+            "its mean: value.mean()."
+        )
+    return value.item()
 
 
 # -- objects to the contents of a checkpoint, and back

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten._lib.names import did_you_mean
 from hasten._lib.tree import is_sharded
 from hasten.machine import agreement, collectives
 from hasten.strategies.parallel import ParallelStrategy
@@ -207,8 +208,12 @@ class DDPStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        # Raises for unknown arguments now; DDP itself is made when the processes run.
-        inspect.signature(DistributedDataParallel).bind(None, **kwargs)
+        known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
+        if unknown := next((name for name in kwargs if name not in known), None):
+            raise TypeError(
+                f"DDPStrategy({unknown}=...): unknown argument.{did_you_mean(unknown, known)} "
+                f"torch's DistributedDataParallel takes: {', '.join(known)}."
+            )
         self._ddp_kwargs = kwargs
         self._comm_hook = ddp_comm_hook
         self._comm_state = ddp_comm_state
