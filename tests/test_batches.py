@@ -276,7 +276,6 @@ ITERABLE: list[tuple[type[Stream], dict[str, Any], Any]] = [
     (SizedStream, {}, (5, [3], 10, [0, 5, 10])),
     (SizedStream, {"limit_train_batches": 0.5}, (2, [3], 4, [0, 2, 4])),
     (SizedStream, {"val_check_interval": 0.5}, (5, [3], 10, [0, 2, 4, 7, 9])),
-    (SizedStream, {"limit_val_batches": 0.5}, (5, [1], 10, [0, 5, 10])),
 ]
 
 

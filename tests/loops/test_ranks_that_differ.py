@@ -209,10 +209,13 @@ def test_values_logged_in_another_order_are_reduced_with_their_own() -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
-    ("values", "logged", "have", "lack"),
-    [(on_one_alone, "here", 1, 0), (nothing_on_the_other, "here", 0, 1), (later_on_one_alone, "later", 0, 1)],
+    ("values", "logged", "have", "lack", "every"),
+    [
+        (on_one_alone, "here", 1, 0, 1),
+        (nothing_on_the_other, "here", 0, 1, 0),
+        (later_on_one_alone, "later", 0, 1, 1),
+    ],
 )
-@pytest.mark.parametrize("every", [1, 0])
 def test_a_value_logged_on_one_process_alone_is_an_error_that_names_it(
     values: Any, logged: str, have: int, lack: int, every: int
 ) -> None:

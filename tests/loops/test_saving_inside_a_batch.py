@@ -60,14 +60,7 @@ class Saving(L.Callback):
             trainer.save_checkpoint(path)
 
 
-HOOKS = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 
 
 def assert_all_resume(folder: Path, whole: L.Trainer, make: Any, **options: Any) -> int:

@@ -319,7 +319,6 @@ def test_processes_whose_loaders_end_elsewhere_than_said_have_the_weights_of_the
     rank = int(os.environ["LOCAL_RANK"])
     for kind, numbers, says in (
         (Batches, (6, 6), (7, 7)),
-        (Touching, (6, 6), (5, 12)),
         (Touching, (6, 5), (6, 6)),
         (Batches, (3, 9), (6, 6)),
     ):
