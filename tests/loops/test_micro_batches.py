@@ -52,9 +52,12 @@ def alike(
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
     def __iter__(self) -> Any:
-        data = dataset(10)
-        return (data[index] for index in range(10))
+        data = dataset(self.samples)
+        return (data[index] for index in range(self.samples))
 
 
 class Seen(Classifier):
@@ -81,7 +84,7 @@ def test_batches_have_the_size_given_and_every_sample_comes_once() -> None:
     assert given.batch_size == given.batch_sampler.batch_size == 4
     # Validation keeps the batches of its loader.
     assert model.validated == [4, 4]
-    trained(model := Seen(), DataLoader(Stream(), batch_size=2), batch_size=6)
+    trained(model := Seen(), DataLoader(Stream(10), batch_size=2), batch_size=6)
     assert [len(batch) for batch in model.batches] == [6, 4]
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import hasten as L
 from hasten.data import MicroBatch
-from tests.loops.test_micro_batches import assert_same, fresh
+from tests.loops.test_micro_batches import Stream, assert_same, fresh
 from tests.loops.test_retried_steps import pairs
 from tests.models import Classifier, dataset, quiet
 
@@ -126,19 +126,13 @@ def test_what_a_hook_adds_has_to_be_said() -> None:
     assert_alike(Adds, lambda: data, MicroBatch(2, shared=["shift"]))
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        data = dataset(40)
-        return (data[index] for index in range(40))
-
-
 def test_a_stream_with_a_function_of_its_own_has_to_be_said() -> None:
-    data = DataLoader(Stream(), SIZE, collate_fn=with_weights)
+    data = DataLoader(Stream(40), SIZE, collate_fn=with_weights)
     with pytest.raises(ValueError, match=r"batch\['x'\] and batch\['y'\] and batch\['w'\] and others have one row"):
         trained(Eight, data, micro_batch=2)
     assert_alike(Eight, lambda: data, MicroBatch(2, shared=("w", "table")))
     # Without such fields: everything runs over samples.
-    simple = DataLoader(Stream(), 5, collate_fn=pairs)
+    simple = DataLoader(Stream(40), 5, collate_fn=pairs)
     assert_alike(Classifier, lambda: simple, 3)
 
 
