@@ -68,7 +68,8 @@ class HostMethods(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name in self.NAMES:
+        # States of random generators, in bytes, are on the host always.
+        if name in self.NAMES and getattr(args[0], "dtype", None) is not torch.uint8:
             self.reads.note(name)
         return function(*args, **(kwargs or {}))
 
