@@ -6,6 +6,7 @@ import io
 import os
 import re
 import stat
+import sys
 import textwrap
 from pathlib import Path
 
@@ -148,6 +149,14 @@ def test_a_class_that_cannot_be_made_yet_is_rewritten_and_listed() -> None:
     assert by_hand("import lightning as L\nL.pytorch.strategies.FSDPStrategy\n")[0][0] == 2
 
 
+def test_a_command_line_is_rewritten_where_jsonargparse_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] == "jsonargparse" or "hasten.cli" in name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    source = "from lightning.pytorch.cli import LightningCLI, SaveConfigCallback\n"
+    assert migrated(source) == "from hasten.cli import LightningCLI, SaveConfigCallback\n"
+
+
 def test_a_statement_of_which_a_part_can_be_rewritten() -> None:
     source = "# why\nfrom lightning.pytorch import Trainer, Missing  # end\n"
     assert migrated(source) == "# why\nfrom hasten import Trainer\nfrom lightning.pytorch import Missing  # end\n"
@@ -288,6 +297,6 @@ def test_a_file_changed_meanwhile_is_left(
 def test_without_libcst_the_line_that_installs_it_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "libcst", None)
+    monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["migrate", "."]) == 1
     assert "hasten migrate needs the package libcst" in capsys.readouterr().err
