@@ -1,4 +1,4 @@
-"""LightningDataModule and the data hooks: who is asked for data, who moves it, what is remembered."""
+"""LightningDataModule and the data hooks: where data comes from, what moves it, what a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_datamodule_given_once_goes_on_preparing_and_moving() -> None:
     assert trainer.datamodule is other
 
 
-def test_loaders_that_the_datamodule_has_not_are_asked_of_the_module() -> None:
+def test_loaders_that_the_datamodule_lacks_come_from_the_module() -> None:
     class OnlyTrain(L.LightningDataModule):
         def train_dataloader(self) -> Any:
             return loader(8)
@@ -241,7 +241,7 @@ def test_from_datasets_makes_only_what_it_was_given() -> None:
         NoSize.from_datasets(dataset(4), unknown=3)
 
 
-def test_a_datamodule_says_what_it_holds() -> None:
+def test_a_datamodule_shows_the_sizes_of_its_data() -> None:
     data = Sized.from_datasets([dataset(4), Stream()], dataset(6), {"a": SizedStream(5)})
     assert L.LightningDataModule("folder", shuffle=True).trainer is None, "arguments passed up are taken"
     assert str(data) == (

@@ -1,8 +1,9 @@
-"""save_hyperparameters: what is collected, kept in checkpoints, handed to loggers, and given back."""
+"""save_hyperparameters: what is collected, and what ``__init__`` gets when a checkpoint is loaded."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ def test_every_argument_or_those_named() -> None:
     ],
     ids=str,
 )
-def test_what_holds_no_names_is_refused(arguments: Any, words: str) -> None:
+def test_objects_without_names_are_refused(arguments: Any, words: str) -> None:
     class Wrong(Base):
         def __init__(self, width: int = 4) -> None:
             super().__init__()
@@ -243,35 +244,21 @@ def test_a_subclass_can_leave_out_what_its_base_kept() -> None:
     assert dict(Removes().hparams) == {"a": 1, "x": 1}
 
 
-def test_collected_later_and_in_parts() -> None:
+def test_collected_later_in_parts_by_a_helper_or_for_a_dataclass() -> None:
     class Parts(Base):
-        def __init__(self, a: int = 1, b: int = 2) -> None:
+        def __init__(self, a: int = 1, b: int = 2, lr: float = 0.1) -> None:
             super().__init__()
             self.save_hyperparameters("a")
             self.save_hyperparameters({"more": 3})
             self.save_hyperparameters({})
             self.save_hyperparameters(Config(), ignore=["optimizer"])
+            self.helper()
 
-    assert dict(Parts().hparams) == {"a": 1, "more": 3, "width": 4}
+        def helper(self) -> None:
+            frame = inspect.currentframe()
+            assert frame is not None
+            self.save_hyperparameters("lr", frame=frame.f_back)
 
-
-def test_the_frame_can_be_given_by_a_helper() -> None:
-    import inspect
-
-    def keep(module: Any) -> None:
-        frame = inspect.currentframe()
-        assert frame is not None
-        module.save_hyperparameters("width", frame=frame.f_back)
-
-    class Helped(Base):
-        def __init__(self, width: int = 4, lr: float = 0.1) -> None:
-            super().__init__()
-            keep(self)
-
-    assert dict(Helped(width=2).hparams) == {"width": 2}
-
-
-def test_a_dataclass_that_is_the_owner() -> None:
     @dataclass
     class Data(L.LightningDataModule):
         size: int = 1
@@ -281,6 +268,7 @@ def test_a_dataclass_that_is_the_owner() -> None:
             super().__init__()
             self.save_hyperparameters()
 
+    assert dict(Parts().hparams) == {"a": 1, "more": 3, "width": 4, "lr": 0.1}
     assert dict(Data(5).hparams) == {"size": 5, "name": "x"}
 
 

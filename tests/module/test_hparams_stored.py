@@ -18,7 +18,7 @@ from tests.models import loader, quiet
 from tests.module.test_hparams import Any_, Base, Config, One, stored
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
 
 
@@ -40,12 +40,12 @@ KEPT: dict[str, tuple[Any, Any]] = {
     "bytes": (b"x", b"x"),
     "text": (Text("t"), "t"),
     "path": (Path("data") / "x", "data/x"),
-    "colour": (Colour.RED, "red"),
+    "color": (Color.RED, "red"),
     "level": (Level.LOW, 1),
     "tuple": ((1, (2, Path("a"))), (1, (2, "a"))),
     "set": ({1, 2}, {1, 2}),
     "frozen": (frozenset({3}), {3}),
-    "list": ([Colour.RED, {"a": Level.LOW}], ["red", {"a": 1}]),
+    "list": ([Color.RED, {"a": Level.LOW}], ["red", {"a": 1}]),
     "dtype": (torch.float16, torch.float16),
     "device": (torch.device("cpu"), torch.device("cpu")),
     "size": (torch.Size([2, 3]), torch.Size([2, 3])),
@@ -67,17 +67,17 @@ def test_what_is_plain_is_kept_as_plain_data(tmp_path: Path) -> None:
     assert found["objects"] == {"b": [1], "c": (2,), "d": {3}, "e": {}}
 
 
-def test_objects_are_left_out_and_told_once(tmp_path: Path) -> None:
+def test_objects_are_left_out_with_one_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = stored(Any_(lambda: 1), tmp_path)
         stored(Any_(lambda: 1), tmp_path)
     assert found["hyper_parameters"] == {"other": 2}
-    told = [str(warning.message) for warning in caught if "Python objects" in str(warning.message)]
-    assert len(told) == 1
-    assert "['value'] of Any_ are Python objects" in told[0]
-    assert "Pass them to load_from_checkpoint(path, ...)" in told[0]
-    assert "save_hyperparameters(ignore=['value'])" in told[0]
+    texts = [str(warning.message) for warning in caught if "Python objects" in str(warning.message)]
+    assert len(texts) == 1
+    assert "['value'] of Any_ are Python objects" in texts[0]
+    assert "Pass them to load_from_checkpoint(path, ...)" in texts[0]
+    assert "save_hyperparameters(ignore=['value'])" in texts[0]
     assert Any_.load_from_checkpoint(tmp_path / "model.ckpt", value=3).hparams.value == 3
 
 

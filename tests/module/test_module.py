@@ -102,7 +102,7 @@ def test_attributes_set_before_init_and_later() -> None:
     assert (model.automatic_optimization, model.strict_loading) == (False, False)
     assert model.example_input_array == [1]
     model.example_input_array = torch.ones(2, 8)
-    # An example is no part of the model.
+    # An example is not a part of the model.
     assert list(model.state_dict()) == []
     assert list(model.buffers()) == []
 
@@ -156,7 +156,7 @@ def test_all_gather_on_two_processes() -> None:
 # -- what self.log hands on
 
 
-def test_logging_without_a_trainer_is_told_once_a_class() -> None:
+def test_logging_without_a_trainer_warns_once_for_each_class() -> None:
     class Alone(Classifier):
         pass
 
@@ -183,7 +183,7 @@ def test_log_and_log_dict_take_the_same_options() -> None:
     assert options.items() <= given[0][2].items()
 
 
-def test_a_module_in_fabrics_hands(tmp_path: Path) -> None:
+def test_a_module_set_up_by_a_fabric(tmp_path: Path) -> None:
     loggers = [CSVLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="b")]
     fabric = L.Fabric(accelerator="cpu", devices=1, loggers=loggers)
     fabric.launch()

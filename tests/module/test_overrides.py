@@ -23,7 +23,7 @@ def test_parts_that_are_missing_raise_by_name() -> None:
     assert model.configure_callbacks() == []
 
 
-def test_forward_is_the_prediction_unless_told_otherwise() -> None:
+def test_forward_is_the_prediction_by_default() -> None:
     class Doubles(L.LightningModule):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * x

@@ -1,4 +1,4 @@
-"""A hook or step that cannot take its arguments is told before anything runs, with the line to write."""
+"""A hook or step that cannot take its arguments is refused before anything runs, with the line to write."""
 
 from __future__ import annotations
 

@@ -309,13 +309,13 @@ def test_the_run_is_the_one_with_the_number_that_was_found(said: Any, tmp_path: 
             if trainer.global_step == 3:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
 
-    found, told, resumed, data = fresh(18), fresh(), fresh(50), shuffled()
+    found, given, resumed, data = fresh(18), fresh(), fresh(50), shuffled()
     trainer = trained(found, data, max_epochs=2, callbacks=[Save()])
     assert said()[0].startswith("Trainer(batch_size='auto'): 18 samples a batch of each process; the loader has 4")
-    trained(told, shuffled(), batch_size=18, max_epochs=2)
-    assert same_weights(found, told)
+    trained(given, shuffled(), batch_size=18, max_epochs=2)
+    assert same_weights(found, given)
     assert trainer.global_step == 12
-    assert found.sizes[-6:] == told.sizes[-6:] == [18, 18, 18, 18, 18, 10]
+    assert found.sizes[-6:] == given.sizes[-6:] == [18, 18, 18, 18, 18, 10]
     assert data.batch_size == 4
     trained(resumed, shuffled(), tmp_path / "mid.ckpt", max_epochs=2)
     assert resumed.sizes == [18, 18, 10, 18, 18, 18, 18, 18, 10]

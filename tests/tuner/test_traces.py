@@ -91,7 +91,7 @@ def test_lazy_layers_are_refused() -> None:
 
 
 class Counting(Sampler[int]):
-    """A sampler whose order depends on how often it was read and on the epoch it was told."""
+    """A sampler whose order depends on how often it was read and on the epoch that was set."""
 
     def __init__(self, samples: int) -> None:
         self.samples, self.reads, self.epoch = samples, 0, 0
