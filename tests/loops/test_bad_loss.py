@@ -98,7 +98,7 @@ def test_a_bad_loss_is_told_of_once_with_step_and_cure() -> None:
         trainer.fit(Classifier(), data(BAD))
     messages = [str(one.message) for one in said if "is nan" in str(one.message)]
     assert len(messages) == 1
-    assert messages[0].startswith("The loss of training_step is nan at step 3 (epoch 0).")
+    assert messages[0].startswith("The loss of training_step is nan at step 3 (epoch 0); at step 1 it was finite.")
     assert "on_bad_loss='stop'" in messages[0]
 
 
@@ -188,6 +188,8 @@ def test_the_run_ends_when_too_many_steps_are_left_out(mode: str) -> None:
     with pytest.raises(FloatingPointError, match=r"(10 steps in a row|went back 5 times).*, so the run ends here"):
         quiet(max_epochs=5, on_bad_loss=mode).fit(model, data(*range(10)))
     assert same_weights(model, before)
+    with pytest.raises(FloatingPointError, match="each of the 4 steps so far was left out"):
+        quiet(on_bad_loss=mode).fit(Classifier(), data(*range(4), samples=16))
 
 
 def test_an_optimizer_step_that_changes_weights_before_the_loss_is_refused() -> None:
@@ -240,6 +242,13 @@ def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> No
         quiet(on_bad_loss="stop").fit(Last(), data())
     with pytest.raises(FloatingPointError, match=r"nan at step 3 \(epoch 0, batch 3\). batch\[0\] itself is not"):
         quiet(on_bad_loss="stop").fit(Net(), data(BAD))
+
+
+def test_anomaly_mode_names_the_layer_too() -> None:
+    shown = pytest.warns(UserWarning, match="Error detected in")
+    with shown, pytest.raises(RuntimeError, match="returned nan values") as caught:
+        quiet(detect_anomaly=True).fit(Logs(), data())
+    assert "First not finite: the input of layers.1 (BatchNorm1d)." in caught.value.__notes__
 
 
 def test_a_stopped_run_is_saved_and_goes_on_after_the_bad_batch(tmp_path: Path) -> None:

@@ -24,16 +24,22 @@ def reaches_back(self: Any, batch: Any, batch_idx: int) -> Any:
     return self.carried
 
 
+def unpacks_three(self: Any, batch: Any, batch_idx: int) -> Any:
+    _x, _y, _z = batch
+
+
 @pytest.mark.parametrize(
     ("step", "said"),
     [
         (
             lambda self, batch, batch_idx: self.log("loss", 1.0, on_steps=True),
-            ["in Net.training_step, batch 0: list of 2 (Tensor (4, 8) float32, Tensor (4,) int64)"],
+            ["self.log takes: name, value, prog_bar", "Did you mean 'on_step'?",
+             "in Net.training_step, batch 0: list of 2 (Tensor (4, 8) float32, Tensor (4,) int64)"],
         ),
         (lambda self, batch, _: self.loss(batch).detach(), ["does not depend on any parameter"]),
         (lambda self, batch, _: self(batch[0]).sum(1), ["Return its mean"]),
         (reaches_back, ["Detach what you carry over"]),
+        (unpacks_three, ["unpacks the batch into another number of parts"]),
     ],
 )  # fmt: skip
 def test_an_error_of_the_step_has_a_note_that_mends_it(step: Any, said: list[str]) -> None:

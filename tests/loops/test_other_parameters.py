@@ -25,6 +25,18 @@ class OfACopy(Classifier):
         return sgd(copy.deepcopy(self).parameters())
 
 
+class MadeTooEarly(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = sgd(self.parameters())
+
+    def configure_model(self) -> None:
+        self.layers = nn.Sequential(nn.Linear(8, 2))
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
 class InAList(L.LightningModule):
     """Its layers are where torch does not find them."""
 
@@ -39,21 +51,31 @@ class InAList(L.LightningModule):
         return sgd(self.parts["heads"][0].parameters())
 
 
+class BesideAList(InAList):
+    """Has a layer that torch finds, which is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 2)
+
+
 class Partly(Classifier):
     def configure_optimizers(self) -> Any:
         return sgd([*self.parameters(), *ELSEWHERE.parameters()])
 
 
-def test_a_module_that_would_not_be_trained_is_refused() -> None:
-    message = r"OfACopy.configure_optimizers\(\): 4 of the 4 parameters of SGD .*SGD\(self.parameters\(\)"
+@pytest.mark.parametrize("kind", [OfACopy, MadeTooEarly])
+def test_a_module_that_would_not_be_trained_is_refused(kind: type[Classifier]) -> None:
+    message = rf"{kind.__name__}.configure_optimizers\(\): 4 of the 4 parameters of SGD .*SGD\(self.parameters\(\)"
     with pytest.raises(ValueError, match=message):
-        quiet().fit(OfACopy(), loader())
+        quiet().fit(kind(), loader())
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (InAList, r"2 of the 2 parameters of SGD are not among those of InAList: they are neither.*nn.ModuleList"),
+        (BesideAList, r"2 of the 2 parameters of SGD .* BesideAList: they are neither"),
         (Partly, r"2 of the 6 parameters of SGD .* of Partly: they are neither"),
     ],
 )

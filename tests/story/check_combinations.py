@@ -155,25 +155,32 @@ def train_with_fabric(c: Combination) -> Model:
             size = min(c.accumulate, len(batches) - start)
             closes = index + 1 == start + size
 
-            def closure(
-                batch: Any = batch, opens: bool = index == start, closes: bool = closes, size: int = size
-            ) -> Any:
+            def forward_backward(batch: Any = batch, opens: bool = index == start, size: int = size) -> Any:
                 loss = module.loss(batch)
                 if opens:
                     optimizer.zero_grad()
-                with fabric.no_backward_sync(module, enabled=not closes):
-                    fabric.backward(loss / size if size > 1 else loss)
-                if closes and c.clip == "norm":
-                    fabric.clip_gradients(module, optimizer, max_norm=0.05)
-                elif closes and c.clip == "value":
-                    fabric.clip_gradients(module, optimizer, clip_val=0.05)
+                fabric.backward(loss / size if size > 1 else loss)
                 return loss
 
-            if c.optimizer == "lbfgs":
+            def finish() -> None:
+                if c.clip == "norm":
+                    fabric.clip_gradients(module, optimizer, max_norm=0.05)
+                elif c.clip == "value":
+                    fabric.clip_gradients(module, optimizer, clip_val=0.05)
+
+            if c.optimizer == "lbfgs" and closes:
+
+                def closure(forward_backward: Any = forward_backward, finish: Any = finish) -> Any:
+                    loss = forward_backward(opens=True)
+                    finish()
+                    return loss
+
                 optimizer.step(closure)
                 continue
-            closure()
+            with fabric.no_backward_sync(module, enabled=not closes):
+                forward_backward()
             if closes:
+                finish()
                 optimizer.step()
     return model
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -74,7 +75,7 @@ class Combination:
 
 
 # hasten learns how many batches there are from the last one, so the tail of an accumulation is rounded differently.
-UNKNOWN_LENGTH = ("iterable", "generator")
+UNKNOWN_LENGTH = ("iterable", "iterable+len", "iterable+short", "iterable+long", "short", "long", "generator")
 
 
 def draw(seed: int) -> Combination:
@@ -102,15 +103,18 @@ def draw(seed: int) -> Combination:
         network = "linear"
     if network == "tokens" and lever == "compile":
         network = "linear"
-    loader = one_of("map", "map", "drop_last", "list", "iterable", "generator", "batch_sampler", plain=0.4)
+    loader = one_of(
+        "map", "map", "drop_last", "list", "iterable", "iterable+len", "iterable+short", "iterable+long",
+        "short", "long", "generator", "batch_sampler", plain=0.4,
+    )  # fmt: skip
     if lever == "resident":
         loader = one_of("map", "drop_last", "batch_sampler")
     if engine == "manual" and lever == "in_backward":
         lever = "none"
-    if engine == "fabric" and loader in ("list", "generator"):
+    if engine == "fabric" and loader in ("list", "short", "long", "generator"):
         loader = "map"  # Fabric sets up loaders of PyTorch.
     workers = choose.choice((1, 2)) if choose.random() < 0.12 and lever != "resident" else 0
-    if loader in ("list", "generator"):
+    if loader in ("list", "short", "long", "generator"):
         workers = 0
     batch_size = choose.randint(1, 4)
     batches = choose.randint(1, 9)
@@ -118,12 +122,15 @@ def draw(seed: int) -> Combination:
     if loader == "drop_last":
         samples = max(samples, batch_size)
     if network == "norm":
-        if loader == "iterable":
+        if loader.startswith("iterable"):
             workers = 0  # Shared among workers, a batch may have one sample left, of which there is no variance.
         batch_size = max(2, batch_size)
         samples = max(2, samples - samples % batch_size) if loader != "list" else batch_size * batches
     epochs = choose.randint(1, 3)
-    optimizer = one_of("sgd", "adamw", "rmsprop", "noisy", "patched", "hooked", "lbfgs", "two_groups", plain=0.3)
+    optimizer = one_of(
+        "sgd", "adamw", "rmsprop", "noisy", "wrapped", "patched", "hooked", "zero_kept", "lbfgs", "two_groups",
+        plain=0.3,
+    )  # fmt: skip
     if lever in ("fused", "in_backward"):
         optimizer = "adamw"
     accumulate = one_of(1, 2, 3, 4, plain=0.35)
@@ -154,6 +161,8 @@ def draw(seed: int) -> Combination:
     if optimizer == "lbfgs" and output == "none":
         output = "tensor"  # torch's LBFGS needs a loss from each call of its closure.
     validation = one_of("none", "epoch", "every2", plain=0.5) if engine != "fabric" else "none"
+    if validation == "every2" and loader.endswith(("short", "long")):
+        validation = "epoch"  # Every second batch of how many?
     if lever == "bf16-mixed" and (output == "weight" or loader in UNKNOWN_LENGTH):
         lever = "none"  # A last bit of a sum may become a bit of 7.
     clip = one_of("none", "norm", "value", plain=0.5)
@@ -162,18 +171,38 @@ def draw(seed: int) -> Combination:
     if engine == "trainer":
         max_steps = choose.randint(1, epochs * batches) if choose.random() < 0.15 else -1
         grows = choose.random() < 0.15 and accumulate > 1 and lever != "in_backward"
-    if engine == "fabric" and lever == "in_backward":
-        clip = "none"
-    shuffle = choose.random() < 0.6 and loader in ("map", "drop_last")
-    chosen = locals()
-    return Combination(**{field.name: chosen[field.name] for field in fields(Combination)})
+    return Combination(
+        seed=seed,
+        engine=engine,
+        network=network,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        samples=samples,
+        batch_size=batch_size,
+        shuffle=choose.random() < 0.6 and loader in ("map", "drop_last"),
+        workers=workers,
+        epochs=epochs,
+        accumulate=accumulate,
+        clip="none" if engine == "fabric" and lever == "in_backward" else clip,
+        lever=lever,
+        subclass=subclass,
+        output=output,
+        change=change,
+        change_at=change_at,
+        validation=validation,
+        resume_at=resume_at,
+        limit=limit,
+        max_steps=max_steps,
+        grows=grows,
+    )
 
 
 # -- data
 
 
 class Stream(IterableDataset[Any]):
-    """Samples shared out among workers, as torch's documentation does."""
+    """Samples shared out among workers, as torch's documentation does; ``length`` may be wrong."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -183,6 +212,28 @@ class Stream(IterableDataset[Any]):
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for index in range(first, len(self.data), every):
             yield self.data[index]
+
+
+class Sized(Stream):
+    def __init__(self, data: TensorDataset, length: int) -> None:
+        super().__init__(data)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Reported:
+    """Batches in a loader of the user's own that reports ``length``."""
+
+    def __init__(self, batches: list[Any], length: int) -> None:
+        self.items, self.length = batches, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class Unsized:
@@ -209,6 +260,7 @@ def loader_of(c: Combination) -> Any:
     options: dict[str, Any] = {"num_workers": c.workers}
     if c.workers and c.samples % 2:
         options["persistent_workers"] = True
+    count = -(-c.samples // size)
     if c.loader in ("map", "drop_last"):
         return DataLoader(data, size, shuffle=c.shuffle, drop_last=c.loader == "drop_last", **options)
     if c.loader == "batch_sampler":
@@ -218,8 +270,15 @@ def loader_of(c: Combination) -> Any:
         return DataLoader(data, batch_sampler=batches, **options)
     if c.loader == "iterable":
         return DataLoader(Stream(data), size, **options)
+    if c.loader.startswith("iterable+"):
+        wrong = {"len": 0, "short": -size, "long": size}[c.loader.partition("+")[2]]
+        return DataLoader(Sized(data, max(1, c.samples + wrong)), size, **options)
     plain = list(DataLoader(data, size, generator=torch.Generator()))
-    return plain if c.loader == "list" else Unsized(plain)
+    if c.loader == "list":
+        return plain
+    if c.loader == "generator":
+        return Unsized(plain)
+    return Reported(plain, {"short": max(1, count - 1), "long": count + 1}[c.loader])
 
 
 def validation_of(c: Combination) -> Any:
@@ -263,6 +322,23 @@ class Noisy(torch.optim.SGD):
         return loss
 
 
+class Wrapped(torch.optim.SGD):
+    """Steps twice as far, with the attributes of the step that it wraps."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        super().step()
+        return loss
+
+
+class ZeroKept(torch.optim.SGD):
+    """Keeps gradients of zeros in place of none."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=False)
+
+
 def optimizer_of(c: Combination, module: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of ``c``, the same one for both sides."""
     parameters = list(module.parameters())
@@ -272,6 +348,8 @@ def optimizer_of(c: Combination, module: nn.Module) -> torch.optim.Optimizer:
         "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01, fused=c.lever == "fused"),
         "rmsprop": lambda: torch.optim.RMSprop(parameters, lr=0.01),
         "noisy": lambda: Noisy(parameters, lr=0.1),
+        "wrapped": lambda: Wrapped(parameters, lr=0.05),
+        "zero_kept": lambda: ZeroKept(parameters, lr=0.1, momentum=0.5),
         "lbfgs": lambda: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
         "two_groups": lambda: torch.optim.SGD(groups, lr=0.05),
     }

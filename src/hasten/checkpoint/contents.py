@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hasten._lib.names import nearest
 from hasten._lib.tree import move_to, parameters_of
 
 
@@ -251,15 +252,37 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool, s
         RuntimeError: names or shapes do not fit; the message lists missing, unexpected and mis-shaped keys.
 
     """
+    present = module.state_dict()
+    # Hooks of sub-modules may rename or drop keys (compiled or parametrised ones do), so torch decides.
     try:
         module.load_state_dict(dict(state), strict=strict)
     except RuntimeError as error:
-        instead = "Make the model with the hyper-parameters that the file was trained with"
-        if "size mismatch" not in str(error):
-            instead += ", or pass strict=False (or set strict_loading = False) to load what fits"
-        raise RuntimeError(
-            f"The weights in {source} do not fit {type(module).__name__}. {instead}.\n{error}"
-        ) from error
+        raise RuntimeError(_message(type(module).__name__, state, present, source)) from error
+
+
+def _message(owner: str, state: Mapping[str, Any], present: Mapping[str, Any], source: str) -> str:
+    mis_shaped = [
+        f"{key}: {tuple(value.shape)} in the file, {tuple(present[key].shape)} in the model"
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+        and isinstance(present.get(key), Tensor)
+        and not hasattr(present[key], "materialize")
+        and value.shape != present[key].shape
+    ]
+    missing = [key for key in present if key not in state]
+    unexpected = [key for key in state if key not in present]
+    lines = [f"The weights in {source} do not fit {owner}."]
+    for title, keys in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", mis_shaped)):
+        if keys:
+            more = f" and {len(keys) - 6} more" if len(keys) > 6 else ""
+            lines.append(f"  {title} ({len(keys)}): {', '.join(keys[:6])}{more}")
+    if mis_shaped:
+        lines.append("Make the model with the hyper-parameters the file was trained with.")
+    elif missing and unexpected and (near := nearest(unexpected[0], list(present))):
+        lines.append(f"{unexpected[0]!r} looks like {near!r}: was a layer renamed?")
+    elif missing or unexpected:
+        lines.append("Pass strict=False (or set strict_loading = False) to load what fits.")
+    return "\n".join(lines)
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import pickle
+import pickletools
 import secrets
 import shutil
 import struct
@@ -124,7 +125,7 @@ def load(
                 warnings.filterwarnings("ignore", "Detected pickle protocol")
                 return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return, arg-type]
         except pickle.UnpicklingError as error:
-            raise CheckpointRefused(_why_refused(path, error)) from None
+            raise CheckpointRefused(_why_refused(file, path, error)) from None
         except Exception as error:
             if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
                 raise
@@ -391,9 +392,15 @@ def _check(value: Any, place: str, above: set[int]) -> None:
             "its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
         )
     elif not _can_be_loaded(value):
+        advice = "Store numbers, strings, tensors and dicts or lists of them instead"
+        if hasattr(value, "as_posix"):
+            advice = "Store str(path) instead"
+        elif hasattr(value, "value") and hasattr(value, "name"):
+            advice = "Store its .value instead"
+        article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
         raise TypeError(
-            f"{place} is a {kind.__name__}, which a checkpoint does not hold: reading it back would run code. Store "
-            "numbers, strings, tensors and dicts or lists of them instead."
+            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run "
+            f"code. {advice}."
         )
 
 
@@ -440,14 +447,31 @@ def not_found(path: Path, *words: str) -> str:
     return f"the file does not exist.{did_you_mean(path.name, [*words, *others])}"
 
 
-def _why_refused(path: str | os.PathLike[str], error: Exception) -> str:
-    wanted = str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,")
+def _why_refused(file: IO[bytes], path: str | os.PathLike[str], error: Exception) -> str:
+    wanted = str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,") or _first_global(file)
     if not wanted:
-        return f"{path} was not loaded: it is a pickle, but not a file of torch.save, or reading it would run code."
+        return f"{path} is a pickle, but not a file of torch.save, and was not loaded."
     return (
-        f"{path} was not loaded: reading it would run code (it calls {wanted}). If you trust whoever wrote it as you "
-        "would trust a program, load it with weights_only=False; better, save it again with plain data only."
+        f"{path} was not loaded: reading it would run code (it calls {wanted}). If you trust whoever wrote it as "
+        "you would trust a program, load it with weights_only=False; better, save it again with plain data only."
     )
+
+
+def _first_global(file: IO[bytes]) -> str:
+    """Return the first function or class that a pickle names, without running anything."""
+    texts: list[str] = []
+    try:
+        file.seek(0)
+        for operation, argument, _ in pickletools.genops(file):
+            if operation.name == "GLOBAL":
+                return str(argument).replace(" ", ".")
+            if operation.name == "STACK_GLOBAL":
+                return ".".join(texts[-2:])
+            if isinstance(argument, str):
+                texts.append(argument)
+    except ValueError:
+        pass
+    return ""
 
 
 # -- elsewhere

@@ -44,13 +44,17 @@ class LossReport:
 
     def __init__(self, *, guarded: bool) -> None:
         self._reported: set[str] = {"train", "loss"} if guarded else set()
+        self._finite_at: int | None = None
 
     def loss(self, value: float, step: int, epoch: int | None) -> None:
         """Take the loss of a step, as ``training_step`` returned it."""
-        if not math.isfinite(value) and "loss" not in self._reported:
+        if math.isfinite(value):
+            self._finite_at = step
+        elif "loss" not in self._reported:
             self._reported |= {"loss", "train"}
+            before = "" if self._finite_at is None else f"; at step {self._finite_at} it was finite"
             rank_zero_warn(
-                f"The loss of training_step is {value} at step {step} (epoch {epoch}). One such step can make "
+                f"The loss of training_step is {value} at step {step} (epoch {epoch}){before}. One such step can make "
                 "all weights nan. Trainer(on_bad_loss='stop') ends the run before it and names the layer, "
                 "on_bad_loss='skip' leaves it out."
             )
@@ -214,13 +218,19 @@ class Guard:
         if progress.accumulation_index:
             return
         if progress.logged_step % self._every == 0:
-            self.report()
+            self._report()
         if saved is not None and self._in_a_row == 0:
             is_old = progress.logged_step - saved.logged_step >= self._every
             if is_old or saved.is_of_other_groups():
                 self.keep_state()
 
-    def report(self) -> None:
+    def end_epoch(self) -> None:
+        """Report the skipped steps; raise if every step of the run so far was skipped."""
+        self._report()
+        if self._skipped and self._skipped >= self._windows:
+            raise self._error(f"each of the {self._windows} steps so far was left out, so nothing was trained.")
+
+    def _report(self) -> None:
         """Report the steps skipped since the last report."""
         new = self._skipped - self._reported
         if not new:
@@ -281,10 +291,13 @@ class Guard:
             self._saved.restore()
 
     def _too_often(self, what: str) -> BadLossError:
-        return BadLossError(
-            f"Trainer(on_bad_loss={self._mode!r}): {what}, so the run ends here. {self._last} on_bad_loss='stop' says "
-            "whether the data or a layer is the cause; often a smaller learning rate helps."
+        return self._error(
+            f"{what}, so the run ends here.",
+            " on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps.",
         )
+
+    def _error(self, what: str, advice: str = "") -> BadLossError:
+        return BadLossError(f"Trainer(on_bad_loss={self._mode!r}): {what} {self._last}{advice}")
 
     def _describe(self, here: int, bad: list[tuple[int, Tensor]]) -> str:
         progress = self._run.progress
@@ -294,7 +307,10 @@ class Guard:
             return f"The loss of training_step is {float(bad[0][1])} {where}."
         if here == _FINE:
             return f"On another process the loss of training_step or its gradient is not finite {where}."
-        return f"The loss of training_step is finite but its gradient is not, {where}."
+        gradients = ((name, p.grad) for name, p in self._run.module.named_parameters() if p.grad is not None)
+        names = [name for name, gradient in gradients if not all(_are_finite([], [_values(gradient)]))]
+        listed = f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+        return f"The loss of training_step is finite but its gradient is not, {where}{listed}."
 
 
 class _SavedTraining:
@@ -374,7 +390,16 @@ def guard(run: Run) -> Guard | None:
 # -- which layer it was
 
 
-def _first_bad(run: Run, before: StepState, batch: Any, batch_idx: int, *, backward: bool) -> str:
+def name_layer(error: BaseException, run: Run, batch: object, batch_idx: int) -> None:
+    """Add to an error of ``detect_anomaly=True`` which layer it was."""
+    # On several processes the others are not here, and the step may wait for them.
+    if "returned nan values" in str(error) and run.runtime.world_size == 1:
+        note = _first_bad(run, None, batch, batch_idx, backward=False)
+        if note:
+            error.add_note(note.strip())
+
+
+def _first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
     """Return a sentence that names what first was not finite when the batch is computed again; or nothing."""
     found: list[str] = []
     if (path := _bad_in(batch, "batch")) is not None:
@@ -406,7 +431,8 @@ def _first_bad(run: Run, before: StepState, batch: Any, batch_idx: int, *, backw
     try:
         # Anomaly mode also during forward, to have the line of the function shown.
         with isolate_rng(), as_written, torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
-            before.restore_random()
+            if before is not None:
+                before.restore_random()
             output = step(batch, batch_idx)
             if backward and not found:
                 loss = output if isinstance(output, Tensor) else output["loss"]

@@ -144,7 +144,7 @@ def train_epoch(run: Run) -> None:
     logged.log_epoch(values, progress.logged_step - 1, progress.epoch)
     logged.publish_loss(run.last_loss, progress.logged_step - 1, progress.epoch)
     if run.guard is not None:
-        run.guard.report()
+        run.guard.end_epoch()
     logged.start_epoch("train")
     progress.epoch_ended = progress.last_batch
     hooks.on_train_epoch_end_last()
@@ -536,6 +536,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
                 graphs.keep_gradients()
         except Exception as error:
             annotate(error, "training_step", module, batch, batch_idx)
+            bad_loss.name_layer(error, run, batch, batch_idx)
             raise
         if not in_parts:
             hooks.on_after_backward()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import parameters_of
@@ -95,13 +98,13 @@ def _problem_of_methods(call: str, module: LightningModule) -> str | None:
             )
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
-        return f"{owner} has no {step}(). Define it."
+        return f"{owner} has no {step}(). Define it{_near_method(module, step)}."
     if call == "predict" and not any(overrides(module, LightningModule, name) for name in ("predict_step", "forward")):
         return f"{owner} has neither predict_step() nor forward(). Define one."
     if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
         return (
-            f"{owner} has no configure_optimizers(). Define it, for instance: def configure_optimizers(self): "
-            "return torch.optim.Adam(self.parameters(), lr=1e-3)"
+            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}. Define it, for "
+            "instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
         )
     return None
 
@@ -160,13 +163,13 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
     own = {id(parameter): parameter for parameter in module.parameters()}
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
-        outside = sum(id(parameter) not in own for parameter in parameters)
+        outside = [parameter for parameter in parameters if id(parameter) not in own]
         if not outside:
             continue
         kind = type(optimizer).__name__
         problem = (
-            f"{owner}.configure_optimizers(): {outside} of the {len(parameters)} parameters of {kind} are not among "
-            f"those of {owner}"
+            f"{owner}.configure_optimizers(): {len(outside)} of the {len(parameters)} parameters of {kind} are not "
+            f"among those of {owner}"
         )
         instead = (
             f"Write {kind}(self.parameters(), ...), or keep their modules in attributes of {owner}, an nn.ModuleList "
@@ -182,9 +185,42 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
                 raise MisconfigurationException(
                     f"{problem}, so their gradients would not be averaged over the processes. {instead}"
                 )
-            if outside == len(parameters) and any(parameter.requires_grad for parameter in own.values()):
+            nothing_trained = len(outside) == len(parameters) and _held_by(module).isdisjoint(map(id, outside))
+            if nothing_trained and any(parameter.requires_grad for parameter in own.values()):
                 raise MisconfigurationException(f"{problem}: it would not be trained. {instead}")
         rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it. {instead}")
+
+
+def _held_by(module: nn.Module) -> set[int]:
+    """Return the ids of the tensors that a module holds in lists, dicts and objects, where torch does not find them."""
+    found: set[int] = set()
+    seen: set[int] = set()
+
+    def visit(thing: Any, depth: int) -> None:
+        if id(thing) in seen or depth < 0:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            found.add(id(thing))
+        elif isinstance(thing, nn.Module):
+            found.update(map(id, thing.parameters()))
+            for child in thing.modules():
+                visit(vars(child), depth - 1)
+        elif not isinstance(thing, (type, torch.optim.Optimizer)):
+            if not isinstance(thing, (list, tuple, set)):
+                held = thing if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})
+                thing = [value for key, value in held.items() if key not in ("_trainer", "_fabric")]
+            for value in thing:
+                visit(value, depth - 1)
+
+    visit(module, 4)
+    return found
+
+
+def _near_method(module: object, name: str) -> str:
+    own = [key for key, value in vars(type(module)).items() if inspect.isfunction(value)]
+    near = nearest(name, [key for key in own if not hasattr(LightningModule, key)])
+    return f" (is {near!r} misspelt?)" if near else ""
 
 
 def _name(thing: Any) -> str:
@@ -391,6 +427,7 @@ MEMORY_NOTE = (
     "Memory ran out. Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; "
     "memory='auto' keeps fewer activations."
 )
+_WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def loss_of(output: object, run: Run) -> Tensor | None:
@@ -477,8 +514,8 @@ def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
 # A part of an error's message, and what usually mends it.
 _REMEDIES = {
     "does not require grad": (
-        "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), .item(), "
-        "torch.no_grad(), torch.tensor(loss), or every parameter is frozen."
+        "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), "
+        ".item(), torch.no_grad(), torch.tensor(loss), or every parameter is frozen."
     ),
     "implicitly created only for scalar": "The loss has more than one element. Return its mean: `return loss.mean()`.",
     "a second time": (
@@ -488,6 +525,8 @@ _REMEDIES = {
         "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
         "memory='full', or write x = x + y instead of x += y there."
     ),
+    "unpack": "The step unpacks the batch into another number of parts than the dataset gives.",
+    "forward": "Define forward(), or call the layers by name in the step.",
 }
 
 
@@ -496,8 +535,23 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
     if getattr(error, "_hasten_place", False):
         return
     error.add_note(f"in {type(module).__name__}.{step}, batch {batch_idx}: {describe_batch(batch)}")
-    notes = [note for part, note in _REMEDIES.items() if part in str(error)]
-    for note in [MEMORY_NOTE] if is_out_of_memory(error) else notes:
+    text, note = str(error), None
+    if is_out_of_memory(error):
+        note = MEMORY_NOTE
+    elif isinstance(error, TypeError) and f"{step}()" in text and "positional argument" in text:
+        note = (
+            f"{step} is called with (batch, batch_idx), and with dataloader_idx as well where there are several "
+            f"loaders: def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual "
+            "optimization, not an optimizer_idx."
+        )
+    elif isinstance(error, TypeError) and (wrong := _WRONG_KEYWORD.search(text)):
+        function = getattr(module, wrong[1], None)
+        known = list(inspect.signature(function).parameters) if callable(function) else []
+        note = f"self.{wrong[1]} takes: {', '.join(known)}.{did_you_mean(wrong[2], known)}" if known else None
+    elif part := next((part for part in _REMEDIES if part in text), None):
+        kind = {"unpack": (ValueError, TypeError), "forward": (NotImplementedError,)}.get(part, (Exception,))
+        note = _REMEDIES[part] if isinstance(error, kind) else None
+    if note is not None:
         error.add_note(note)
     with suppress(AttributeError):
         error._hasten_place = True  # type: ignore[attr-defined]
