@@ -28,16 +28,16 @@ DATA = TensorDataset(torch.zeros(4))
 DROPPED: Any = DataLoader([1, 2], batch_size=4, drop_last=True)  # type: ignore[arg-type]
 LOOP, EMPTY = "^the train dataloader ", "^the train dataloader has no batches: "
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: prepare(3), TypeError, LOOP + r"is a int \(3\), and cannot be iterated over. Give a DataLoader"),
-    (lambda: prepare("data"), TypeError, LOOP + r"is a str \('data'\), and cannot be iterated over"),
-    (lambda: prepare(DataLoader), TypeError, LOOP + r"is a type \(<class .*\), and cannot"),
-    (lambda: prepare(lambda: None), TypeError, LOOP + r"is a function \(<function .*\), and cannot"),
+    (lambda: prepare(3), TypeError, LOOP + r"is 3, of type int, and cannot be iterated over. Give a DataLoader"),
+    (lambda: prepare("data"), TypeError, LOOP + r"is 'data', of type str, and cannot be iterated over"),
+    (lambda: prepare(DataLoader), TypeError, LOOP + r"is DataLoader itself, and cannot .* Make one: DataLoader\("),
+    (lambda: prepare(lambda: None), TypeError, LOOP + r"is <lambda> itself, and cannot .* Call it"),
     (lambda: prepare(DATA), TypeError, r"TensorDataset.*DataLoader\(dataset, batch_size="),
     (lambda: prepare([]), ValueError, EMPTY + "an empty list"),
     (lambda: prepare(DataLoader([])), ValueError, EMPTY + "0 samples of list"),  # type: ignore[arg-type]
     (lambda: prepare(DROPPED), ValueError, EMPTY + "2 samples of list, batch_size=4, drop_last=True"),
     (lambda: CombinedLoader([range(2)], "max_sise"), ValueError, "mode='max_sise'.*Did you mean 'max_size'"),  # type: ignore[arg-type]
-    (lambda: CombinedLoader({"a": 3}), TypeError, "a int cannot be iterated over"),
+    (lambda: CombinedLoader({"a": 3}), TypeError, "int objects cannot be iterated over"),
     (lambda: preload(Endless()), TypeError, "preload: the dataset Endless reads Endless, an IterableDataset"),
     (lambda: preload(Drawing([1, 2])), ValueError, "made with random numbers"),
     (lambda: preload([]), ValueError, "preload: the dataset list is empty"),

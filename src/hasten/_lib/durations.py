@@ -90,7 +90,8 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text)
     if amount and amount.group(2) in _UNITS:
         return timedelta(**{_UNITS[amount.group(2)]: float(amount.group(1))})
+    hint = f" A number is written without quotes: {text}." if text.isdecimal() else ""
     raise ValueError(
         f"{argument} got {value!r}: write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs "
-        "and optimizer steps, where they can be given: '2ep', '500st')."
+        f"and optimizer steps, where they can be given: '2ep', '500st').{hint}"
     )

@@ -300,9 +300,9 @@ def _padding_of(tokenizer: Any) -> dict[str, Any]:
     if hasattr(tokenizer, "padding_value"):
         return dict.fromkeys(("input_values", "input_features"), tokenizer.padding_value)
     if getattr(tokenizer, "pad_token_id", None) is None:
-        shown = tokenizer if isinstance(tokenizer, str) else type(tokenizer).__name__
+        shown = repr(tokenizer) if isinstance(tokenizer, (str, int)) else type(tokenizer).__name__
         raise (ValueError if hasattr(tokenizer, "pad_token_id") else TypeError)(
-            f"PadCollator(tokenizer={shown!r}): it has no pad token. Give a Hugging Face tokenizer with one "
+            f"PadCollator(tokenizer={shown}): it has no pad token. Give a Hugging Face tokenizer with one "
             "(tokenizer.pad_token = tokenizer.eos_token), or padding={'input_ids': 0} instead."
         )
     types = getattr(tokenizer, "pad_token_type_id", 0)

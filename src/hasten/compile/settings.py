@@ -144,7 +144,9 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
 
 def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
     for name in given:
-        check.one_of(owner, "compile option", name, _KEYS)
+        if name not in _KEYS:
+            keys = ", ".join(map(repr, _KEYS))
+            raise ValueError(f"{owner}(compile={{{name!r}: ...}}): use one of {keys}.{did_you_mean(name, _KEYS)}")
     own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
     mode, inner, backend = given.get("mode"), given.get("options"), given.get("backend")
     check.one_of(owner, "compile['mode']", mode, _modes(), allow_none=True)

@@ -48,7 +48,9 @@ class CombinedLoader:
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
             if not hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__"):
-                raise TypeError(f"CombinedLoader(iterables=...): a {type(leaf).__name__} cannot be iterated over.")
+                raise TypeError(
+                    f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over."
+                )
         self._mode = mode
         # Batches of each loader to use, in sequential mode.
         self.limits: list[int | float | None] | None = None

@@ -118,8 +118,15 @@ def _check_iterable(loader: Any, name: str) -> None:
     can_be_read = hasattr(loader, "__iter__") or (hasattr(loader, "__getitem__") and not is_dataset)
     if isinstance(loader, (str, bytes, type)) or not can_be_read:
         advice = "Wrap it: DataLoader(dataset, batch_size=...)" if is_dataset else "Give a DataLoader"
-        shown = f"a {type(loader).__name__} ({reprlib.repr(loader)})"
-        raise TypeError(f"{name} is {shown}, and cannot be iterated over. {advice}, or give an iterable of batches.")
+        shown = f"of type {type(loader).__name__}"
+        if isinstance(loader, (str, bytes, int, float)):
+            shown = f"{reprlib.repr(loader)}, {shown}"
+        elif name_of := getattr(loader, "__name__", None):
+            shown = f"{name_of} itself"
+            advice = f"Make one: {name_of}(...)" if isinstance(loader, type) else "Call it"
+        raise TypeError(
+            f"{name} is {shown}, and cannot be iterated over. {advice}, or give another iterable of batches."
+        )
 
 
 def _check_not_empty(loader: Any, name: str) -> None:
