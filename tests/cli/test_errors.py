@@ -26,6 +26,8 @@ WRONG: list[tuple[list[str] | dict[str, Any], dict[str, Any], str, str | None]] 
     (["--qqqqqq=1"], {}, "--qqqqqq=1", None),
     (["--model.width=abc"], {}, "Expected a <class 'int'>. Got value: abc", None),
     (["--model.kind=three"], {}, "{one,two}. Got value: three", None),
+    (["--trainer.max_epochs=-7"], {}, "--trainer.max_epochs=-7: use a whole number", None),
+    (["--trainer.accelerator=cdua"], {}, "--trainer.accelerator='cdua': use one of ", None),
     (["--trainer.logger=CSVLoger"], {}, "CSVLoger", "CSVLogger"),
     (["--trainer.callbacks+=EarlyStopping"], {}, "required: monitor", None),
     (

@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -342,7 +343,17 @@ class LightningCLI:
                 f"The `{name}` class does not expose the `callbacks` argument so they will not be included: give it "
                 "an argument `callbacks` and pass it to the Trainer."
             )
-        return self.trainer_class(**config)
+        try:
+            return self.trainer_class(**config)
+        except (ValueError, TypeError) as error:
+            # An argument of the command line that the Trainer refuses: a message instead of a traceback.
+            match = re.match(r"Trainer\((\w+)=(.*?)\)(?=:| got )", str(error), re.DOTALL)
+            parser = self._parser(self.subcommand)
+            known = match is not None and f"--trainer.{match[1]}" in parser._option_string_actions
+            if match is None or not known or self._words() is None:
+                raise
+            value = "" if match[2] == "..." else f"={match[2]}"
+            parser.error(f"--trainer.{match[1]}{value}{str(error)[match.end() :]}", error)
 
     # -- optimizers
 
