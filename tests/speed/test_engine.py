@@ -160,3 +160,11 @@ def test_a_trial_writes_to_no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch)
         "/scratch",
     }
     assert found["LD_PRELOAD"] == "/lib/jemalloc.so /lib/other.so"
+
+
+def test_two_turns_decide_however_busy_the_machine_is_where_the_sides_are_far_apart() -> None:
+    found = engine.Comparison()
+    for slow, fast in ((8.0, 2.4), (14.0, 1.3)):
+        found.add(Turn(slow, [slow]), Turn(fast, [fast]))
+    assert found.verdict == "faster"
+    assert (found.low, found.high) == pytest.approx((8.0 / 2.4, 14.0 / 1.3))

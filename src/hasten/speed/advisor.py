@@ -250,10 +250,12 @@ class LineSearch:
             line = _with(base, lever)
             on_top = f" on top of {name_of(base)}" if base else ""
             self._say(f"{lever.name}{on_top} ({len(self._to_try)} to try, {self._left()})")
-            left = self._until - self._reserve() - self._clock()
+            # A line of one lever was measured against the unchanged program already.
+            reserve = 0.0 if again and len(base) < 2 else self._reserve()
+            left = self._until - reserve - self._clock()
             share = _parts_of_time(lever) / sum(map(_parts_of_time, self._to_try))
             # Twice its share: most comparisons end early.
-            (row,) = self._race(base, {lever.name: line}, share=2 * share * left)
+            (row,) = self._race(base, {lever.name: line}, share=2 * share * left, reserve=reserve)
             self._to_try = [other for other in self._to_try if other is not lever]
             if not again or row.wins:
                 self._rows[lever.name] = row

@@ -45,6 +45,8 @@ _LEAST_DEVIATION = 0.005
 _LOOKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 # Times as slow as the base: one turn is enough, however busy the machine is.
 _HOPELESS = 4.0
+# If each turn of one side takes so many times as long as each of the other, chance is not the reason.
+_APART = 2.0
 # A gain that may be as large as this is unclear when the time is over; a smaller one counts as none.
 _WORTH_MORE_TURNS = 1.1
 _KILL_SECONDS = 5.0
@@ -475,9 +477,14 @@ class Comparison:
         self.base.append(base)
         self.turns.append(turn)
         count = len(self.turns)
-        ratios = [math.log(a / max(b, 1e-12)) for a, b in zip(*costs(self.base, self.turns), strict=True)]
+        before, after = costs(self.base, self.turns)
+        ratios = [math.log(a / max(b, 1e-12)) for a, b in zip(before, after, strict=True)]
         looks = max(0, sum(look <= count for look in _LOOKS) - 1)
         self.speed, self.low, self.high = map(math.exp, interval(ratios, looks))
+        # Few turns on a busy machine have a wide interval, also where the two sides are far apart.
+        least, most = min(before) / max(max(after), 1e-12), max(before) / max(min(after), 1e-12)
+        if count > 1 and (least > _APART or most < 1 / _APART):
+            self.low, self.high = max(self.low, least), min(self.high, most)
         if count in _LOOKS:
             self.look()
         elif count == 1 and self.speed < 1 / _HOPELESS:
