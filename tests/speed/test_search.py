@@ -90,6 +90,19 @@ def test_lines_are_written_safest_first() -> None:
     assert len(rows) == len(set(rows))
 
 
+def test_levers_that_stay_unclear_are_tried_together() -> None:
+    noise = random.Random(0)
+
+    def seconds(levers: Levers, step: int) -> float:
+        gain = 4.0 ** ("triple" in levers) * 1.08 ** len(levers & {"one", "two", "three"})
+        return 10.0 / gain * math.exp(noise.gauss(0, 0.04))
+
+    levers = [lever(name) for name in ("triple", "one", "two", "three")]
+    found = FakeProgram(seconds).advise(levers, budget_seconds=200.0)
+    assert found.winners == ["triple", "one", "two", "three"]
+    assert found.line == "triple(); one(); two(); three()"
+
+
 def test_without_consent_only_automatic_levers_are_measured() -> None:
     given = [lever("triple", Safety.LOWER_PRECISION), lever("double", Safety.ROUNDING)]
     found = FakeProgram(by_gains).advise(given, consent=False)

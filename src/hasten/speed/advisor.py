@@ -9,6 +9,7 @@ over the search stops, with the best levers behind it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,10 @@ _MOST_TO_CONFIRM = 0.25
 _SHARE_OF_UNCHANGED = 0.25
 # A lever that promises less is not part of that search.
 _WORTH_A_SECOND_SEARCH = 1.02
+# A line that is this fast without a lever does not need it.
+_AS_FAST = 0.98
+# An unclear lever that seems to gain more is tried again with the others of its kind.
+_SEEMS_TO_GAIN = 1.02
 # A lever that compiles gets as much time as so many others: it starts slowly.
 _TIMES_TO_COMPILE = 3
 _UNCHANGED = "the unchanged program cannot be measured: "
@@ -158,6 +163,7 @@ class LineSearch:
         whole = self._climb(kept, other_models)
         kept = self._climb(kept, compiled)
         if self._plan.combine:
+            kept = self._with_unclear(kept, same_model)
             kept = self._removed(self._climb(kept, self._worth_another_try(same_model, kept), again=True))
             whole = (*kept, *(lever for lever in whole if lever.safety == Safety.OTHER_MATHS))
             lines = self._confirmed([*self._by_class(self._automatic_line(same_model, kept), kept), whole])
@@ -252,10 +258,13 @@ class LineSearch:
             self._say(f"{lever.name}{on_top} ({len(self._to_try)} to try, {self._left()})")
             # A line of one lever was measured against the unchanged program already.
             reserve = 0.0 if again and len(base) < 2 else self._reserve()
+            if base and not again:
+                # Those that stay unclear are raced together.
+                reserve += 2 * self._least_seconds(base)
             left = self._until - reserve - self._clock()
             share = _parts_of_time(lever) / sum(map(_parts_of_time, self._to_try))
-            # Twice its share: most comparisons end early.
-            (row,) = self._race(base, {lever.name: line}, share=2 * share * left, reserve=reserve)
+            # What one does not need is for those after it.
+            (row,) = self._race(base, {lever.name: line}, share=share * left, reserve=reserve)
             self._to_try = [other for other in self._to_try if other is not lever]
             if not again or row.wins:
                 self._rows[lever.name] = row
@@ -263,6 +272,31 @@ class LineSearch:
                 base = line
                 self._races.speeds[key_of_line(line)] = row.speed or 1.0
         return base
+
+    def _with_unclear(self, base: Levers, levers: Sequence[Lever]) -> Levers:
+        """Try all levers at once that seem to gain but stayed unclear: together they may be certain."""
+        rows = self._rows
+        found = [
+            lever
+            for lever in levers
+            if lever not in base
+            and rows[lever.name].verdict == UNCLEAR
+            and (rows[lever.name].gain or 0.0) > _SEEMS_TO_GAIN
+        ]
+        line: Levers = functools.reduce(_with, found, base)
+        added = tuple(lever for lever in line if lever in found)
+        if len(added) < 2 or not base:
+            return base
+        self._say(f"{name_of(added)} on top of {name_of(base)}: together ({self._left()})")
+        (together,) = self._race(base, {name_of(added): line})
+        self._combinations.append(together)
+        if not together.wins:
+            return base
+        for lever in added:
+            row = rows[lever.name]
+            row.verdict, row.reason = words.WINS, f"{together.gain:.2f}x together: {name_of(added)}"
+        self._races.speeds[key_of_line(line)] = together.speed or 1.0
+        return line
 
     def _worth_another_try(self, levers: Sequence[Lever], kept: Levers) -> list[Lever]:
         """Return levers that lost on a much slower line, where bf16 may not pay yet, or stayed unclear."""
@@ -286,7 +320,7 @@ class LineSearch:
             without = tuple(other for other in line if other != lever)
             (row,) = self._race(line, {f"without {lever.name}": without})
             self._combinations.append(row)
-            if row.verdict in (words.WINS, NO_GAIN):
+            if row.wins or (row.verdict == NO_GAIN and (row.gain or 0.0) > _AS_FAST):
                 line = without
                 self._races.speeds[key_of_line(line)] = row.speed or 1.0
         return line
