@@ -119,7 +119,8 @@ def test_names_of_groups_and_several_optimizers() -> None:
         rates(groups({"name": "same"}, {"name": "same"}), LearningRateMonitor())
     found = rates(two, LearningRateMonitor(), automatic=False, log_every_n_steps=1)
     assert (found.of("lr-SGD")[0], found.of("lr-SGD-1")[0]) == ((0, 0.1), (0, 0.2))
-    found = rates(lambda given: torch.optim.Adagrad(given, lr=0.1), LearningRateMonitor(log_momentum=True))
+    with pytest.warns(RuntimeWarning, match="Adagrad has no momentum"):
+        found = rates(lambda given: torch.optim.Adagrad(given, lr=0.1), LearningRateMonitor(log_momentum=True))
     assert found.of("lr-Adagrad-momentum")[0] == (0, 0)
     with pytest.raises(ValueError, match="no logger"):
         run(Scripted(), LearningRateMonitor(), enable_checkpointing=False)

@@ -275,3 +275,10 @@ def test_a_program_without_a_datamodule() -> None:
     made = LightningCLI(WithData, trainer_defaults=QUIET, save_config_callback=None, args=["fit"])
     assert made.datamodule is None
     assert made.trainer.global_step == 2
+
+
+def test_arguments_of_torchs_profiler_are_arguments_of_the_class() -> None:
+    words = ("--trainer.profiler=PyTorchProfiler", "--trainer.profiler.record_shapes=true")
+    made = cli(*words, "--trainer.profiler.dict_kwargs.profile_memory=true")
+    chosen = made.config["trainer"]["profiler"]
+    assert (chosen["init_args"]["record_shapes"], chosen["dict_kwargs"]) == (True, {"profile_memory": True})

@@ -13,6 +13,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.module.callback import Callback
@@ -39,8 +40,8 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: "step" or "epoch"; None for the interval each scheduler steps at.
-        log_momentum: also log the momentum (of Adam and its kin the first beta) as ``<name>-momentum``; 0 for an
-            optimizer without one.
+        log_momentum: also log the momentum (of Adam and its kin the first beta) as ``<name>-momentum``; 0, with a
+            warning, for an optimizer without one.
         log_weight_decay: also log the weight decay as ``<name>-weight_decay``.
 
     Raises:
@@ -81,6 +82,13 @@ class LearningRateMonitor(Callback):
         self.lrs = {name: [] for name in names}
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
+        defaults = {type(optimizer).__name__: optimizer.defaults for optimizer, _, _ in found}
+        without = sorted(name for name, known in defaults.items() if not {"momentum", "betas"} & known.keys())
+        if self.log_momentum and without:
+            rank_zero_warn(
+                f"LearningRateMonitor(log_momentum=True): {', '.join(without)} has no momentum; 0 is logged for it.",
+                RuntimeWarning,
+            )
 
     def on_train_batch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Log before a step whose values are logged too."""

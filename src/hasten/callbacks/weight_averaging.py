@@ -133,7 +133,7 @@ class WeightAveraging(Callback):
             average.module.to(self._device)
         if self._loaded is not None:
             weights, others = self._loaded
-            average.module.load_state_dict(weights, strict=pl_module.strict_loading)
+            average.module.load_state_dict(weights, strict=pl_module.strict_loading is not False)
             average.n_averaged.copy_(others["n_averaged"])
             self._loaded = None
         self._find_slots(pl_module)

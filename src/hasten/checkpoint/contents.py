@@ -239,13 +239,13 @@ def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[st
 # -- weights and optimizers
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
+def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
     """Load ``state`` into ``module``.
 
     Args:
         module: where the weights go.
         state: names to tensors.
-        strict: ask for exactly the same names.
+        strict: ask for exactly the same names; None means True, as the ``strict_loading`` of a module.
         source: where ``state`` comes from, for messages.
 
     Raises:
@@ -255,7 +255,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool, s
     present = module.state_dict()
     # Hooks of sub-modules may rename or drop keys (compiled or parametrised ones do), so torch decides.
     try:
-        module.load_state_dict(dict(state), strict=strict)
+        module.load_state_dict(dict(state), strict=strict is None or bool(strict))
     except RuntimeError as error:
         raise RuntimeError(_message(type(module).__name__, state, present, source)) from error
 

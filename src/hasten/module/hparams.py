@@ -351,7 +351,7 @@ def construct(
         if first is not None:
             thing.to(first.device)
         exact = thing.strict_loading if strict is None else strict
-        load_weights(thing, weights, strict=bool(exact), source=path)
+        load_weights(thing, weights, strict=exact, source=path)
     elif (state := checkpoint.get(cls.__qualname__)) is not None:
         thing.load_state_dict(state)
     return cast("T", made)

@@ -88,7 +88,7 @@ class PyTorchProfiler(Profiler):
         sort_by_key: str | None = None,
         record_module_names: bool = True,
         table_kwargs: dict[str, Any] | None = None,
-        **profiler_kwargs: object,
+        **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
         for name, own in (("sort_by", "sort_by_key"), ("row_limit", "row_limit")):
@@ -96,21 +96,21 @@ class PyTorchProfiler(Profiler):
                 raise KeyError(f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): Pass {own}=... instead.")
         _check_names(profiler_kwargs, torch.profiler.profile.__init__, _ADDED, TypeError)
         _check_names(table_kwargs or {}, EventList.table, frozenset(), KeyError)
-        options: dict[str, Any] = dict(profiler_kwargs)
-        self._enabled = options.pop("enabled", True)
-        self._flame_graph = options.pop("export_to_flame_graph", False)
-        self._metric = options.pop("metric", "self_cpu_time_total")
-        cpu, cuda = options.pop("use_cpu", True), options.pop("use_cuda", None)
+        # jsonargparse finds the arguments of the command line in these calls of get and pop.
+        self._enabled = profiler_kwargs.pop("enabled", True)
+        self._flame_graph = profiler_kwargs.pop("export_to_flame_graph", False)
+        self._metric = profiler_kwargs.pop("metric", "self_cpu_time_total")
+        cpu, cuda = profiler_kwargs.pop("use_cpu", True), profiler_kwargs.pop("use_cuda", None)
         cuda = torch.cuda.is_available() if cuda is None else cuda
         wanted = [ProfilerActivity.CPU] * bool(cpu) + [ProfilerActivity.CUDA] * bool(cuda)
-        activities = list(options.pop("activities", None) or wanted)
-        self._by_default = "schedule" not in options
-        self._schedule: Schedule | None = options.pop("schedule", None)
+        activities = list(profiler_kwargs.pop("activities", None) or wanted)
+        self._by_default = "schedule" not in profiler_kwargs
+        self._schedule: Schedule | None = profiler_kwargs.pop("schedule", None)
         _check_schedule(self._schedule)
-        self._on_trace_ready = options.pop("on_trace_ready", None)
-        with_stack = options.pop("with_stack", False) or self._flame_graph
-        self._profiler_kwargs = {**options, "activities": activities, "with_stack": with_stack}
-        self._group_by_input_shapes = group_by_input_shapes and options.get("record_shapes", False)
+        self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
+        with_stack = profiler_kwargs.pop("with_stack", False) or self._flame_graph
+        self._profiler_kwargs = {**profiler_kwargs, "activities": activities, "with_stack": with_stack}
+        self._group_by_input_shapes = group_by_input_shapes and profiler_kwargs.get("record_shapes", False)
         if emit_nvtx and not torch.cuda.is_available():
             raise MisconfigurationException(
                 "PyTorchProfiler(emit_nvtx=True): NVTX ranges need a CUDA device. Leave it out."

@@ -206,7 +206,7 @@ class Strategy(ABC):
         """Return the weights of the user's module, under the names they have in it."""
         return module.state_dict()
 
-    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
         """Restore the weights of the user's module; ``source`` names the file in messages."""
         load_weights(module, state, strict=strict, source=source)
 
