@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +119,7 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images ``(batch, channels, side, side)`` to logits ``(batch, classes)``."""
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
-        logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
-        return logits
+        return cast(Tensor, self.head(self.blocks(tokens).mean(dim=1)))
 
 
 class ImageTask(Task):
@@ -135,8 +134,7 @@ class ImageTask(Task):
         return F.cross_entropy(model(batch["images"]), batch["labels"])
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch["images"])
-        return logits
+        return cast(Tensor, model(batch["images"]))
 
     def users_loader(self, variant: RowVariant) -> DataLoader[Any]:
         order = torch.Generator().manual_seed(self.seed)
@@ -214,8 +212,7 @@ class Resized(nn.Module):
         """Photographs ``(batch, 3, 32, 32)`` uint8 to logits ``(batch, classes)``."""
         centered = photographs.float() / 127.5 - 1.0
         found = self.model(F.interpolate(centered, size=self.side, mode="bilinear", antialias=False))
-        logits: Tensor = getattr(found, "logits", found)
-        return logits
+        return cast(Tensor, getattr(found, "logits", found))
 
 
 class Vit(ImageTask):

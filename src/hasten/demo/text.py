@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -197,12 +197,10 @@ class TextTask(Task):
         return model
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(**batch).loss
-        return loss
+        return cast(Tensor, model(**batch).loss)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return logits
+        return cast(Tensor, model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
 
     def users_loader(self, variant: RowVariant) -> DataLoader[Any]:
         return DataLoader(
