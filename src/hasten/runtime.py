@@ -198,12 +198,13 @@ class Runtime:
         if not (converts_input or converts_output or has_context):
             return function
         precision, inner = self.precision, function
+        context = _Reused(precision.forward_context)
 
         def bound(*args: Any, **kwargs: Any) -> Any:
             if converts_input:
                 args, kwargs = precision.convert_input(args), precision.convert_input(kwargs)
             if has_context:
-                with precision.forward_context():
+                with context:
                     output = inner(*args, **kwargs)
             else:
                 output = inner(*args, **kwargs)
@@ -377,6 +378,27 @@ class Runtime:
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+class _Reused:
+    """The context of ``make``, to be entered again and again, also nested; autocasts, slow to create, are kept."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._free: list[torch.autocast] = []
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._free.pop() if self._free else self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        context = self._entered.pop()
+        swallowed = context.__exit__(*error)
+        if type(context) is torch.autocast:
+            self._free.append(context)
+        return swallowed
 
 
 @contextmanager
