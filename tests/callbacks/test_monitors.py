@@ -155,7 +155,7 @@ def test_the_cpu_is_watched_where_the_run_is_on_it() -> None:
     assert [row["step"] for row in accumulated if "on_train_batch_end/cpu_percent" in row] == [1, 3]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_memory_of_a_cuda_device_and_the_load_of_the_cpu() -> None:
     for cpu_stats in (None, False, True):
         (row, *_) = load(DeviceStatsMonitor(cpu_stats), accelerator="cuda")

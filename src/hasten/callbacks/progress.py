@@ -527,11 +527,11 @@ class TQDMProgressBar(DrawnProgressBar):
 
 
 class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar whose numbers keep their width, and which writes whole lines where there is no terminal.
+    """A tqdm bar whose numbers keep their width, and which writes whole lines to files and pipes.
 
     Args:
         *args: as for ``tqdm``.
-        **kwargs: as for ``tqdm``; where there is no terminal, ``leave=False`` writes no line at the end.
+        **kwargs: as for ``tqdm``; in files and pipes, ``leave=False`` writes no line at the end.
 
     Example::
 
@@ -580,7 +580,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         state = (self.n, self.total, self.desc, self.postfix)
         if state != self._shown:
             self._shown = state
-            # Without columns there is no bar, and the line is not cut.
+            # With zero columns, tqdm draws no bar and does not cut the line.
             looks = {"ncols": 0, "bar_format": None, "prefix": (self.desc or "").removesuffix(": ")}
             self.fp.write(self.format_meter(**{**self.format_dict, **looks}) + "\n")
             self.fp.flush()

@@ -74,7 +74,7 @@ class ColdSeconds:
             self.by_graphs = {}
 
     def save(self, seconds: dict[int, float]) -> None:
-        """Write what this run measured; a disk that is full or read-only is no error."""
+        """Write what this run measured; a full or read-only disk is ignored."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(self._path, json.dumps({**seconds, **self.by_graphs}).encode())

@@ -279,7 +279,7 @@ class _EpochPlan:
     accumulation_size: int
     tail_size: int
     tail_start: float
-    # Infinite where there is no interval, or no limit.
+    # Infinite without an interval, or without a limit.
     log_every_n_steps: float
     max_steps: float
     # Whether validation or a scheduler may be due after any batch.

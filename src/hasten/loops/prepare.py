@@ -255,8 +255,8 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
     ):
         if holds:
             raise ValueError(
-                f"in_backward({name}) and {what}: each parameter steps in backward, so there is no moment at which all "
-                f"gradients are there and none was used. {remedy}, or {instead}"
+                f"in_backward({name}) and {what}: each parameter steps in backward, so the gradients never exist all "
+                f"at once. {remedy}, or {instead}"
             )
     run.runtime.check_in_backward("Trainer", name)
     for hook in ("on_after_backward", "on_before_optimizer_step"):

@@ -338,7 +338,7 @@ def draw_speeds(
     for place, bar in enumerate(bars):
         end = bar.speed
         axes.barh(place, bar.speed, color=bar.color, height=0.67, hatch=bar.hatch, edgecolor="white")
-        # After one turn there is no interval.
+        # One turn has no interval.
         if bar.low is not None and bar.high is not None and math.isfinite(bar.high):
             end = bar.high
             axes.hlines(place, bar.low, end, color="#444444", linewidth=1.5)

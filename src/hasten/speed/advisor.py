@@ -352,7 +352,7 @@ class LineSearch:
         """Return the best line without consent, then the parts of the fastest by their class, the safest first."""
         classes = {lever.name: lever.safety_in(self._facts) for lever in kept}
         lines = [tuple(one for one in kept if classes[one.name] <= most) for most in sorted(set(classes.values()))]
-        for line in (automatic, *lines):
+        for line in lines:
             self._races.speeds.setdefault(key_of_line(line), self._concluded(line))
         left = self._until - self._clock() - self._reserve()
 
