@@ -26,6 +26,14 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
 
 
+class Twice(torch.optim.SGD):
+    """A step that calls its base's step twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return super().step(closure)
+
+
 class Custom(Optimizer):
     """Sign descent with a step and a zero_grad of its own, counting both."""
 
@@ -56,6 +64,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam_tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "twice": lambda p: Twice(p, lr=0.05, momentum=0.9),
     "custom": lambda p: Custom(p),
 }
 

@@ -292,3 +292,12 @@ def test_weights_alone_are_enough_to_test_but_not_to_resume(tmp_path: Path) -> N
     assert same_weights(model, other)
     with pytest.raises(ValueError, match=r"w\.ckpt holds weights only, so training cannot go on from it"):
         quiet(max_epochs=2).fit(other, loader(8), ckpt_path=tmp_path / "w.ckpt")
+
+
+def test_fit_called_again_is_over_unless_there_is_more_to_do() -> None:
+    model, trainer = Classifier(), quiet()
+    trainer.fit(model, loader(8))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    trainer.fit(model, loader(8))
+    assert (trainer.global_step, trainer.current_epoch) == (2, 1)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
