@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -90,12 +90,19 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
     blocks = repeated_blocks(module)
     if not blocks:
         raise ValueError(f"memory={how!r}: {nothing_repeated(module)}")
+    with recomputed_blocks(blocks, how):
+        yield len(blocks)
+
+
+@contextmanager
+def recomputed_blocks(blocks: Sequence[nn.Module], how: str) -> Iterator[None]:
+    """Recompute these modules in backward, inside the block; see ``recomputed``."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block, own in zip(blocks, before, strict=True):
         # In the instance's own dictionary: neither its class nor the names of its parts change.
         block.__dict__["forward"] = _Recomputed(block, own, selective=how == "selective")
     try:
-        yield len(blocks)
+        yield
     finally:
         for block, own in zip(blocks, before, strict=True):
             if own is None:

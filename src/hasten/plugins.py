@@ -12,6 +12,7 @@ from hasten.precision import (
     BitsandbytesPrecision,
     DoublePrecision,
     Float8Precision,
+    FSDPPrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
@@ -36,7 +37,6 @@ def _absent(name: str, base: type, instead: str) -> Any:
 
 
 DeepSpeedPrecision = _absent("DeepSpeedPrecision", Precision, _NUMBERS)
-FSDPPrecision = _absent("FSDPPrecision", Precision, _NUMBERS)
 KubeflowEnvironment = _absent("KubeflowEnvironment", ClusterEnvironment, _TORCHRUN)
 LSFEnvironment = _absent("LSFEnvironment", ClusterEnvironment, _TORCHRUN)
 LayerSync = _absent("LayerSync", ABC, "Use Trainer(sync_batchnorm=True).")

@@ -22,6 +22,7 @@ from hasten.precision.transformer_engine import TransformerEnginePrecision
 from hasten.runtime import Runtime
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
 
@@ -54,6 +55,8 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     }.items()
 }
 _SINGLE_DEVICE = "single_device"
+# Names of strategies that shard parameters: the arguments of FSDPStrategy.
+SHARDED: dict[str, dict[str, Any]] = {"fsdp": {}, "fsdp2": {}, "fsdp_cpu_offload": {"cpu_offload": True}}
 
 
 def runtime(
@@ -97,7 +100,8 @@ def runtime(
     strategy_in_use = _strategy(strategy, found, num_nodes, owner)
     # A check of a GPU initializes CUDA, and this process could no longer be forked.
     is_forked = found[0].type == "cuda" and strategy_in_use.copies_this_process
-    precision_in_use = _precision(precision, precision_plugin, found[0], owner, check=not is_forked)
+    precision_in_use = _precision(precision, precision_plugin, found[0], owner, strategy_in_use, check=not is_forked)
+    _prefix_owner(owner, strategy_in_use.take_precision, precision_in_use)
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
     strategy_in_use.attach(accelerator=chosen, devices=found, cluster=cluster, num_nodes=num_nodes)
@@ -212,8 +216,10 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     elif name in STRATEGIES:
         start_method, options = STRATEGIES[name]
         chosen = DDPStrategy(start_method=start_method, **options)
+    elif name in SHARDED:
+        chosen = FSDPStrategy(**SHARDED[name])
     elif name:
-        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
+        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES, *SHARDED)
         raise ValueError(f"{owner}(strategy={strategy!r}): use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
@@ -233,7 +239,9 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     return chosen
 
 
-def _precision(precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool) -> Precision:
+def _precision(
+    precision: Any, plugin: Precision | None, device: torch.device, owner: str, strategy: Strategy, *, check: bool
+) -> Precision:
     name = "32-true" if precision is None else _precision_name(precision, owner)
     if plugin is not None:
         if precision is not None and name != plugin.precision:
@@ -251,7 +259,9 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
             raise ValueError(f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'.")
         return DoublePrecision()
     made: Precision
-    if name in ("16-true", "bf16-true"):
+    if (of_strategy := strategy.precision_of(name, device.type)) is not None:
+        made = of_strategy
+    elif name in ("16-true", "bf16-true"):
         made = HalfPrecision(name)  # type: ignore[arg-type]
     elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
         # Before the package is imported: the device may not support it at all.

@@ -162,7 +162,8 @@ class Runtime:
         """Convert ``module`` to the precision and, with ``move``, move it to the device, in place."""
         if "convert_module" in self._changed:
             module = self.precision.convert_module(module)
-        return module.to(self.device) if move else module
+        # Shards are where the strategy has put them.
+        return module.to(self.device) if move and not self.strategy.shards_parameters else module
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module to call in training; ``module`` itself on a single device."""
@@ -192,6 +193,8 @@ class Runtime:
         """
         if training and wrapped is not None:
             function = self.strategy.route(function, wrapped)
+        elif module is not None and not training:
+            function = self.strategy.route_evaluation(function, module)
         converts_input = "convert_input" in self._changed
         converts_output = convert_outputs and "convert_output" in self._changed
         has_context = "forward_context" in self._changed
@@ -220,11 +223,15 @@ class Runtime:
         """Return a context in which modules are created on the device and in the precision of the run.
 
         Args:
-            empty_init: do not initialize parameters, if weights are loaded afterwards.
+            empty_init: do not initialize parameters, if weights are loaded afterwards. A strategy that shards
+                parameters makes them on the meta device, and initializes them if no weights are loaded.
 
         """
+        place = self.strategy.init_context(empty_init)
         return _together(
-            self._device_context(), self.precision.module_init_context(), _NoInit() if empty_init else nullcontext()
+            place if place is not None else self._device_context(),
+            self.precision.module_init_context(),
+            _NoInit() if empty_init and place is None else nullcontext(),
         )
 
     def init_tensor(self) -> AbstractContextManager[Any]:

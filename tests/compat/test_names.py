@@ -214,9 +214,9 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("home", "name", "base", "says"),
     [
-        ("strategies", "FSDPStrategy", "ParallelStrategy", "Write strategy='ddp'"),
-        ("strategies", "ModelParallelStrategy", "Strategy", "Write strategy='ddp'"),
-        ("plugins", "FSDPPrecision", "Precision", "Write precision='bf16-mixed'"),
+        ("strategies", "DeepSpeedStrategy", "ParallelStrategy", "Write strategy='fsdp'"),
+        ("strategies", "ModelParallelStrategy", "Strategy", "Write strategy='fsdp'"),
+        ("plugins", "DeepSpeedPrecision", "Precision", "Write precision='bf16-mixed'"),
         ("plugins", "KubeflowEnvironment", "ClusterEnvironment", "Start the program with torchrun"),
         ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),
         ("accelerators", "TPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),

@@ -161,7 +161,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"num_nodes": 0}, ValueError, "at least 1"),
         ({"num_nodes": 1.5}, TypeError, "not float"),
         ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'?"),
-        ({"strategy": "fsdp"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
+        ({"strategy": "fsdb"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
         ({"strategy": "single_device", "devices": 2}, ValueError, "Use devices=1, or strategy='auto'"),
         ({"strategy": DDPStrategy}, TypeError, "Write DDPStrategy()"),
         ({"strategy": 3}, TypeError, "not int"),

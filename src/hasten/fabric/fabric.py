@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
 from hasten._lib.argument_names import refuse_unknown
@@ -30,6 +31,7 @@ from hasten.fabric.wrappers import (
     check_optimizer,
     check_parameters,
     compiled_of,
+    replace_parameters,
     set_up_twice,
     unwrapped,
 )
@@ -62,6 +64,7 @@ from hasten.types import (
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
     from hasten.compile.report import CompileReport
+    from hasten.strategies.base import Strategy
 
 T = TypeVar("T")
 
@@ -134,6 +137,8 @@ class Fabric(RuntimeView):
             raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
+        # Parameters that optimizers still have, and the shards that have taken their place.
+        self._replaced: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._launched = False
         self._inside_run = False
         if type(self).backward is Fabric.backward:
@@ -337,8 +342,13 @@ class Fabric(RuntimeView):
         if isinstance(original, FabricModule):
             raise set_up_twice("module", method)
         self._set_matmul_precision()
-        if move_to_device:
+        if move_to_device and not self.strategy.shards_parameters:
             check_devices(original, method)
+        before = dict(original.named_parameters())
+        self.strategy.shard(original)
+        for name, parameter in original.named_parameters():
+            if before[name] is not parameter:
+                self._replaced[before[name]] = parameter
         self._runtime.place(original, move=move_to_device)
         if self._speed.compile is not None and compiled is None:
             self._compile_in_place(original, self._speed.compile)
@@ -366,7 +376,9 @@ class Fabric(RuntimeView):
     def _wrapped_optimizers(self, optimizers: Sequence[Optimizer], method: str) -> list[FabricOptimizer]:
         fused = self._speed.fused_optimizer
         for optimizer in optimizers:
+            replace_parameters(optimizer, self._replaced, method)
             check_parameters(optimizer, self._modules, method, exchanges=self._runtime.syncs_gradients)
+            self.strategy.check_optimizer(optimizer, "Fabric")
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
                 self._runtime.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
@@ -451,8 +463,7 @@ class Fabric(RuntimeView):
             raise TypeError(
                 f"Fabric.no_backward_sync({type(module).__name__}): pass the module that fabric.setup() returned."
             )
-        exchanges = enabled and module._wrapped is not module.module
-        return self._runtime.no_sync(module._wrapped) if exchanges else nullcontext()
+        return self._runtime.no_sync(module._wrapped) if enabled else nullcontext()
 
     def to_device(self, obj: T) -> T:
         """Return a tensor, a collection or a module on the device; a module is moved in place."""
@@ -595,7 +606,7 @@ class Fabric(RuntimeView):
             OSError: the file could not be written; the previous one is untouched.
 
         """
-        self._runtime.save(path, _collect(unwrapped(state), filter))
+        self._runtime.save(path, _collect(unwrapped(state), filter, self.strategy))
 
     def load(
         self,
@@ -621,7 +632,7 @@ class Fabric(RuntimeView):
 
         """
         contents = self._runtime.load(path, weights_only=weights_only)
-        rest = contents if not state else _restore(state, contents, strict=strict, path=path)
+        rest = contents if not state else self._restore(state, contents, strict=strict, path=path)
         self._runtime.barrier("load")
         return rest
 
@@ -637,7 +648,35 @@ class Fabric(RuntimeView):
             weights_only: see ``load``.
 
         """
-        _load_into(unwrapped(obj), self._runtime.load(path, weights_only=weights_only), strict=strict)
+        self._load_into(unwrapped(obj), self._runtime.load(path, weights_only=weights_only), strict=strict, path=path)
+
+    def _restore(
+        self, state: dict[str, Any], contents: dict[str, Any], *, strict: bool, path: PathLike
+    ) -> dict[str, Any]:
+        """Load ``contents`` into the objects of ``state``; return the rest."""
+        check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
+        missing = [name for name in state if name not in contents]
+        if missing and strict:
+            raise KeyError(
+                f"{os.fspath(path)} has no {missing[0]!r}.{did_you_mean(missing[0], contents)} It has: "
+                f"{', '.join(map(repr, contents))}. Leave the name out of state, or pass strict=False."
+            )
+        rest = dict(contents)
+        for name in [name for name in state if name in contents]:
+            saved, target = rest.pop(name), unwrapped(state[name])
+            if isinstance(target, nn.Module) or _is_stateful(target):
+                self._load_into(target, saved, strict=strict, path=path)
+            else:
+                state[name] = saved
+        return rest
+
+    def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
+        if isinstance(target, nn.Module):
+            self.strategy.load_state_dict(target, saved, strict=strict, source=os.fspath(path))
+        elif isinstance(target, Optimizer):
+            self.strategy.load_optimizer_state(target, saved)
+        else:
+            target.load_state_dict(saved)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
         """Return ``init_module()``; an older name."""
@@ -697,7 +736,7 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _collect(state: object, filter: Any) -> dict[str, Any]:
+def _collect(state: object, filter: Any, strategy: Strategy) -> dict[str, Any]:
     """Return the contents of a checkpoint: the ``state_dict`` of each object that has one, other values unchanged."""
     check.instance("Fabric.save", "state", state, Mapping, _STATE)
     assert isinstance(state, Mapping)
@@ -711,7 +750,13 @@ def _collect(state: object, filter: Any) -> dict[str, Any]:
         check.callable_("Fabric.save", f"filter[{name!r}]", function, allowed="a function of (key, value)")
     contents: dict[str, Any] = {}
     for name, value in state.items():
-        saved = value.state_dict() if _is_stateful(value) else value
+        saved = value
+        if isinstance(value, nn.Module):
+            saved = strategy.state_dict(value)
+        elif isinstance(value, Optimizer):
+            saved = strategy.optimizer_state(value)
+        elif _is_stateful(value):
+            saved = value.state_dict()
         if name in (filter or {}) and isinstance(saved, Mapping):
             saved = {key: entry for key, entry in saved.items() if filter[name](key, entry)}
         contents[name] = saved
@@ -719,29 +764,3 @@ def _collect(state: object, filter: Any) -> dict[str, Any]:
 
 
 _STATE = "a dict of names and objects, such as {'model': model}"
-
-
-def _restore(state: dict[str, Any], contents: dict[str, Any], *, strict: bool, path: PathLike) -> dict[str, Any]:
-    """Load ``contents`` into the objects of ``state``; return the rest."""
-    check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
-    missing = [name for name in state if name not in contents]
-    if missing and strict:
-        raise KeyError(
-            f"{os.fspath(path)} has no {missing[0]!r}.{did_you_mean(missing[0], contents)} It has: "
-            f"{', '.join(map(repr, contents))}. Leave the name out of state, or pass strict=False."
-        )
-    rest = dict(contents)
-    for name in [name for name in state if name in contents]:
-        saved, target = rest.pop(name), unwrapped(state[name])
-        if isinstance(target, nn.Module) or _is_stateful(target):
-            _load_into(target, saved, strict=strict)
-        else:
-            state[name] = saved
-    return rest
-
-
-def _load_into(target: Any, saved: Any, *, strict: bool) -> None:
-    if isinstance(target, nn.Module):
-        target.load_state_dict(saved, strict=strict)
-    else:
-        target.load_state_dict(saved)

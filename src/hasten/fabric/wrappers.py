@@ -381,6 +381,18 @@ def check_devices(module: nn.Module, method: str) -> None:
         )
 
 
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], method: str) -> None:
+    """Have an optimizer that was made before its module was sharded train the shards."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in replaced and optimizer.state.get(parameter):
+                raise ValueError(
+                    f"Fabric.{method}(): {type(optimizer).__name__} holds the state of whole parameters, which are "
+                    "sharded now. Set it up before its first step, or load its state after setup with fabric.load()."
+                )
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+
+
 def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, *, exchanges: bool) -> None:
     """Raise ValueError if an optimizer trains a module that was not set up.
 

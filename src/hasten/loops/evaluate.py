@@ -64,7 +64,7 @@ def evaluate(
         logged.loggers = ()
     logged.start_epoch(stage)
     try:
-        with run.averages.applied(), _in_eval_mode(run.module, stage), without_gradients(run):
+        with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             for loader_idx in range(count):
@@ -165,19 +165,22 @@ def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
     fitting = run.state.fn == TrainerFn.FITTING
     # Nor a compiled step: validation within fit and outside of it would each be compiled.
     plain = fitting or run.compiled is not None
+    plain = plain or run.runtime.strategy.shards_parameters
     inference = run.arguments.inference_mode and run.runtime.world_size == 1 and not plain
     return torch.inference_mode() if inference else torch.no_grad()
 
 
 @contextmanager
-def _in_eval_mode(module: LightningModule, stage: str) -> Iterator[None]:
+def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
     """Switch to eval mode; afterwards each sub-module has its former mode, or what the user's hook sets."""
+    module = run.module
     restore = remember_modes(module)
     testing = stage == "test"
     (module.on_test_model_eval if testing else module.on_validation_model_eval)()
     try:
         yield
     finally:
+        run.runtime.strategy.end_evaluation(module)
         name = "on_test_model_train" if testing else "on_validation_model_train"
         if not overrides(module, LightningModule, name):
             restore()
@@ -217,6 +220,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             hooks.on_predict_epoch_end()
             hooks.on_predict_end()
     finally:
+        run.runtime.strategy.end_evaluation(module)
         restore()
     run.leave_if_stopped()
     if not return_predictions:

@@ -343,7 +343,9 @@ def sync_gradients(run: Run) -> Callable[[], None]:
 
     The wrapped module is called with a function that uses each parameter and adds nothing to its gradient.
     """
-    module = run.module
+    module, strategy = run.module, run.runtime.strategy
+    if strategy.shards_parameters:
+        return lambda: strategy.sync_gradients(module)
 
     def touch_used() -> Tensor:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

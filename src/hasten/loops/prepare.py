@@ -84,11 +84,11 @@ def prepare(
         hooks.configure_model()
         if overrides(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
-    runtime.strategy.shard(module)
+    checkpoint, path = read_checkpoint()
+    runtime.strategy.shard(module, stored=(checkpoint or {}).get("state_dict") or ())
 
     if runtime.precision.converts_before_loading:
         runtime.place(module)
-    checkpoint, path = read_checkpoint()
     state = RunState(run, callbacks, datamodule)
     if checkpoint is not None:
         hooks.on_load_checkpoint(checkpoint)
@@ -161,6 +161,8 @@ def configure_optimizers(run: Run) -> None:
     module, owner = run.module, type(run.module).__name__
     optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
     optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    for optimizer in optimizers:
+        run.runtime.strategy.check_optimizer(optimizer, "Trainer")
     check_parameters(run, optimizers)
     take_optimizers(run, change_optimizers(run, optimizers), schedulers)
 
@@ -364,6 +366,9 @@ def compile_module(run: Run) -> None:
     settings = _settings(run)
     if settings is None:
         return
+    if run.runtime.strategy.shards_parameters:
+        # Gathering parameters inside of a step would break its graph.
+        settings = dataclasses.replace(settings, regional=True)
     from hasten.compile.model import compiled_model
 
     speed, runtime = run.arguments.speed, run.runtime

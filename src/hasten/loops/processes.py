@@ -122,6 +122,12 @@ def exchange_without_loss(run: Run) -> None:
 
     Where no process has any, they stay None, as alone: an optimizer leaves such parameters as they are.
     """
+    if run.runtime.strategy.shards_parameters:
+        raise RuntimeError(
+            f"training_step returned None in batch {run.progress.batch} with "
+            f"strategy={run.runtime.strategy.name!r}: every process takes part in the backward of the others. Return a "
+            "loss of 0 that depends on the parameters, such as 0 * loss."
+        )
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     place = f"no-loss/{run.number}/{run.progress.total_batches}"
     if all(parameter.grad is None for parameter in trained):

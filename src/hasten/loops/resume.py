@@ -110,7 +110,7 @@ class RunState:
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
         checkpoint: dict[str, Any] = {
-            "optimizer_states": [runtime.strategy.optimizer_state(run.module, one) for one in run.optimizers],
+            "optimizer_states": [runtime.strategy.optimizer_state(one) for one in run.optimizers],
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:
@@ -135,7 +135,7 @@ class RunState:
         _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
         _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
         for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-            runtime.strategy.load_optimizer_state(run.module, optimizer, state)
+            runtime.strategy.load_optimizer_state(optimizer, state)
         for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:

@@ -7,6 +7,7 @@ from typing import Any
 from hasten._lib.errors import absent
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
 
@@ -17,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 _THREADS = "Write strategy='ddp', which does not copy the model to each device in each step."
-_SHARDED = "Write strategy='ddp', which keeps the whole model on each device."
+_SHARDED = "Write strategy='fsdp', which divides the model over the devices."
 _TPU = "hasten does not train on TPUs. Write Trainer(accelerator='auto')."
 
 
@@ -27,7 +28,6 @@ def _absent(name: str, instead: str, base: type = ParallelStrategy) -> Any:
 
 DataParallelStrategy = _absent("DataParallelStrategy", _THREADS)
 DeepSpeedStrategy = _absent("DeepSpeedStrategy", _SHARDED)
-FSDPStrategy = _absent("FSDPStrategy", _SHARDED)
 ModelParallelStrategy = _absent("ModelParallelStrategy", _SHARDED)
 SingleDeviceXLAStrategy = _absent("SingleDeviceXLAStrategy", _TPU, SingleDeviceStrategy)
 XLAFSDPStrategy = _absent("XLAFSDPStrategy", _TPU)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hasten._lib.tree import is_sharded
 from hasten.checkpoint.contents import load_optimizer, load_weights
+from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -48,6 +50,10 @@ class Strategy(ABC):
     steps_in_backward: bool = True
     # Whether a process computes alone until gradients are exchanged: after running out of memory it may begin again.
     computes_alone: bool = True
+    # Whether ``shard`` replaces parameters by parts of them, which compute in a forward of the whole module only.
+    shards_parameters: bool = False
+    # Whether a checkpoint is a folder to which all processes write.
+    saves_folders: bool = False
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None
 
@@ -173,8 +179,24 @@ class Strategy(ABC):
 
         """
 
-    def shard(self, module: nn.Module) -> None:  # noqa: B027 - most shard nothing
-        """Replace parameters of ``module`` by this process's shards; called before anything else touches them."""
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
+        """Return the context in which modules are made; None for the device of this process."""
+        return None
+
+    def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
+        """Replace parameters of ``module`` by this process's shards; called before anything else touches them.
+
+        Args:
+            module: the user's module, changed in place.
+            stored: names of weights that a checkpoint is going to bring: they need no initial values.
+
+        """
+        divided = next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)
+        if divided is not None:
+            raise ValueError(
+                f"strategy={self.name!r}: the parameter {divided!r} is a DTensor, of which this process has a part. "
+                "Pass the module before it is sharded, or use strategy='fsdp' or a ModelParallelStrategy."
+            )
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module whose call trains over all processes."""
@@ -184,6 +206,13 @@ class Strategy(ABC):
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` inside ``wrapped``, which prepares its backward."""
         return function
+
+    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls a step of an evaluation, which no backward follows."""
+        return function
+
+    def end_evaluation(self, module: nn.Module) -> None:  # noqa: B027 - most keep nothing
+        """Called after an evaluation, before the weights may change."""
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:  # noqa: B027 - most need none
         """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimization."""
@@ -200,6 +229,19 @@ class Strategy(ABC):
             parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
+    def sync_gradients(self, module: nn.Module) -> None:  # noqa: B027 - most hold nothing back
+        """Exchange gradients that ``no_sync`` holds back outside of the parameters; all processes call it."""
+
+    def precision_of(self, name: str, device: str) -> Precision | None:
+        """Return the precision for ``Trainer(precision=name)``, if this strategy has one of its own."""
+        return None
+
+    def take_precision(self, precision: Precision) -> None:  # noqa: B027 - most convert nothing themselves
+        """Set the precision of the run; raise ValueError if the strategy cannot compute in it."""
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:  # noqa: B027 - most train with all
+        """Raise ValueError if the strategy cannot train with an optimizer; ``owner`` is "Trainer" or "Fabric"."""
+
     # -- state
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -210,13 +252,13 @@ class Strategy(ABC):
         """Restore the weights of the user's module; ``source`` names the file in messages."""
         load_weights(module, state, strict=strict, source=source)
 
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer that trains ``module``."""
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer."""
         state: dict[str, Any] = optimizer.state_dict()
         return state
 
-    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Restore the state of an optimizer that trains ``module``."""
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Restore the state of an optimizer."""
         load_optimizer(optimizer, state)
 
     # -- the end

@@ -8,7 +8,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, final
 
@@ -18,7 +18,6 @@ from torch.nn.modules import module as registration
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import is_sharded
 from hasten.machine import agreement, collectives
 from hasten.strategies.parallel import ParallelStrategy
 
@@ -226,12 +225,6 @@ class DDPStrategy(ParallelStrategy):
         self.model = module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
-        sharded = [name for name, parameter in module.named_parameters() if is_sharded(parameter)]
-        if sharded:
-            raise ValueError(
-                f"strategy='ddp': the parameter {sharded[0]!r} is a DTensor, and DDP trains whole parameters that each "
-                "process has a copy of. Pass the module before it is sharded."
-            )
         kwargs = self._ddp_kwargs
         if _is_manual(module) and not kwargs.get("static_graph"):
             # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic).
@@ -308,9 +301,8 @@ class DDPStrategy(ParallelStrategy):
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        if not isinstance(wrapped, DistributedDataParallel):
-            raise TypeError(f"no_backward_sync got a {type(wrapped).__name__}: pass the module that setup() returned.")
-        return _current(wrapped).no_sync()
+        # With nothing to train there was nothing to wrap.
+        return _current(wrapped).no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
 
 
 def _is_manual(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from typing import NoReturn, Self
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.machine.devices import ACCELERATORS
-from hasten.resolve import STRATEGIES
+from hasten.resolve import SHARDED, STRATEGIES
 
 
 class LightningEnum(StrEnum):
@@ -83,7 +83,7 @@ class Registry(dict[str, None]):
 
 
 AcceleratorRegistry = Registry.fromkeys(sorted(ACCELERATORS))
-StrategyRegistry = Registry.fromkeys(["single_device", *STRATEGIES])
+StrategyRegistry = Registry.fromkeys(["single_device", *STRATEGIES, *SHARDED])
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]

@@ -1,0 +1,60 @@
+"""Mixed precision of sharded parameters: ``fully_shard`` converts them when it gathers them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from hasten._lib import check
+from hasten.precision.base import Precision, T, to_floating
+from hasten.precision.builtin import check_bfloat16
+
+
+class FSDPPrecision(Precision):
+    """Parameters and gradients in 32-bit floats, computation in 16-bit floats, for ``FSDPStrategy``.
+
+    The parameters are converted when they are gathered, and inputs with them; autocast is off. Gradients are reduced
+    in 32 bits. Losses and outputs of Fabric's modules come in torch's default type.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed". For others, write ``precision=`` alone.
+        scaler: your own GradScaler; "16-mixed" creates one by default.
+
+    Raises:
+        ValueError: the precision has another value.
+
+    Example::
+
+        >>> FSDPPrecision("bf16-mixed").param_dtype
+        torch.bfloat16
+
+    Source: `PyTorch, MixedPrecisionPolicy
+    <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`_.
+
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        device: str = "cuda",
+    ) -> None:
+        check.one_of("FSDPPrecision", "precision", precision, ("16-mixed", "bf16-mixed"))
+        if precision == "bf16-mixed" and scaler is not None:
+            raise ValueError("FSDPPrecision('bf16-mixed', scaler=...): bfloat16 needs no scaler. Leave it out.")
+        if precision == "16-mixed" and scaler is None:
+            scaler = torch.amp.GradScaler(device=device)
+        self.precision = precision
+        self.scaler = scaler
+        self.param_dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+
+    def check_device(self, device: torch.device) -> None:
+        """Check that the device supports bfloat16 if the precision needs it."""
+        if self.precision == "bf16-mixed":
+            check_bfloat16(device, self.precision, instead="16-mixed")
+
+    def convert_output(self, data: T) -> T:
+        """Return ``data`` with floating tensors of torch's default type."""
+        return to_floating(data, torch.get_default_dtype())

@@ -1,0 +1,559 @@
+"""FSDP: parameters, gradients and optimizer states are divided over the processes (``fully_shard``)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import torch
+from torch import nn
+
+from hasten._lib import check
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import warn_once
+from hasten.memory import recomputed_blocks, repeated_blocks
+from hasten.precision.base import Precision, to_floating
+from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.precision.fsdp import FSDPPrecision
+from hasten.strategies.sharded import ShardedStrategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    from hasten.checkpoint.files import CheckpointIO
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+
+# A set of module classes; a function of FSDP1's form (module, recurse, nonwrapped_numel); an object of
+# torch.distributed.fsdp.wrap.
+WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
+
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+# Arguments of torch's FullyShardedDataParallel that fully_shard always follows, with the value it follows.
+_ALWAYS = {"use_orig_params": True, "limit_all_gathers": True, "sync_module_states": True}
+_MAPPED = ("ignored_modules", "ignored_parameters", "ignored_states", "forward_prefetch", "backward_prefetch")
+_REFUSED = {
+    "param_init_fn": "parts on the meta device get their values from reset_parameters()",
+    "device_id": "each process has one device, Trainer(devices=...)",
+    "process_group": "write device_mesh=(replicas, shards) or a DeviceMesh",
+}
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a module was divided.
+
+    Args:
+        blocks: names of the parts whose parameters are gathered together, each by itself.
+        root: names of the parameters that are gathered with the whole module, for all of its forward.
+        mesh: the shape of the device mesh: ``(shards,)`` or ``(replicas, shards)``.
+
+    """
+
+    blocks: tuple[str, ...]
+    root: tuple[str, ...]
+    mesh: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.blocks)} blocks, {len(self.root)} parameters in the root, mesh {self.mesh}"
+
+
+@final
+class FSDPStrategy(ShardedStrategy):
+    """Fully sharded data parallelism: each process holds a part of parameters, gradients and optimizer states.
+
+    The engine is torch's ``fully_shard`` (FSDP2). Parameters are ``DTensor``; the parameters of a block are gathered
+    when it computes. Weights, losses and gradient norms are those of one process up to rounding.
+
+    Args:
+        accelerator: set by the Trainer or Fabric; leave it out.
+        parallel_devices: the same.
+        cluster_environment: the same.
+        checkpoint_io: pass ``Trainer(plugins=...)`` instead.
+        precision_plugin: pass ``Trainer(precision=...)`` instead.
+        process_group_backend: "gloo", "nccl", ...; what suits the device by default.
+        timeout: how long a collective waits for the other processes.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory, and step there: True or torch's
+            ``CPUOffloadPolicy``.
+        mixed_precision: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``). By default what
+            ``precision`` says: "bf16-mixed" computes in bfloat16 and reduces gradients in 32 bits.
+        auto_wrap_policy: which parts are gathered by themselves: a set of module classes, or a function of FSDP1's
+            form. By default every repeated block; ``strategy.plan`` shows the choice.
+        activation_checkpointing: classes of modules to recompute in backward.
+        activation_checkpointing_policy: the same, or a function of FSDP1's form.
+        sharding_strategy: "FULL_SHARD" frees a block's parameters after its forward, "SHARD_GRAD_OP" keeps them until
+            its backward; "HYBRID_SHARD" and "_HYBRID_SHARD_ZERO2" do so within a machine and replicate over machines,
+            or as ``device_mesh`` says.
+        state_dict_type: "full" writes checkpoints as one file, "sharded" as a folder to which each process writes.
+        device_mesh: ``(replicas, shards)`` or a ``DeviceMesh`` of two dimensions, for the hybrid strategies.
+        kwargs: of torch's FSDP1: ``ignored_modules``, ``ignored_parameters``, ``forward_prefetch``; others are refused
+            unless they ask for what FSDP2 does anyway.
+
+    Raises:
+        TypeError: an argument has a wrong type or is unknown.
+        ValueError: an argument has a value that FSDP2 does not have.
+
+    Example::
+
+        >>> FSDPStrategy(sharding_strategy="SHARD_GRAD_OP").name
+        'fsdp'
+
+    Source: `PyTorch, fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`_; Zhao et
+    al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, 2023.
+
+    """
+
+    name = "fsdp"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=10),
+        cpu_offload: bool | CPUOffloadPolicy | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: type[nn.Module] | Collection[type[nn.Module]] | None = None,
+        activation_checkpointing_policy: WrapPolicy | None = None,
+        sharding_strategy: str = "FULL_SHARD",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for argument, value, instead in (
+            ("accelerator", accelerator, "accelerator=..."),
+            ("parallel_devices", parallel_devices, "devices=..."),
+            ("cluster_environment", cluster_environment, "plugins=..."),
+            ("checkpoint_io", checkpoint_io, "plugins=..."),
+            ("precision_plugin", precision_plugin, "precision=..."),
+        ):
+            if value is not None:
+                raise TypeError(f"FSDPStrategy({argument}=...): pass it to the Trainer or Fabric, as {instead}")
+        super().__init__(state_dict_type=state_dict_type, process_group_backend=process_group_backend, timeout=timeout)
+        sharding = getattr(sharding_strategy, "name", sharding_strategy)
+        sharding = sharding.upper() if isinstance(sharding, str) else sharding
+        if sharding == "NO_SHARD":
+            raise ValueError("FSDPStrategy(sharding_strategy='NO_SHARD'): that divides nothing. Use strategy='ddp'.")
+        check.one_of("FSDPStrategy", "sharding_strategy", sharding, SHARDING)
+        self.sharding_strategy: str = sharding
+        self._hybrid = "HYBRID" in sharding
+        self._reshards = sharding in ("FULL_SHARD", "HYBRID_SHARD")
+        self._mesh_given = self._checked_mesh(device_mesh)
+        self.cpu_offload = cpu_offload if isinstance(cpu_offload, bool) else cpu_offload is not None
+        self._offload_policy = _offload_policy(cpu_offload)
+        self.mixed_precision: Any = _mixed_precision(mixed_precision)
+        self._auto_wrap_policy = _checked_policy("auto_wrap_policy", auto_wrap_policy)
+        if activation_checkpointing is not None and activation_checkpointing_policy is not None:
+            raise ValueError(
+                "FSDPStrategy(activation_checkpointing=..., activation_checkpointing_policy=...): both say which "
+                "modules to recompute. Leave one out."
+            )
+        recomputes = activation_checkpointing_policy
+        if activation_checkpointing is not None:
+            one = isinstance(activation_checkpointing, type)
+            recomputes = {activation_checkpointing} if one else set(activation_checkpointing)  # type: ignore[arg-type]
+        which = "activation_checkpointing" + ("_policy" if activation_checkpointing is None else "")
+        self._recompute_policy = _checked_policy(which, recomputes)
+        self._options = _checked_options(kwargs)
+        self.device_mesh: DeviceMesh | None = None
+        self.plan: ShardingPlan | None = None
+        # In which the parameters are gathered; None for their own type.
+        self._param_dtype: torch.dtype | None = None
+        self._recomputes: list[AbstractContextManager[Any]] = []
+
+    def _checked_mesh(self, mesh: Any) -> Any:
+        if mesh is None:
+            return None
+        given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={self.sharding_strategy!r})"
+        if not self._hybrid:
+            raise ValueError(f"{given}: a mesh is for 'HYBRID_SHARD'. Leave it out, or use that.")
+        dimensions = len(mesh) if isinstance(mesh, tuple) else getattr(mesh, "ndim", None)
+        if dimensions is None:
+            raise TypeError(f"{given}: use (replicas, shards) or a DeviceMesh, not {type(mesh).__name__}.")
+        whole = not isinstance(mesh, tuple) or all(isinstance(size, int) and size > 0 for size in mesh)
+        if dimensions != 2 or not whole:
+            raise ValueError(f"{given}: use two whole numbers, (replicas, shards), or a DeviceMesh of two dimensions.")
+        return mesh
+
+    # -- facts
+
+    def attach(
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
+    ) -> None:
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
+        if isinstance(self._mesh_given, tuple) and math.prod(self._mesh_given) != self.world_size:
+            count = math.prod(self._mesh_given)
+            raise ValueError(
+                f"FSDPStrategy(device_mesh={self._mesh_given}): a mesh of {count} processes, and the run has "
+                f"{self.world_size}. Give two numbers whose product is devices * num_nodes."
+            )
+        if self.cpu_offload and self.root_device.type == "cpu":
+            warn_once("fsdp-cpu-offload", "FSDPStrategy(cpu_offload=...) changes nothing on the CPU. Leave it out.")
+
+    def precision_of(self, name: str, device: str) -> Precision | None:
+        return FSDPPrecision(name, device=device) if name.endswith("-mixed") else None  # type: ignore[arg-type]
+
+    def take_precision(self, precision: Precision) -> None:
+        if isinstance(precision, MixedPrecision):
+            name = precision.precision
+            raise ValueError(
+                f"strategy='fsdp', plugins=[MixedPrecision({name!r})]: sharded parameters are converted when they are "
+                f"gathered, without autocast. Write precision={name!r}, or plugins=[FSDPPrecision({name!r})]."
+            )
+        if isinstance(precision, FSDPPrecision):
+            self._param_dtype = precision.param_dtype
+        elif type(precision) not in (Precision, DoublePrecision, HalfPrecision):
+            raise ValueError(
+                f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes. Use "
+                "'bf16-mixed', or strategy='ddp'."
+            )
+
+    @property
+    def _device_of_shards(self) -> torch.device:
+        return torch.device("cpu") if self.cpu_offload else self.root_device
+
+    # -- once
+
+    def divide(self, module: nn.Module) -> None:
+        """Call ``fully_shard`` on the blocks of ``module``, then on the rest of it."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        if isinstance(module, FSDPModule) and self.plan is not None and self.model is module:
+            return
+        mesh = self._mesh()
+        self.device_mesh = mesh
+        ignored = self._ignored(module)
+        names = {id(part): name for name, part in module.named_modules()}
+        blocks = [block for block in self._blocks(module) if not isinstance(block, FSDPModule)]
+        self._recompute(module)
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=self._policy,
+            offload_policy=self._offload_policy,
+            ignored_params=ignored,
+        )
+        made: list[Any] = []
+        # Inner blocks first: a block has the parameters that no block inside of it has.
+        for block in reversed(blocks):
+            shard(block, reshard_after_forward=self._reshards)
+            made.insert(0, block)
+        rest: list[nn.Module] = [module]
+        if _is_manual(module):
+            # Each backward of manual optimization ends a forward: that of one of the parts.
+            self._check_manual(module)
+            rest = [child for child in module.children() if any(True for _ in child.parameters())]
+        for part in rest:
+            if not isinstance(part, FSDPModule):
+                # Kept gathered between forward and backward: backward begins with it.
+                shard(part, reshard_after_forward=None if self._reshards else False)
+        for part in (*made, *rest):
+            _keep_class_name(part)
+        if self._options.get("forward_prefetch"):
+            for block, following in itertools.pairwise(made):
+                block.set_modules_to_forward_prefetch([following])
+        in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+        root = [name for name, parameter in module.named_parameters() if id(parameter) not in in_blocks]
+        self.plan = ShardingPlan(tuple(names[id(block)] for block in blocks), tuple(root), tuple(mesh.shape))
+
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if isinstance(self._mesh_given, DeviceMesh):
+            return self._mesh_given
+        kind = self.root_device.type
+        if not self._hybrid:
+            return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("data_parallel",))
+        shape = self._mesh_given if self._mesh_given is not None else (self.num_nodes, self.num_processes)
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def _policy(self) -> Any:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if self.mixed_precision is not None:
+            return self.mixed_precision
+        reduced = None if self._param_dtype is None else torch.float32
+        return MixedPrecisionPolicy(param_dtype=self._param_dtype, reduce_dtype=reduced)
+
+    def _ignored(self, module: nn.Module) -> set[nn.Parameter] | None:
+        ignored = set(self._options.get("ignored_parameters", ()))
+        present = set(map(id, module.modules()))
+        for part in self._options.get("ignored_modules", ()):
+            if id(part) not in present:
+                raise ValueError(
+                    f"FSDPStrategy(ignored_modules=[{type(part).__name__}]): {_name_of(module)} does not contain that "
+                    "module. Pass modules of the model that is trained."
+                )
+            ignored |= set(part.parameters())
+        return ignored or None
+
+    def _blocks(self, module: nn.Module) -> list[nn.Module]:
+        """Return the parts to gather by themselves, outer ones before those inside of them."""
+        policy = self._auto_wrap_policy
+        found = repeated_blocks(module) if policy is None else _chosen(module, policy, "auto_wrap_policy")
+        order = {id(part): place for place, part in enumerate(module.modules())}
+        users = _users(module)
+        # fully_shard gathers a parameter in one place: one that is used elsewhere too stays with the root.
+        return sorted(
+            (
+                block
+                for block in found
+                if block is not module
+                and any(True for _ in block.parameters())
+                and all(users[id(p)] == _users(block)[id(p)] for p in block.parameters())
+            ),
+            key=lambda block: order[id(block)],
+        )
+
+    def _recompute(self, module: nn.Module) -> None:
+        if self._recompute_policy is None:
+            return
+        which = "activation_checkpointing_policy"
+        context = recomputed_blocks(_chosen(module, self._recompute_policy, which), "full")
+        context.__enter__()
+        self._recomputes.append(context)
+
+    def _check_manual(self, module: nn.Module) -> None:
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        users = _users(module)
+        for name, child in module.named_children():
+            shared = [key for key, p in child.named_parameters() if users[id(p)] != _users(child)[id(p)]]
+            own += [f"{name}.{key}" for key in shared]
+        if own:
+            raise ValueError(
+                f"strategy='fsdp' with manual optimization: the parameter {own[0]!r} does not belong to one child of "
+                f"{_name_of(module)}, and each child is gathered by itself. Move it into the child that uses it, or "
+                "use automatic optimization."
+            )
+
+    def teardown(self) -> None:
+        while self._recomputes:
+            self._recomputes.pop().__exit__(None, None, None)
+        super().teardown()
+
+    # -- a step
+
+    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls ``function`` as a forward of ``wrapped``: with its parameters gathered."""
+        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+        if not isinstance(wrapped, FSDPModule) or isinstance(function, nn.Module):
+            return function
+        name = "_step_of_strategy"
+        wrapped.__dict__[name] = function
+        try:
+            register_fsdp_forward_method(wrapped, name)
+            routed: Callable[..., Any] = wrapped.__dict__[name]
+        finally:
+            wrapped.__dict__.pop(name, None)
+        if self._policy.param_dtype is None:
+            return routed
+
+        def in_default_type(*args: Any, **kwargs: Any) -> Any:
+            return to_floating(routed(*args, **kwargs), torch.get_default_dtype())
+
+        return in_default_type
+
+    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        return self.route(function, module)
+
+    def end_evaluation(self, module: nn.Module) -> None:
+        """Free the parameters that a forward without backward has left gathered."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    @contextmanager
+    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        """Leave gradients unreduced in backward; the next backward outside of this context reduces their sum."""
+        roots = _roots(wrapped)
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+    def sync_gradients(self, module: nn.Module) -> None:
+        """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
+        for root in _roots(module):
+            # What torch does at the end of each backward.
+            root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _roots(module: nn.Module) -> list[Any]:
+    """Return the outermost parts that ``fully_shard`` was applied to."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _roots(child)]
+
+
+def _keep_class_name(module: nn.Module) -> None:
+    """Give the class that ``fully_shard`` made the name that the user wrote: it is in messages and keys."""
+    made = type(module)
+    user = made.__mro__[2]
+    made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
+
+
+def _name_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _is_manual(module: nn.Module) -> bool:
+    return getattr(module, "automatic_optimization", True) is False
+
+
+def _users(module: nn.Module) -> dict[int, int]:
+    """Return in how many places of ``module`` each parameter is registered."""
+    counts: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    return counts
+
+
+# -- which parts
+
+
+def _checked_policy(argument: str, policy: Any) -> Any:
+    if policy is None or (callable(policy) and not isinstance(policy, type)):
+        return policy
+    given = [policy] if isinstance(policy, type) else policy
+    is_listed = isinstance(given, (set, frozenset, list, tuple))
+    if not is_listed or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in given):
+        raise TypeError(
+            f"FSDPStrategy({argument}={policy!r}): use a set of module classes, such as "
+            "{nn.TransformerEncoderLayer}, or a function of torch.distributed.fsdp.wrap."
+        )
+    return frozenset(given)
+
+
+def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
+    """Return the parts of ``module`` that a policy chooses."""
+    classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
+    if isinstance(classes, (set, frozenset)):
+        found = [part for part in module.modules() if isinstance(part, tuple(classes)) and part is not module]
+        for kind in classes:
+            if not any(isinstance(part, kind) for part in found):
+                present = sorted({type(part).__name__ for part in module.modules()})
+                raise ValueError(
+                    f"FSDPStrategy({argument}={{{kind.__name__}}}): {_name_of(module)} has no such module."
+                    f"{did_you_mean(kind.__name__, present)} It has: {', '.join(present[:12])}."
+                )
+        return found
+    if hasattr(policy, "_run_policy"):
+        chosen = policy._run_policy(module, set(), {})
+        return [part for part in chosen if part is not module]
+    return _by_function(module, policy)
+
+
+def _by_function(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """Return what a function of FSDP1's form chooses: children first, with the elements they have left over."""
+    found: list[nn.Module] = []
+
+    def visit(part: nn.Module, is_root: bool) -> int:
+        elements = sum(parameter.numel() for parameter in part.parameters())
+        if not policy(module=part, recurse=True, nonwrapped_numel=elements):
+            if not is_root and policy(module=part, recurse=False, nonwrapped_numel=elements):
+                found.append(part)
+                return elements
+            return 0
+        taken = sum(visit(child, False) for child in part.children())
+        if not is_root and policy(module=part, recurse=False, nonwrapped_numel=elements - taken):
+            found.append(part)
+            return elements
+        return taken
+
+    visit(module, True)
+    return found
+
+
+# -- arguments
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    known = [*_MAPPED, *_ALWAYS, *_REFUSED]
+    for name, value in options.items():
+        given = f"FSDPStrategy({name}={value!r})"
+        if name in _REFUSED:
+            raise TypeError(f"FSDPStrategy({name}=...): FSDP2 does not take it; {_REFUSED[name]}.")
+        if name not in known:
+            raise TypeError(f"{given}: unknown argument.{did_you_mean(name, known)}")
+        if name in _ALWAYS and value is not _ALWAYS[name]:
+            raise ValueError(f"{given}: FSDP2 always has {name}={_ALWAYS[name]}. Leave it out.")
+        if name == "backward_prefetch" and getattr(value, "name", value) != "BACKWARD_PRE":
+            raise ValueError(f"{given}: FSDP2 gathers the next block before backward needs it. Leave it out.")
+    taken = dict(options)
+    states = list(taken.pop("ignored_states", None) or ())
+    modules = [*(taken.pop("ignored_modules", None) or ()), *(one for one in states if isinstance(one, nn.Module))]
+    parameters = [
+        *(taken.pop("ignored_parameters", None) or ()),
+        *(one for one in states if not isinstance(one, nn.Module)),
+    ]
+    for argument, values, kind in (
+        ("ignored_modules", modules, nn.Module),
+        ("ignored_parameters", parameters, nn.Parameter),
+    ):
+        wrong = [value for value in values if not isinstance(value, kind)]
+        if wrong:
+            raise TypeError(f"FSDPStrategy({argument}=[{wrong[0]!r}]): use a list of {kind.__name__} objects.")
+    prefetch = check.boolean("FSDPStrategy", "forward_prefetch", taken.pop("forward_prefetch", False))
+    return {"ignored_modules": modules, "ignored_parameters": parameters, "forward_prefetch": prefetch}
+
+
+def _offload_policy(cpu_offload: Any) -> Any:
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    if isinstance(cpu_offload, OffloadPolicy):
+        return cpu_offload
+    if isinstance(cpu_offload, CPUOffload):
+        cpu_offload = cpu_offload.offload_params
+    if cpu_offload is not None and not isinstance(cpu_offload, bool):
+        raise TypeError(
+            f"FSDPStrategy(cpu_offload={cpu_offload!r}): use True, False or torch's CPUOffloadPolicy, not "
+            f"{type(cpu_offload).__name__}."
+        )
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+
+
+def _mixed_precision(given: Any) -> Any:
+    if given is None:
+        return None
+    from torch.distributed.fsdp import MixedPrecision as FirstMixedPrecision
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if not isinstance(given, FirstMixedPrecision):
+        raise TypeError(
+            f"FSDPStrategy(mixed_precision={given!r}): use torch.distributed.fsdp.MixedPrecisionPolicy, or leave it "
+            "out and write precision='bf16-mixed'."
+        )
+    if given.keep_low_precision_grads:
+        raise ValueError(
+            "FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True)): FSDP2 steps with gradients "
+            "in the type of the parameters. Leave it out."
+        )
+    return MixedPrecisionPolicy(
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
+        cast_forward_inputs=given.cast_forward_inputs or given.cast_root_forward_inputs,
+    )

@@ -1,0 +1,397 @@
+"""Strategies under which each process holds a part of the parameters, as ``DTensor``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten._lib import check
+from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
+from hasten.checkpoint.contents import load_optimizer, load_weights
+from hasten.seed import RandomGenerators
+from hasten.strategies.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    pass
+
+# Optimizers of torch that compute with whole parameters, or with one of their dimensions.
+_NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+class ShardedStrategy(ParallelStrategy):
+    """The base of strategies that replace parameters by shards of them.
+
+    A subclass divides the module in ``divide``. This class gives all processes the same weights at the start, fills
+    modules that were made on the meta device, clips gradients over several meshes, and converts weights and
+    optimizer states to and from shards for checkpoints.
+
+    Args:
+        state_dict_type: "full" writes checkpoints as one file with whole tensors, "sharded" as a folder to which each
+            process writes its shards.
+        process_group_backend: see ``ParallelStrategy``.
+        timeout: see ``ParallelStrategy``.
+
+    """
+
+    syncs_gradients = True
+    computes_alone = False
+    shards_parameters = True
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: str = "full",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=10),
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        check.one_of(type(self).__name__, "state_dict_type", state_dict_type, ("full", "sharded"))
+        self.saves_folders = state_dict_type == "sharded"
+
+    # -- once
+
+    def divide(self, module: nn.Module) -> None:
+        """Replace parameters of ``module`` by this process's shards."""
+        raise NotImplementedError
+
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
+        # A whole model may not fit on the device.
+        return torch.device("meta" if empty_init else "cpu")
+
+    def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
+        """Divide ``module``, with the first process's weights; fill what is on the meta device.
+
+        Args:
+            module: the user's module, changed in place.
+            stored: names of weights that a checkpoint is going to bring: they need no initial values.
+
+        Raises:
+            ValueError: a part on the meta device has no ``reset_parameters``.
+
+        """
+        tensors = [*module.parameters(), *module.buffers()]
+        with torch.no_grad():
+            for tensor in tensors:
+                if not tensor.is_meta and not is_sharded(tensor):
+                    self._broadcast(tensor.data)
+        self.divide(module)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            self._fill(module, stored)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_sharded(tensor) and tensor.device != self.root_device:
+                tensor.data = tensor.data.to(self.root_device)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return ``module``, which ``shard`` has divided."""
+        self.model = module
+        return module
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Give ``tensor`` the values that it has in the first process."""
+        if self.world_size > 1:
+            device = self._collective_device
+            moved = tensor.to(device).contiguous()
+            torch.distributed.broadcast(moved, 0)
+            tensor.copy_(moved)
+
+    # -- modules made on the meta device
+
+    def _fill(self, module: nn.Module, stored: Container[str]) -> None:
+        """Give a divided module on the meta device memory, and initial values where no checkpoint brings them.
+
+        The values are drawn in the first process, part by part and in the order in which the constructors draw them,
+        and sent to the others: ``reset_parameters`` on shards would draw other numbers than one process does.
+        """
+        missing = {
+            name
+            for name, tensor in _tensors(module)
+            if tensor.is_meta and (name not in stored or name not in module.state_dict())
+        }
+        present = {name: local_part(tensor).detach() for name, tensor in _tensors(module) if not tensor.is_meta}
+        module.to_empty(device=self._device_of_shards)
+        with torch.no_grad():
+            for name, tensor in _tensors(module):
+                if name in present:
+                    local_part(tensor).copy_(present[name])
+        before = self.gather_objects(_digest())
+        with torch.no_grad():
+            for prefix, part in _units(module, missing):
+                self._fill_unit(prefix, part)
+        if len(set(before)) == 1:
+            # As if this process had drawn them, too.
+            RandomGenerators().load_state_dict(self.broadcast(RandomGenerators().state_dict()))
+
+    def _fill_unit(self, prefix: str, part: nn.Module) -> None:
+        values: dict[str, Tensor] = {}
+        error: Exception | None = None
+        if self.is_global_zero:
+            try:
+                values = dict(_tensors(_initialized(part)))
+            except Exception as caught:
+                error = caught
+        failed = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if failed is not None:
+            name = prefix.rstrip(".") or type(part).__name__
+            raise ValueError(f"{name} is on the meta device, and its reset_parameters() failed: {failed}") from error
+        for name, target in _tensors(part):
+            whole = values.get(name)
+            if whole is None:
+                whole = torch.empty(target.shape, dtype=target.dtype)
+            self._send(whole, target)
+
+    def _send(self, whole: Tensor, target: Tensor) -> None:
+        """Give ``target`` its part of the values that ``whole`` has in the first process."""
+        if not is_sharded(target):
+            target.copy_(whole)
+            self._broadcast(target)
+            return
+        moved = whole.to(device=self._collective_device, dtype=target.dtype)
+        self._broadcast(moved)
+        target.copy_(shard_like(moved, target))
+
+    @property
+    def _device_of_shards(self) -> torch.device:
+        """Where parameters are between the steps."""
+        return self.root_device
+
+    # -- a step
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, a plain tensor.
+
+        The norm is that of all gradients together, whatever meshes they are divided over: those of each mesh are
+        reduced over it.
+        """
+        with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+        total = total_norm([p.grad for p in with_gradients if p.grad is not None], norm_type)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        local = [local_part(parameter.grad) for parameter in with_gradients]
+        for alike in by_kind(local):
+            torch._foreach_mul_(alike, factor.to(alike[0].device))
+        return total
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
+        """Refuse an optimizer that needs whole parameters."""
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in _NEEDS_WHOLE and kind.__module__.startswith(("torch.optim", "hasten.")):
+                raise ValueError(
+                    f"{kind.__name__} and strategy={self.name!r}: it computes with whole parameters, and each process "
+                    f"has a part of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                )
+
+    # -- state
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights: shards for a folder; for a file whole tensors in the first process, in others none."""
+        state = module.state_dict()
+        return state if self.saves_folders else self._whole(state)
+
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
+        """Restore weights from whole tensors, or from the shards of a folder."""
+        present = module.state_dict()
+        loaded = {name: self.restored(value, present.get(name)) for name, value in _items(state)}
+        load_weights(module, loaded, strict=strict, source=source)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer: shards for a folder; for a file whole tensors in the first process."""
+        state: dict[str, Any] = optimizer.state_dict()
+        if self.saves_folders:
+            return state
+        entries = {key: self._whole(entry) for key, entry in state["state"].items()}
+        return {**state, "state": entries if self.is_global_zero else {}}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Restore an optimizer's state from whole tensors, or from the shards of a folder."""
+        parameters = parameters_of(optimizer)
+        entries: dict[Any, Any] = {}
+        for index, entry in state.get("state", {}).items():
+            parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
+            entries[index] = (
+                {key: self.restored(value, parameter) for key, value in entry.items()}
+                if isinstance(entry, Mapping)
+                else entry
+            )
+        load_optimizer(optimizer, {**state, "state": entries})
+
+    def whole(self, value: object) -> Any:
+        """Return a value for a file: of a shard the whole tensor in the first process, and None in the others."""
+        if not is_sharded(value):
+            return value
+        full = value.full_tensor()  # type: ignore[attr-defined]
+        return full.cpu() if self.is_global_zero else None
+
+    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        # One after the other: no process holds more than one whole tensor on its device.
+        gathered = {name: self.whole(value) for name, value in state.items()}
+        return gathered if self.is_global_zero else {}
+
+    def restored(self, value: object, target: object) -> Any:
+        """Return a value of a checkpoint as ``target`` is divided; unchanged where their shapes differ."""
+        if not is_sharded(target) or getattr(value, "shape", None) != target.shape:  # type: ignore[attr-defined]
+            return value.full() if hasattr(value, "read_into") else value  # type: ignore[attr-defined]
+        if hasattr(value, "read_into"):
+            empty = torch.empty_like(target, dtype=value.dtype)  # type: ignore[arg-type, attr-defined]
+            value.read_into(empty)
+            return empty
+        return value if is_sharded(value) else shard_like(value, target)  # type: ignore[arg-type]
+
+    def sync_gradients(self, module: nn.Module) -> None:
+        """Exchange the gradients that ``no_sync`` has held back so far; all processes call it."""
+
+
+def shard_like(whole: Tensor, target: Tensor) -> Tensor:
+    """Return this process's part of ``whole``, divided as the ``DTensor`` ``target`` is; nothing is sent.
+
+    Args:
+        whole: a tensor of the shape of ``target``, the same on all processes.
+        target: the ``DTensor``.
+
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    like: Any = target
+    # A copy of the part: a view would keep the whole in memory.
+    divided = distribute_tensor(whole.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    return divided.clone()
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return the part of a tensor that this process holds, sharing its memory."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
+
+
+def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all gradients together, as a plain tensor.
+
+    Args:
+        gradients: plain tensors and ``DTensor``s of any meshes.
+        norm_type: the order of the norm.
+
+    """
+    if not gradients:
+        return torch.tensor(0.0)
+    groups: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None  # type: ignore[attr-defined]
+        groups.setdefault(key, []).append(gradient)
+    norms: list[Tensor] = []
+    for alike in groups.values():
+        norm: Any = nn.utils.get_total_norm(alike, norm_type=norm_type)
+        norms.append(norm.full_tensor() if is_sharded(norm) else norm)
+    if len(norms) == 1:
+        return norms[0]
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])
+    result: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return result
+
+
+def _items(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values; the tensors of a folder are not read yet."""
+    stored = getattr(state, "stored", None)
+    yield from (stored() if callable(stored) else state.items())
+
+
+# -- initial values
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+
+    def add(value: Tensor) -> Tensor:
+        digest.update(value.cpu().contiguous().view(torch.uint8).numpy().data)
+        return value
+
+    digest.update(repr(map_tensors(add, RandomGenerators().state_dict())).encode())
+    return digest.hexdigest()
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(method := getattr(module, name, None)):
+            return method  # type: ignore[no-any-return]
+    return None
+
+
+def _units(module: nn.Module, missing: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the largest parts with ``reset_parameters`` that have tensors among ``missing``; refuse others."""
+    own = [prefix + name for name, _ in _tensors(module) if prefix + name in missing]
+    if not own:
+        return
+    if _reset_of(module) is not None:
+        yield prefix, module
+        return
+    direct = {*module._parameters, *module._buffers}
+    if bare := next((name for name in own if name[len(prefix) :] in direct), None):
+        kind = _user_class(module).__name__
+        raise ValueError(
+            f"{bare!r} is on the meta device, and {kind} has no reset_parameters() that gives it a value. Write "
+            f"{kind}.reset_parameters(), or make the module outside of torch.device('meta') and empty_init=True."
+        )
+    for name, child in module.named_children():
+        yield from _units(child, missing, f"{prefix}{name}.")
+
+
+def _initialized(part: nn.Module) -> nn.Module:
+    """Return a whole copy of a part on the host, with new initial values."""
+    twin = _twin(part, {})
+    for module in _children_first(twin):
+        if (reset := _reset_of(module)) is not None:
+            reset()
+    return twin
+
+
+def _twin(module: nn.Module, known: dict[int, Tensor]) -> nn.Module:
+    """Return a copy of a module with empty whole tensors on the host, of the class that the user wrote."""
+
+    def empty(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in known:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+        return known[id(tensor)]
+
+    twin: nn.Module = nn.Module.__new__(_user_class(module))
+    twin.__dict__.update(module.__dict__)
+    own = twin.__dict__
+    own["_parameters"] = {name: empty(tensor) for name, tensor in module._parameters.items()}
+    own["_buffers"] = {name: empty(tensor) for name, tensor in module._buffers.items()}
+    own["_modules"] = {name: None if child is None else _twin(child, known) for name, child in module._modules.items()}
+    return twin
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _user_class(module: nn.Module) -> Any:
+    """Return the class that the user wrote: ``fully_shard`` gives a module a class of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    kind = type(module)
+    return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
