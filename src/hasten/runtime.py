@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import move_to
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.optim import fast_step
 from hasten.precision.base import Precision
@@ -99,6 +101,12 @@ class Runtime:
         self.precision = precision
         self.cluster = cluster
         self.checkpoint_io: CheckpointIO = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
+        if strategy.saves_folders and not self.checkpoint_io.writes_folders:
+            kind = type(self.checkpoint_io).__name__
+            raise MisconfigurationException(
+                f"plugins={kind}(): {type(strategy).__name__} saves sharded checkpoints, which are folders, and {kind} "
+                "writes files only. Leave it out, use AsyncCheckpointIO(), or have the strategy save whole files."
+            )
         self.device_ids = device_ids if device_ids is not None else list(range(strategy.num_processes))
         self._choose_functions()
 
@@ -350,7 +358,18 @@ class Runtime:
     # -- files
 
     def save(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
-        """Write a checkpoint from the first process; all processes must call it, and return when it is complete."""
+        """Write a checkpoint, from the first process or as a folder; all processes must call it, and fail together.
+
+        When they return it is complete, unless ``checkpoint_io`` writes in the background.
+        """
+        if self.strategy.saves_folders:
+            if storage_options is not None:
+                raise ValueError(
+                    f"storage_options={storage_options!r}: they are for files behind a URL, and this strategy saves "
+                    "folders. Leave them out."
+                )
+            self.checkpoint_io.save_folder(contents, path)
+            return
         if self.world_size == 1:
             self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
             return
@@ -373,7 +392,10 @@ class Runtime:
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
-        return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        checkpoint = self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        if isinstance(checkpoint, StoredCheckpoint) and not self.strategy.shards_parameters:
+            return checkpoint.whole()
+        return checkpoint
 
     def teardown(self) -> None:
         """Release what the run holds; the process group stays until the program ends."""

@@ -25,6 +25,8 @@ from hasten.commands import main
         ("demo --row-seconds 0", "'0' is not a number above 0."),
         ("demo --learning-rate nan", "'nan' is not a number above 0."),
         ("plot", "LOGDIR"),
+        ("consolidate", "FOLDER"),
+        ("consolidate a --weight-only", "Did you mean '--weights-only'?"),
         ("migrate", "DIR"),
         ("migrate nowhere", "'nowhere' does not exist"),
         ("migrate --dryrun .", "Did you mean '--dry-run'?"),
@@ -44,7 +46,7 @@ def test_the_version_and_the_commands_are_shown(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == f"hasten {hasten.__version__}\n"
     assert main([]) == 2
     shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in ("advise", "demo", "migrate", "plot", "run"))
+    assert all(f"\n  {name} " in shown for name in ("advise", "consolidate", "demo", "migrate", "plot", "run"))
 
 
 def test_help_comes_without_loading_torch() -> None:

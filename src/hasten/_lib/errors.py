@@ -17,6 +17,14 @@ class BadLossError(FloatingPointError):
     """The run ended because a loss or its gradient is not finite; the weights are those before that step."""
 
 
+class CheckpointDamaged(RuntimeError):
+    """Raised for a file or folder that is not a whole checkpoint."""
+
+
+class CheckpointRefused(RuntimeError):
+    """Raised for a file that cannot be read without running code from it."""
+
+
 def absent(name: str, base: type, *, home: str, instead: str) -> Any:
     """Return a class for ``import``, type hints, subclasses and ``isinstance``, whose constructor raises.
 

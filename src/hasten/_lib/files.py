@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +15,8 @@ from typing import IO, Any
 
 # The end of the name of a file that is still being written; a cleaner removes those whose writer has died.
 TEMPORARY = ".hasten-tmp"
+# The end of the name of what is about to be replaced by something that cannot take its place in one step.
+SET_ASIDE = ".hasten-old"
 
 
 def write_atomically(
@@ -43,16 +48,17 @@ def write_atomically(
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
+def replacing(path: str | os.PathLike[str], *, durable: bool = True, over_folder: bool = False) -> Iterator[IO[bytes]]:
     """Open a temporary file beside ``path`` that takes its place if the block succeeds, and is removed otherwise.
 
-    The file is locked while its writer lives; see ``remove_abandoned``. Arguments as for ``write_atomically``.
+    The file is locked while its writer lives; see ``remove_abandoned``. Arguments as for ``write_atomically``; with
+    ``over_folder``, it replaces a folder too.
     """
     target = Path(path)
     while True:
         temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
         file = open(temporary, "x+b")  # noqa: SIM115  (closed below; the name must be known to remove it)
-        _lock(file)
+        _lock(file.fileno())
         # A cleaner may have come between opening and locking.
         if temporary.exists():
             break
@@ -62,7 +68,10 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
         file.flush()
         if durable:
             os.fsync(file.fileno())
-        os.replace(temporary, target)
+        if over_folder:
+            put_in_place(temporary, target)
+        else:
+            os.replace(temporary, target)
         if durable:
             sync_folder(target.parent)
     finally:
@@ -72,26 +81,141 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
             temporary.unlink()
 
 
+@contextmanager
+def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Make a temporary folder beside ``path``; it is removed at the end, unless ``put_in_place`` has renamed it.
+
+    It is locked while its writer lives; see ``remove_abandoned``.
+    """
+    target = Path(path)
+    while True:
+        temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
+        temporary.mkdir()
+        # Folders cannot be opened on Windows, which has no such locks either.
+        descriptor = os.open(temporary, os.O_RDONLY) if os.name != "nt" else None
+        if descriptor is not None:
+            _lock(descriptor)
+        # A cleaner may have come between making and locking.
+        if temporary.exists():
+            break
+        if descriptor is not None:
+            os.close(descriptor)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def put_in_place(temporary: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Rename a file or folder to ``path``, whatever is there, and sync the folder around it.
+
+    A folder with something in it cannot be replaced in one step: it is set aside first, where ``recover`` finds it if
+    this process dies before the new one has its name.
+    """
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{SET_ASIDE}")
+    try:
+        for attempt in range(100):
+            try:
+                os.replace(temporary, target)
+                break
+            except OSError as error:
+                # After the first attempt: a reader has recovered what was set aside.
+                if error.errno not in _IN_THE_WAY or not os.path.lexists(target) or attempt == 99:
+                    raise
+            with suppress(FileNotFoundError):
+                os.rename(target, aside)
+    finally:
+        if not os.path.lexists(target):
+            with suppress(OSError):
+                os.rename(aside, target)
+    sync_folder(target.parent)
+    remove_all(aside)
+
+
+# What rename says of a folder that is not empty, and of a file and a folder. Windows denies access.
+_IN_THE_WAY = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES}
+
+
+def recover(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is something at ``path``; give what was set aside its name back first, see ``put_in_place``.
+
+    Example::
+
+        >>> recover("no/such/folder/last.ckpt")
+        False
+
+    """
+    target = Path(path)
+    if not os.path.lexists(target) and target.parent.is_dir():
+        for aside in target.parent.glob(f".*{SET_ASIDE}"):
+            if _name_before(aside) == target.name:
+                # It fails if something else has the name by now.
+                with suppress(OSError):
+                    os.rename(aside, target)
+    return os.path.exists(target)
+
+
+def set_aside(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the paths in ``folder`` whose content was set aside and not replaced, see ``put_in_place``."""
+    names = map(_name_before, Path(folder).glob(f".*{SET_ASIDE}"))
+    return [Path(folder, name) for name in names if name and not os.path.lexists(Path(folder, name))]
+
+
+def _name_before(aside: Path) -> str:
+    match = re.fullmatch(rf"\.(.+)\.[0-9a-f]{{8}}{re.escape(SET_ASIDE)}", aside.name)
+    return match[1] if match else ""
+
+
+def remove_all(path: str | os.PathLike[str]) -> None:
+    """Remove a file, a link, or a folder with all that is in it; no part of it is left under its name."""
+    target = Path(path)
+    if target.is_symlink() or not target.is_dir():
+        target.unlink(missing_ok=True)
+        return
+    # Under its own name, a folder of which a part is removed would look like a damaged one if this process dies.
+    hidden = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
+    with suppress(FileNotFoundError):
+        os.rename(target, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
 def remove_abandoned(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove the temporary files in ``folder`` whose writers have died, and return their paths."""
+    """Remove the temporary files and folders in ``folder`` whose writers have died, and return their paths.
+
+    What was set aside gets its name back, unless something else has it by now.
+    """
     removed = []
+    for path in set_aside(folder):
+        recover(path)
+    for path in Path(folder).glob(f".*{SET_ASIDE}"):
+        with suppress(OSError):
+            remove_all(path)
+            removed.append(path)
     for path in Path(folder).glob(f".*{TEMPORARY}"):
-        with suppress(OSError), open(path, "rb+") as file:
-            # The system releases the lock of a process that dies, however it dies; a process id may be reused.
-            if _lock(file):
-                path.unlink()
-                removed.append(path)
+        with suppress(OSError):
+            is_folder = path.is_dir() and not path.is_symlink()
+            descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+            try:
+                # The system releases the lock of a process that dies, however it dies; a process id may be reused.
+                if _lock(descriptor):
+                    shutil.rmtree(path) if is_folder else path.unlink()
+                    removed.append(path)
+            finally:
+                os.close(descriptor)
     return removed
 
 
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file if no other process has locked it; return whether that worked."""
+def _lock(descriptor: int) -> bool:
+    """Lock a file or folder if no other process has locked it; return whether that worked."""
     try:
         import fcntl
     except ImportError:
         return False
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
@@ -106,6 +230,14 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def why_not_written(error: OSError, folder: str | os.PathLike[str]) -> str:
+    """Return why a file in ``folder`` could not be written; of a full disk, with the room that is left."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(folder).free
+        return f"{os.strerror(error.errno)} ({free} bytes free in {folder})"
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -7,17 +7,18 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.files import TEMPORARY
+from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, set_aside
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
-from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.files import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.stored import is_checkpoint_folder
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def folders_of_earlier_runs(trainer: Trainer, folder: str) -> list[str]:
 
 def newest(folder: str, extension: str, reader: CheckpointIO) -> str | None:
     """Return the newest checkpoint below a folder that can be read; warn of damaged ones. Plugins' are not checked."""
+    if isinstance(reader, AsyncCheckpointIO):
+        reader = reader.checkpoint_io
     for path in find(folder, extension):
         if not isinstance(reader, TorchCheckpointIO):
             return path
@@ -144,42 +147,50 @@ def newest(folder: str, extension: str, reader: CheckpointIO) -> str | None:
 
 
 def find(folder: str, extension: str) -> list[str]:
-    """Return the checkpoints in a folder and its subfolders, each once, the newest first."""
+    """Return the checkpoints (files and folders) in a folder and its subfolders, each once, the newest first."""
     if is_url(folder):
         system = file_system(folder)
         scheme = folder.partition("://")[0]
         paths = [f"{scheme}://{path}" for path in system.find(folder) if str(path).endswith(extension)]
         return sorted(paths, key=lambda path: str(system.info(path).get("created", path)), reverse=True)
     found: dict[str, tuple[int, str]] = {}
-    for subfolder, _, names in os.walk(folder):
+    for subfolder, names in _subfolders(folder):
+        names += [path.name for path in set_aside(subfolder)]
         for path in (os.path.join(subfolder, name) for name in names if name.endswith(extension)):
             with contextlib.suppress(OSError):  # a broken link, or removed meanwhile
+                files.present(path)
                 found.setdefault(os.path.realpath(path), (os.stat(path).st_mtime_ns, path))
     return [path for _, path in sorted(found.values(), reverse=True)]
 
 
+def _subfolders(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield a folder and its subfolders, each with the names of the files and checkpoint folders in it."""
+    for subfolder, folders, names in os.walk(folder):
+        checkpoints = [name for name in folders if is_checkpoint_folder(os.path.join(subfolder, name))]
+        folders[:] = [name for name in folders if name not in checkpoints and not name.endswith(TEMPORARY)]
+        yield subfolder, names + [name for name in checkpoints if not name.endswith((TEMPORARY, SET_ASIDE))]
+
+
 def clean(folder: str) -> None:
-    """Remove temporary files of killed writers from a folder and its subfolders."""
+    """Remove what killed writers have left in a folder and its subfolders."""
     if not is_url(folder):
-        for subfolder, _, _ in os.walk(folder):
+        for subfolder, _ in _subfolders(folder):
             files.clean(subfolder)
 
 
 def link(target: str, path: str) -> None:
-    """Make ``path`` a symbolic link to ``target``; an existing file is replaced in one step."""
+    """Make ``path`` a symbolic link to ``target``; a checkpoint that is there is replaced."""
     if os.path.abspath(target) == os.path.abspath(path):
         return
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    # ``clean`` removes files of this name if this process dies before the rename.
+    # ``clean`` removes what has this name if this process dies before the rename.
     name = f".{os.path.basename(path)[:100]}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
     temporary = os.path.join(os.path.dirname(path), name)
     try:
         os.symlink(os.path.relpath(target, os.path.dirname(path)), temporary)
     except OSError:
         # Windows lets few users make links.
-        shutil.copy(target, temporary)
-    os.replace(temporary, path)
+        shutil.copytree(target, temporary) if os.path.isdir(target) else shutil.copy(target, temporary)
+    put_in_place(temporary, path)
 
 
 def remove(path: str, writer: CheckpointIO) -> None:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.names import nearest
 from hasten._lib.tree import move_to, parameters_of
+from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
 
 
 class Phase(Enum):
@@ -66,6 +67,9 @@ def _check_entry(value: Any, pattern: Any, place: str) -> None:
             return
         pattern = pattern[0]
     if isinstance(pattern, dict):
+        if isinstance(value, StoredTensors):
+            # Its values would be read now.
+            value = dict.fromkeys(value)
         if not isinstance(value, Mapping):
             raise _Wrong(place, value, "a dict")
         for name, inside in pattern.items():
@@ -244,7 +248,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
 
     Args:
         module: where the weights go.
-        state: names to tensors.
+        state: names to tensors; those of a checkpoint folder are read whole.
         strict: ask for exactly the same names; None means True, as the ``strict_loading`` of a module.
         source: where ``state`` comes from, for messages.
 
@@ -253,6 +257,8 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
 
     """
     present = module.state_dict()
+    if isinstance(state, StoredTensors) or any(isinstance(each, StoredTensor) for each in state.values()):
+        state = whole(state)
     # Hooks of sub-modules may rename or drop keys (compiled or parametrised ones do), so torch decides.
     try:
         module.load_state_dict(dict(state), strict=strict is None or bool(strict))
@@ -286,12 +292,15 @@ def _message(owner: str, state: Mapping[str, Any], present: Mapping[str, Any], s
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Restore an optimizer.
+    """Restore an optimizer; tensors of a checkpoint folder are read whole.
 
     Raises:
         ValueError: the parameter groups do not fit.
 
     """
+    entries = (each for each in state.get("state", {}).values() if isinstance(each, Mapping))
+    if any(isinstance(value, StoredTensor) for each in entries for value in each.values()):
+        state = whole(state)
     # Now: loading adds to them.
     defaults = list(getattr(optimizer, "defaults", {}))
     try:

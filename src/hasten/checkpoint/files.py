@@ -6,13 +6,13 @@ Subclass ``CheckpointIO`` for another way to write and read them.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import io
 import os
 import pickle
 import pickletools
 import secrets
-import shutil
 import struct
 import sys
 import warnings
@@ -29,22 +29,27 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.files import TEMPORARY, is_url, local, remove_abandoned, replacing, sync_folder
+from hasten._lib.errors import CheckpointDamaged as CheckpointDamaged
+from hasten._lib.errors import CheckpointRefused as CheckpointRefused
+from hasten._lib.files import (
+    TEMPORARY,
+    is_url,
+    local,
+    recover,
+    remove_abandoned,
+    remove_all,
+    replacing,
+    sync_folder,
+    why_not_written,
+)
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
+from hasten.checkpoint.stored import Folder, is_checkpoint_folder
 
 if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike
-
-
-class CheckpointDamaged(RuntimeError):
-    """Raised for a file that is not a whole checkpoint."""
-
-
-class CheckpointRefused(RuntimeError):
-    """Raised for a file that cannot be read without running code from it."""
 
 
 def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:
@@ -52,7 +57,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
 
     The file is what ``torch.save`` writes, with a checksum at its end; ``torch.load`` reads it.
     It is written under another name in the same folder (``TMPDIR`` is not used), synced to the disk and renamed.
-    A symbolic link at ``path`` is replaced, not followed.
+    A symbolic link at ``path`` is replaced, not followed; so is a checkpoint folder.
 
     Args:
         contents: tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of them; numpy
@@ -82,18 +87,61 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
         return
     target = _local(path)
     with _explained(target):
-        if target.is_dir() and not target.is_symlink():
+        is_folder = target.is_dir() and not target.is_symlink()
+        if is_folder and not is_checkpoint_folder(target):
             raise IsADirectoryError(errno.EISDIR, f"{target} is a folder; a checkpoint needs a name", str(target))
         _make_folder(target.parent)
-        with replacing(target) as file:
+        with replacing(target, over_folder=is_folder) as file:
             _write(contents, file)
             add_checksum(file)
+
+
+def save_folder(contents: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint as a folder, each process its own shards; all processes call it together.
+
+    At any moment ``path`` is the old checkpoint or the new one, whole. An error of one process is raised by all.
+
+    Args:
+        contents: as for ``save``, and DTensors. Of what is not sharded, that of the first process counts.
+        path: a path that all machines share.
+
+    Raises:
+        TypeError: something in ``contents`` could only be read back by running code; the message says where.
+        ValueError: ``path`` is a URL.
+        OSError: a process could not write.
+        RuntimeError: the processes do not hold the same sharded tensors.
+
+    Source: `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_.
+
+    """
+    from hasten.checkpoint import sharded
+
+    sharded.save(contents, check_local(path), _file_functions())
+
+
+def check_local(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder to write; raise ValueError for a URL, whose files cannot be renamed together."""
+    if is_url(path):
+        raise ValueError(
+            f"{path}: a sharded checkpoint is a folder that is renamed when complete, which URLs do not offer. "
+            "Use a folder that all machines share, or a strategy that saves whole files."
+        )
+    return _local(path)
+
+
+def _file_functions() -> Any:
+    from hasten.checkpoint import sharded
+
+    return sharded.FileFunctions(check_storable, _make_folder, save)
 
 
 def load(
     path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", weights_only: bool = True
 ) -> dict[str, Any]:
     """Read a checkpoint after checking that it is whole.
+
+    Of a folder, the tensors are read when they are needed: ``load(folder)["state_dict"]`` is a mapping that reads a
+    tensor when it is asked for, and ``load(folder).whole()`` is a dict of the same contents in which all are read.
 
     Args:
         path: a path or a URL that fsspec understands.
@@ -116,6 +164,24 @@ def load(
     Source: `torch.load <https://docs.pytorch.org/docs/stable/generated/torch.load.html>`_.
 
     """
+    folder = _as_folder(path)
+    if folder is None:
+        return _load_file(path, map_location, weights_only=weights_only)
+    device = map_location if isinstance(map_location, (str, torch.device)) else None
+    # The CPU: what is not stored beside the contents is small, and differs between the devices of a run.
+    read = functools.partial(_load_file, map_location="cpu", weights_only=weights_only)
+    return Folder(folder, read, device=device).contents()
+
+
+def _as_folder(path: str | os.PathLike[str]) -> Path | None:
+    """Return a path if a checkpoint folder is there."""
+    if is_url(path):
+        return None
+    target = _local(path)
+    return target if recover(target) and target.is_dir() and is_checkpoint_folder(target) else None
+
+
+def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weights_only: bool) -> dict[str, Any]:
     with _opened(path) as file:
         check_whole(file, path)
         file.seek(0)
@@ -152,12 +218,20 @@ def verify(path: str | os.PathLike[str]) -> None:
     Source: `hashlib <https://docs.python.org/3/library/hashlib.html>`_.
 
     """
+    folder = _as_folder(path)
+    if folder is not None:
+        with suppress(CheckpointRefused):
+            # Python objects in it are not read here, and their sizes are not known.
+            Folder(folder, functools.partial(_load_file, map_location="cpu", weights_only=True)).check()
+        return
     with _opened(path) as file:
         check_whole(file, path)
 
 
 def clean(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove temporary files of writers that have died; return their paths.
+    """Remove temporary files and folders of writers that have died; return their paths.
+
+    A checkpoint that such a writer was replacing gets its name back.
 
     Args:
         folder: the folder of checkpoints; it may not exist.
@@ -190,11 +264,25 @@ def remove(path: str | os.PathLike[str], *, storage_options: object = None) -> N
         if system.exists(inner):
             system.rm(inner, recursive=True)
         return
-    target = _local(path)
-    if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(target)
-    else:
-        target.unlink(missing_ok=True)
+    remove_all(_local(path))
+
+
+def present(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a checkpoint, after giving one its name back that a killed writer was replacing.
+
+    Args:
+        path: a path or a URL that fsspec understands.
+
+    Example::
+
+        >>> present("no/such/file.ckpt")
+        False
+
+    """
+    if is_url(path):
+        system, inner = _file_system(str(path), None)
+        return bool(system.exists(inner))
+    return recover(_local(path))
 
 
 def safe_name(text: str) -> str:
@@ -266,11 +354,7 @@ def _explained(target: Path) -> Iterator[None]:
         raise
     except OSError as error:
         kept = "What was there before is untouched." if os.path.exists(target) else "Nothing is left of it."
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            free = shutil.disk_usage(target.parent).free
-            why = f"{os.strerror(error.errno)} ({free} bytes free in {target.parent})"
-        else:
-            why = os.strerror(error.errno) if error.errno else str(error)
+        why = why_not_written(error, target.parent)
         raise type(error)(error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)) from error
 
 
@@ -653,6 +737,21 @@ class CheckpointIO(ABC):
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove ``path``."""
 
+    @property
+    def writes_folders(self) -> bool:
+        """Whether ``save_folder`` works, which strategies with sharded checkpoints need."""
+        return False
+
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+        """Write ``checkpoint`` as a folder; called in all processes together, which raise the same errors.
+
+        Args:
+            checkpoint: names and values, with the shards of this process.
+            path: a path that all machines share.
+
+        """
+        raise TypeError(f"{type(self).__name__} writes files only. Use TorchCheckpointIO or AsyncCheckpointIO.")
+
     def teardown(self) -> None:  # noqa: B027 - most write at once
         """Wait for files that are still being written."""
 
@@ -674,12 +773,24 @@ class TorchCheckpointIO(CheckpointIO):
         """Remove ``path``."""
         remove(path)
 
+    @property
+    def writes_folders(self) -> bool:
+        # A subclass that changes how files are written has to say how folders are.
+        kind = type(self)
+        changed = kind.save_checkpoint is not TorchCheckpointIO.save_checkpoint
+        return not changed or kind.save_folder is not TorchCheckpointIO.save_folder
+
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+        """Write ``checkpoint`` as a folder; the previous one stays whole until the new one is. See ``save_folder``."""
+        save_folder(checkpoint, path)
+
 
 class AsyncCheckpointIO(CheckpointIO):
     """Writes checkpoints in a thread, one after the other.
 
-    ``save_checkpoint`` copies the contents before it returns, so later changes are not in the file. An error is
-    raised at the next save, or when the run ends.
+    ``save_checkpoint`` and ``save_folder`` copy the contents before they return, so later changes are not in the file.
+    An error is raised at the next save, or when the run ends. A folder gets its name when all processes have written
+    their shards; one is written at a time, and the next save waits for it.
 
     Args:
         checkpoint_io: writes the files; ``TorchCheckpointIO`` by default.
@@ -692,6 +803,8 @@ class AsyncCheckpointIO(CheckpointIO):
         self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        # A BackgroundSaves of sharded.py, once a folder was saved.
+        self._folders: Any = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Copy ``checkpoint`` and return; the thread writes it.
@@ -706,6 +819,26 @@ class AsyncCheckpointIO(CheckpointIO):
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending.append(self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options))
 
+    @property
+    def writes_folders(self) -> bool:
+        return type(self.checkpoint_io) is TorchCheckpointIO
+
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+        """Wait for the last folder, copy the tensors of this process and return; a thread writes them.
+
+        Raises:
+            OSError, RuntimeError: the last folder could not be written, or this one cannot be begun; in all processes.
+
+        """
+        if not self.writes_folders:
+            super().save_folder(checkpoint, path)
+        target = check_local(path)
+        if self._folders is None:
+            from hasten.checkpoint.sharded import BackgroundSaves
+
+            self._folders = BackgroundSaves()
+        self._folders.save(checkpoint, target, _file_functions())
+
     def load_checkpoint(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -714,7 +847,13 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove ``path``, after everything is written: it may be what is being written."""
+        """Remove ``path``, after everything is written: it may be what is being written, or what that replaces.
+
+        While a folder is being written, this returns at once, and removes ``path`` when the folder is complete.
+        """
+        if self._folders is not None:
+            self._folders.after(functools.partial(self.checkpoint_io.remove_checkpoint, path))
+            return
         self._collect(wait=True)
         self.checkpoint_io.remove_checkpoint(path)
 
@@ -723,6 +862,9 @@ class AsyncCheckpointIO(CheckpointIO):
         try:
             self._collect(wait=True)
         finally:
+            folders, self._folders = self._folders, None
+            if folders is not None:
+                folders.close()
             if self._executor is not None:
                 self._executor.shutdown(wait=True)
                 self._executor = None
@@ -731,3 +873,5 @@ class AsyncCheckpointIO(CheckpointIO):
     def _collect(self, *, wait: bool) -> None:
         while self._pending and (wait or self._pending[0].done()):
             self._pending.pop(0).result()
+        if wait and self._folders is not None:
+            self._folders.wait()

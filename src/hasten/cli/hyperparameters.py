@@ -107,7 +107,7 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
 def with_checkpoint(
     parser: LightningArgumentParser, config: Namespace, given: set[str], kind: type, subclass_mode: bool
 ) -> Namespace:
-    """Return the config with the module's hyper-parameters from ``--ckpt_path``, if that is a file.
+    """Return the config with the module's hyper-parameters from ``--ckpt_path``, if that is a path.
 
     They override config files and defaults, which may not fit the weights.
 
@@ -121,7 +121,7 @@ def with_checkpoint(
     """
     subcommand = config["subcommand"]
     path, chosen = config[subcommand].get("ckpt_path"), config[subcommand].get("model")
-    if not path or not Path(path).is_file():
+    if not path or not Path(path).exists():
         return config  # "best", "last" or a URL: found when the run starts.
     try:
         checkpoint = files.load(path, map_location="cpu")

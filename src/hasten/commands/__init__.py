@@ -10,6 +10,7 @@ from hasten.commands.parser import Parser
 # Command, the module that has it, one line for --help.
 COMMANDS = {
     "advise": ("hasten.commands.advise", "measure which one-line switches make a program faster"),
+    "consolidate": ("hasten.commands.consolidate", "make one file of a sharded checkpoint, which is a folder"),
     "demo": ("hasten.commands.demo", "train a model on real data and time each one-line switch"),
     "migrate": ("hasten.commands.migrate", "rewrite the imports of Lightning in a folder of programs"),
     "plot": ("hasten.commands.plot", "draw loss and accuracy by epoch from a folder of logs"),
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="hasten",
         description="PyTorch training as fast as the hardware allows, by changing one line.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in COMMANDS.items())
+        + "\n".join(f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items())
         + "\n\nhasten COMMAND --help says more about a command.",
     )
     parser.add_argument("--version", action="store_true", help="show the version and stop")

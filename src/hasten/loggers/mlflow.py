@@ -250,7 +250,10 @@ class MLFlowLogger(UploadingLogger):
 
         client, run_id = self.experiment, self._run_id
         folder = Path(checkpoint.path).stem
-        client.log_artifact(run_id, checkpoint.path, folder)
+        if checkpoint.is_folder:
+            client.log_artifacts(run_id, checkpoint.path, folder)
+        else:
+            client.log_artifact(run_id, checkpoint.path, folder)
         with tempfile.TemporaryDirectory() as beside:
             metadata = yaml.safe_dump(plain(checkpoint.metadata), sort_keys=False)
             Path(beside, "metadata.yaml").write_text(metadata, encoding="utf-8")

@@ -20,7 +20,7 @@ from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import Phase
-from hasten.checkpoint.files import not_found
+from hasten.checkpoint.files import not_found, present
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
@@ -265,7 +265,7 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
                 "fit first."
             )
         return str(best)
-    if "://" not in text and not os.path.exists(text):
+    if "://" not in text and not present(text):
         raise FileNotFoundError(f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}")
     return text
 

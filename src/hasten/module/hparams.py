@@ -25,6 +25,7 @@ from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
 from hasten.checkpoint.contents import check_entries, load_weights
+from hasten.checkpoint.stored import StoredTensors, whole
 from hasten.loggers.base import as_dict
 
 if TYPE_CHECKING:
@@ -325,6 +326,9 @@ def construct(
     path, owner = str(checkpoint_path), cast("Any", cls)
     checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
     is_module = issubclass(cls, torch.nn.Module)
+    if isinstance(checkpoint.get("state_dict"), StoredTensors):
+        # A user's on_load_checkpoint may change it. Optimizer states are not read.
+        checkpoint = {**checkpoint, "state_dict": whole(checkpoint["state_dict"]) if is_module else {}}
     if is_module:
         check_entries(checkpoint, path, training=False)
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY

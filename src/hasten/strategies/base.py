@@ -52,7 +52,7 @@ class Strategy(ABC):
     computes_alone: bool = True
     # Whether ``shard`` replaces parameters by parts of them, which compute in a forward of the whole module only.
     shards_parameters: bool = False
-    # Whether a checkpoint is a folder to which all processes write.
+    # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from hasten.checkpoint import files
+from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.loggers.base import as_dict, plain
 from hasten.loggers.folders import file_system, write_hparams
 
@@ -28,7 +29,7 @@ def get_filesystem(path: PathLike, **kwargs: object) -> AbstractFileSystem:
 
 
 def read(path_or_url: PathLike | IO[bytes], map_location: MapLocation = None, weights_only: bool | None = None) -> Any:
-    """Return what a file written by ``torch.save`` holds.
+    """Return what a file written by ``torch.save`` holds, or a checkpoint folder.
 
     Args:
         path_or_url: its path or URL, or the open file.
@@ -37,7 +38,8 @@ def read(path_or_url: PathLike | IO[bytes], map_location: MapLocation = None, we
 
     """
     load: Callable[..., Any] = files.load if isinstance(path_or_url, (str, os.PathLike)) else torch.load
-    return load(path_or_url, map_location=map_location, weights_only=weights_only is not False)
+    read = load(path_or_url, map_location=map_location, weights_only=weights_only is not False)
+    return read.whole() if isinstance(read, StoredCheckpoint) else read
 
 
 def write(checkpoint: dict[str, Any], filepath: PathLike) -> None:

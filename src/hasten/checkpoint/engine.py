@@ -1,0 +1,275 @@
+"""torch.distributed.checkpoint, which writes and reads the tensors of folders: with checksums, without unpickling.
+
+Importing it takes about as long as importing torch, so others import this file where they need it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
+
+# Of each tensor: {"dtype": ..., "shape": (...), "chunks": [(offsets, sizes, file, start, length), ...]}
+Layout = dict[str, dict[str, Any]]
+# Of each file: (bytes, CRC-32)
+Sums = dict[str, tuple[int, int]]
+
+
+class Writer(FileSystemWriter):
+    """Writes the tensors of this process into a folder that the first process has made.
+
+    Args:
+        folder: that folder.
+
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, overwrite=False)
+        self.fs = self._files = _SummedFiles()
+        # On the first process, once all is written.
+        self.layout: Layout = {}
+
+    @property
+    def sums(self) -> Sums:
+        """Size and checksum of each file that this process has written."""
+        return self._files.sums
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not os.path.isdir(self.path):
+            raise RuntimeError(
+                f"{Path(self.path).parent} is not the same folder on all machines; write sharded checkpoints to a "
+                "folder that they share"
+            )
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception:
+            # torch's writer in C++ hides the error of the system.
+            if self._files.error is not None:
+                raise self._files.error from None
+            raise
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.layout = _layout(metadata)
+
+    def storage_meta(self) -> StorageMeta | None:
+        # Otherwise the temporary path would be in the files.
+        return None
+
+
+class _SummedFiles(FileSystem):
+    """Local files; of those that are written it knows size and checksum."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with open(path, mode) as file:
+            stream = _Summed(file)
+            try:
+                yield stream
+            except BaseException:
+                self.error = self.error or stream.error
+                raise
+        self.sums[os.path.basename(path)] = (stream.size_bytes, stream.checksum)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[os.path.basename(new_path)] = self.sums.pop(os.path.basename(path))
+
+
+class _Summed:
+    """A file that adds up the checksum of what is written to it, and keeps the error that ended the writing."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.checksum = self.size_bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        with self._noted():
+            count: int = self._file.write(data)
+        self.checksum = zlib.crc32(data, self.checksum)
+        self.size_bytes += count
+        return count
+
+    def flush(self) -> None:
+        with self._noted():
+            self._file.flush()
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def fileno(self) -> int:
+        return cast("int", self._file.fileno())
+
+    def close(self) -> None:
+        with self._noted():
+            self._file.close()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
+    """Write the tensors of all processes; each has its own shards, and the first one those that are not sharded.
+
+    Args:
+        tensors: by the key under which they are stored.
+        writer: writes those of this process.
+        group: the processes; None for all.
+
+    Raises:
+        CheckpointException: on all processes, if one could not write.
+
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _without_warnings():
+        save_tensors(cast("Any", tensors), storage_writer=writer, planner=planner, process_group=group)
+
+
+def new_stager() -> DefaultStager:
+    """Return what copies tensors to the host; it keeps the memory of its copies for the next time."""
+    pinned = torch.accelerator.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
+        )
+    )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out the warning that one process reads or writes alone, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """Return the lowest rank that failed, and its exception."""
+    rank = min(error.failures)
+    return rank, error.failures[rank][0]
+
+
+# -- reading
+
+
+class _TensorReader(FileSystemReader):
+    """Reads tensors; where they are it is told in plain data, so that nothing is unpickled.
+
+    Args:
+        folder: the folder.
+        metadata: what it holds.
+        check: called with the name of each file that is about to be read.
+
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata, check: Callable[[str], None]) -> None:
+        super().__init__(folder)
+        self.fs = _CheckedFiles(check)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return self._metadata
+
+
+class _CheckedFiles(FileSystem):
+    def __init__(self, check: Callable[[str], None]) -> None:
+        self._check = check
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        self._check(os.path.basename(path))
+        with super().create_stream(path, mode) as stream:
+            yield stream
+
+
+def read(targets: Mapping[str, Tensor], folder: Path, layout: Layout, check: Callable[[str], None]) -> None:
+    """Fill tensors in place, DTensors by the shard of this process; processes need not call it together.
+
+    Args:
+        targets: by the key in ``layout``.
+        folder: the folder.
+        layout: what it holds.
+        check: called with the name of each file that is about to be read.
+
+    """
+    reader = _TensorReader(folder, _metadata({key: layout[key] for key in targets}), check)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with torch.no_grad(), _without_warnings():
+            load_tensors(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise first_failure(error)[1] from None
+
+
+def _layout(metadata: Metadata) -> Layout:
+    layout: Layout = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        chunks = []
+        for chunk in stored.chunks:
+            place: _StorageInfo = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            chunks.append((offsets, sizes, place.relative_path, place.offset, place.length))
+        layout[key] = {"dtype": stored.properties.dtype, "shape": tuple(stored.size), "chunks": chunks}
+    return layout
+
+
+def _metadata(layout: Layout) -> Metadata:
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, stored in layout.items():
+        chunks = []
+        for index, (offsets, sizes, file, start, length) in enumerate(stored["chunks"]):
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            # Only the name: a path could lead out of the folder.
+            places[MetadataIndex(key, offsets, index)] = _StorageInfo(os.path.basename(file), start, length)
+        tensors[key] = TensorStorageMetadata(
+            TensorProperties(dtype=stored["dtype"]), torch.Size(stored["shape"]), chunks
+        )
+    return Metadata(tensors, storage_data=places)
+
+
+def copy_into(target: Any, tensor: Tensor) -> None:
+    """Copy a whole tensor into ``target``; into a DTensor, the shard that this process has."""
+    with torch.no_grad():
+        for chunk in target.__create_chunk_list__():
+            part = tensor[
+                tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            ]
+            target.to_local().detach().copy_(part)

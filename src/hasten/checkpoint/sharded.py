@@ -1,0 +1,343 @@
+"""Checkpoints that all processes write together, each its own shards, as a folder that is there whole or not at all.
+
+A folder holds ``meta.pt`` (everything that is not a tensor, and where the tensors are), the shards
+``__<rank>_0.distcp``, and ``.metadata``, the index with which torch.distributed.checkpoint reads the tensors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hasten._lib.files import put_in_place, replacing_folder, sync_folder, why_not_written
+from hasten._lib.rank_zero import log
+from hasten._lib.tree import is_sharded, map_tensors
+from hasten.checkpoint import engine
+from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, PLACEHOLDER, is_checkpoint_folder
+from hasten.machine.collectives import joined
+
+# Entries whose tensors are stored beside the contents, whether they are sharded or not.
+_TENSOR_ENTRIES = ("state_dict", "optimizer_states")
+# How long a process that writes in the background may wait for the others. One that dies is noticed at once.
+_PATIENCE = timedelta(hours=2)
+
+
+class FileFunctions(NamedTuple):
+    """How files with a checksum are written."""
+
+    check: Callable[[object], None]  # raises a TypeError for contents that cannot be stored
+    make_folder: Callable[[Path], None]
+    save: Callable[[dict[str, Any], Path], None]
+
+
+def save(contents: dict[str, Any], path: Path, files: FileFunctions) -> None:
+    """Write a checkpoint as a folder; all processes call it, and an error of one is raised by all of them.
+
+    At any moment there is the old checkpoint or the new one, whole; see ``recover`` in ``_lib/files.py``.
+
+    Args:
+        contents: nested dicts, lists and tuples with tensors and DTensors. Of what is not sharded, that of the first
+            process counts.
+        path: the folder. A checkpoint there is replaced.
+        files: how files are written.
+
+    Raises:
+        TypeError: something in ``contents`` could only be read back by running code; the message says where.
+        OSError: a process could not write.
+        RuntimeError: another error of a process, or other sharded tensors on one than on the others.
+
+    Source: `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_.
+
+    """
+    one = _Save(contents, path, files, group=None)
+    try:
+        one.begin()
+        one.write()
+    finally:
+        one.end()
+
+
+class BackgroundSaves:
+    """Writes folders in a thread, one after the other; ``save`` returns when the tensors are copied.
+
+    Processes agree over a group of their own, so that training goes on beside it.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._stager: Any = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def save(self, contents: dict[str, Any], path: Path, files: FileFunctions) -> None:
+        """As the function ``save``; an earlier save is completed first, and its error raised."""
+        earlier = self._wait()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._stager = engine.new_stager()
+            if joined():
+                self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            # Before the process group is left, which waits for nothing.
+            atexit.register(self.close)
+        one = _Save(contents, path, files, group=self._group)
+        try:
+            one.begin(stager=self._stager, earlier=earlier)
+        except BaseException:
+            one.end()
+            raise
+        self._pending = self._executor.submit(_complete, one)
+
+    def after(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once the save that is being written has succeeded; at once if there is none.
+
+        An error of the file system in it is a warning if it comes later.
+        """
+        pending = self._pending
+        if pending is None or self._executor is None:
+            function()
+            return
+
+        def follow() -> None:
+            pending.result()
+            try:
+                function()
+            except OSError as error:
+                log.warning(f"A checkpoint that is no longer needed could not be removed: {error}.")
+
+        self._pending = self._executor.submit(follow)
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            OSError, RuntimeError: it could not be written.
+
+        """
+        if (error := self._wait()) is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait until everything is written, and give back threads, memory and process group."""
+        atexit.unregister(self.close)
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown(wait=True)
+                self._stager.close()
+            if self._group is not None and joined():
+                dist.destroy_process_group(self._group)
+            self._executor = self._stager = self._group = None
+
+    def _wait(self) -> BaseException | None:
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.exception()
+
+
+def _complete(one: _Save) -> None:
+    try:
+        one.write()
+    finally:
+        one.end()
+
+
+class _Save:
+    """One save: ``begin``, ``write`` and in any case ``end``. All processes call each; an error of one ends all.
+
+    Args:
+        contents: the checkpoint.
+        path: the folder.
+        files: how files are written.
+        group: the processes; None for all.
+
+    """
+
+    def __init__(self, contents: dict[str, Any], path: Path, files: FileFunctions, group: Any) -> None:
+        self._contents, self._path, self._files, self._group = contents, path, files, group
+        self._rank = dist.get_rank(group) if joined() else 0
+        self._tensors: dict[str, Tensor] = {}
+        self._folder = Path()
+        self._held = ExitStack()
+
+    def begin(self, *, stager: Any = None, earlier: BaseException | None = None) -> None:
+        """Find the tensors and make a temporary folder.
+
+        Args:
+            stager: copies everything that may change before it is written; None if nothing changes.
+            earlier: an error to raise on all processes.
+
+        """
+        error = earlier
+        folder = ""
+        if error is None:
+            try:
+                folder = self._prepare(stager)
+            except Exception as caught:
+                error = caught
+        sharded = [key for key, tensor in self._tensors.items() if is_sharded(tensor)]
+        everything = self._agree(error, (folder, sharded))
+        self._folder = Path(everything[0][0])
+        for rank, (_, theirs) in enumerate(everything):
+            if theirs != everything[0][1]:
+                different = sorted(set(theirs) ^ set(everything[0][1])) or theirs
+                raise RuntimeError(
+                    f"{self._path} was not written: rank 0 and rank {rank} have other sharded tensors, for instance "
+                    f"{different[0]}. Save the same model on all processes."
+                )
+
+    def _prepare(self, stager: Any) -> str:
+        is_first = self._rank == 0
+        self._contents, self._tensors = split(self._contents, is_first=is_first)
+        if is_first:
+            self._files.check(self._contents)
+        if stager is not None:
+            self._tensors = stager.stage(self._tensors)
+            if is_first:
+                self._contents = map_tensors(lambda each: each.detach().to("cpu", copy=True), self._contents)
+        if not is_first:
+            return ""
+        _check_replaceable(self._path)
+        self._files.make_folder(self._path.parent)
+        return str(self._held.enter_context(replacing_folder(self._path)))
+
+    def write(self) -> None:
+        """Write everything, and give the folder its name."""
+        writer = engine.Writer(self._folder)
+        try:
+            engine.save(self._tensors, writer, self._group)
+        except CheckpointException as caught:
+            rank, failure = engine.first_failure(caught)
+            raise _explained(failure, self._path, rank) from None
+        error: BaseException | None = None
+        try:
+            sync_folder(self._folder)
+        except Exception as caught_here:
+            error = caught_here
+        sums = self._agree(error, writer.sums)
+        if self._rank == 0:
+            try:
+                self._commit(writer.layout, {name: each for one in sums for name, each in one.items()})
+            except Exception as caught_here:
+                error = caught_here
+        self._agree(error, None)
+
+    def _commit(self, layout: engine.Layout, sums: engine.Sums) -> None:
+        contents = {FORMAT: 1, "contents": self._contents, "tensors": layout, "files": sums}
+        self._files.save(contents, self._folder / CONTENTS_FILE)
+        sync_folder(self._folder)
+        put_in_place(self._folder, self._path)
+
+    def end(self) -> None:
+        """Remove the temporary folder, if it is still there."""
+        self._held.close()
+
+    def _agree(self, error: BaseException | None, own: Any) -> list[Any]:
+        """Return what the processes pass as ``own``, or raise the error of the first that has one."""
+        sent = (None if error is None else _portable(error), own)
+        everything: list[Any] = [sent]
+        if joined():
+            everything = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(everything, sent, group=self._group)
+        for rank, (theirs, _) in enumerate(everything):
+            if theirs is not None:
+                raise _explained(theirs, self._path, rank) from error
+        return [each for _, each in everything]
+
+
+def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return ``contents`` with placeholders for the tensors that are stored beside them, and these tensors.
+
+    That is every DTensor and, in the first process, the tensors of weights and optimizers, and those in entries that
+    hold DTensors.
+
+    Args:
+        contents: the checkpoint.
+        is_first: whether this is the first process.
+
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: Counter[str] = Counter()
+
+    def walk(value: Any, place: str, takes_all: bool) -> Any:
+        if isinstance(value, Tensor):
+            seen[place] += 1
+            key = place if seen[place] == 1 else f"{place}#{seen[place]}"
+            if is_sharded(value) or (takes_all and _is_plain(value)):
+                tensors[key] = value.detach()
+                return {PLACEHOLDER: key}
+            return value
+        if isinstance(value, dict):
+            items = {key: walk(each, f"{place}.{key}", takes_all) for key, each in value.items()}
+            return items if type(value) is dict else type(value)(items)
+        if type(value) is list or type(value) is tuple:
+            return type(value)(walk(each, f"{place}.{index}", takes_all) for index, each in enumerate(value))
+        return value
+
+    kept = {}
+    for name, value in contents.items():
+        takes_all = is_first and (name in _TENSOR_ENTRIES or _holds_shards(value))
+        kept[name] = walk(value, str(name), takes_all)
+    return kept, tensors
+
+
+def _holds_shards(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_shards, value.values()))
+    if type(value) is list or type(value) is tuple:
+        return any(map(_holds_shards, value))
+    return is_sharded(value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the engine can store a tensor; quantized and sparse ones stay in the contents."""
+    kinds = (Tensor, nn.Parameter)
+    return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink() and os.listdir(path) and not is_checkpoint_folder(path):
+        raise IsADirectoryError(
+            errno.EISDIR, f"{path} is a folder with other files; a checkpoint needs a name", str(path)
+        )
+
+
+# -- errors, which all processes raise alike
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Return an error that can be sent to other processes."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename)
+    for kind in (TypeError, ValueError, RuntimeError):
+        if type(error) is kind:
+            return kind(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _explained(error: BaseException, path: Path, rank: int) -> BaseException:
+    """Return the error to raise for what happened on ``rank``."""
+    said = (IsADirectoryError, NotADirectoryError, FileExistsError, TypeError, ValueError)
+    if isinstance(error, said) or _EXPLAINED in str(error):
+        return error
+    who = f"rank {rank} " if joined() and dist.get_world_size() > 1 else ""
+    kept = "What was there before is untouched." if os.path.lexists(path) else "Nothing is left of it."
+    if isinstance(error, OSError):
+        why = why_not_written(error, path.parent)
+        return type(error)(error.errno, f"{who}{_EXPLAINED}: {why}. {kept}", str(path))
+    return RuntimeError(f"{who}{_EXPLAINED} {path}: {error}. {kept}")
+
+
+_EXPLAINED = "could not write the checkpoint"

@@ -1,0 +1,289 @@
+"""Tensors in a checkpoint folder, read when they are needed: whole, or the shard of a DTensor."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten._lib.errors import CheckpointDamaged
+from hasten._lib.tree import is_sharded
+
+# What is not a shard: the file with everything that is not a tensor, and the index of torch.distributed.checkpoint.
+CONTENTS_FILE = "meta.pt"
+INDEX_FILE = ".metadata"
+SHARD_ENDING = ".distcp"
+# The version of the format, under this key of the contents file.
+FORMAT = "hasten_folder"
+# A tensor in the contents: {PLACEHOLDER: its key}
+PLACEHOLDER = "hasten_tensor"
+
+_FOREIGN = (
+    "If torch.distributed.checkpoint wrote it, convert it: python -m torch.distributed.checkpoint.format_utils "
+    "dcp_to_torch FOLDER FILE."
+)
+
+
+def is_checkpoint_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is a folder that holds a checkpoint, or a part of one."""
+    if not os.path.isdir(path):
+        return False
+    names = os.listdir(path)
+    return CONTENTS_FILE in names or INDEX_FILE in names or any(name.endswith(SHARD_ENDING) for name in names)
+
+
+class Folder:
+    """A checkpoint folder.
+
+    Args:
+        path: the folder.
+        read_file: reads a file; called with the path of the contents.
+        device: where whole tensors go.
+
+    Raises:
+        CheckpointDamaged: a file is missing, or has another size than was written.
+
+    """
+
+    def __init__(
+        self, path: Path, read_file: Callable[[Path], Any], *, device: torch.device | str | None = None
+    ) -> None:
+        self.path, self._device = path, device
+        try:
+            stored = read_file(path / CONTENTS_FILE)
+        except FileNotFoundError:
+            raise CheckpointDamaged(
+                f"{path} is not a whole checkpoint: {CONTENTS_FILE} is missing. {_FOREIGN}"
+            ) from None
+        if not isinstance(stored, dict) or FORMAT not in stored:
+            raise CheckpointDamaged(f"{path} was not written by hasten: its {CONTENTS_FILE} is another one. {_FOREIGN}")
+        self._contents = stored["contents"]
+        self.layout: dict[str, dict[str, Any]] = stored["tensors"]
+        self._sums: dict[str, tuple[int, int]] = stored["files"]
+        self._checked: set[str] = set()
+        for name, (size, _) in self._sums.items():
+            try:
+                present = (path / name).stat().st_size
+            except FileNotFoundError:
+                raise CheckpointDamaged(f"{path} is damaged: {name} is missing.") from None
+            if present != size:
+                raise CheckpointDamaged(f"{path} is damaged: {name} has {present} bytes instead of {size}.")
+
+    def contents(self) -> StoredCheckpoint:
+        """Return the checkpoint; its tensors are read when they are needed."""
+        contents = {key: _with_tensors(value, self) for key, value in self._contents.items()}
+        for name, value in contents.items():
+            is_flat = isinstance(value, dict) and any(isinstance(each, StoredTensor) for each in value.values())
+            if is_flat or name == "state_dict":
+                contents[name] = StoredTensors(value)
+        return StoredCheckpoint(contents)
+
+    def check(self) -> None:
+        """Read all files, and raise CheckpointDamaged if one has changed."""
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            list(pool.map(self.check_file, self._sums))
+
+    def check_file(self, name: str) -> None:
+        """Raise CheckpointDamaged if a file differs from what was written; each is read for that once."""
+        if name in self._checked:
+            return
+        checksum = 0
+        if name in self._sums:
+            with open(self.path / name, "rb") as file:
+                while block := file.read(1 << 20):
+                    checksum = zlib.crc32(block, checksum)
+        if name not in self._sums or checksum != self._sums[name][1]:
+            raise CheckpointDamaged(f"{self.path} is damaged: {name} differs from what was written, by its checksum.")
+        self._checked.add(name)
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors by their key in place, DTensors by the shard that this process has."""
+        for key, target in targets.items():
+            if tuple(target.shape) != self.layout[key]["shape"]:
+                raise ValueError(
+                    f"{key}: the shape is {self.layout[key]['shape']} in {self.path}, and {tuple(target.shape)} here."
+                )
+            if target.device.type == "meta":
+                raise ValueError(
+                    f"{key}: a tensor on the meta device has no memory to read into. Call to_empty() first."
+                )
+        if targets:
+            from hasten.checkpoint import engine
+
+            engine.read(targets, self.path, self.layout, self.check_file)
+
+    def empty(self, key: str) -> Tensor:
+        """Return a tensor into which the one of ``key`` fits whole."""
+        stored = self.layout[key]
+        return torch.empty(stored["shape"], dtype=stored["dtype"], device=self._device)
+
+
+class StoredTensor:
+    """A tensor in a checkpoint folder, which is read when it is needed.
+
+    Args:
+        folder: the folder.
+        key: the tensor's name in it.
+
+    """
+
+    def __init__(self, folder: Folder, key: str) -> None:
+        self.folder, self.key = folder, key
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return torch.Size(self.folder.layout[self.key]["shape"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type it was saved in."""
+        dtype: torch.dtype = self.folder.layout[self.key]["dtype"]
+        return dtype
+
+    def full(self) -> Tensor:
+        """Read the whole tensor."""
+        tensor = self.folder.empty(self.key)
+        self.folder.read({self.key: tensor})
+        return tensor
+
+    def read_into(self, target: Tensor) -> None:
+        """Fill ``target`` in place; a DTensor, by reading the shard that this process has.
+
+        Args:
+            target: a tensor of the same shape, of any type and on any device but meta.
+
+        Raises:
+            ValueError: it has another shape, or no memory.
+
+        """
+        self.folder.read({self.key: target})
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.key!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class StoredTensors(MutableMapping[str, Any]):
+    """Names and tensors in a checkpoint folder: a tensor is read whole when it is asked for.
+
+    Entries may be replaced, added and removed, as in the dict of a checkpoint file; that does not change the folder.
+
+    Args:
+        entries: names and ``StoredTensor`` objects, tensors or other values.
+
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._entries[name]
+        return value.full() if isinstance(value, StoredTensor) else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._entries[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def stored(self) -> ItemsView[str, Any]:
+        """Return names and entries, without reading: tensors are ``StoredTensor`` objects, which have a shape."""
+        return self._entries.items()
+
+    def read_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place; DTensors by reading the shard that this process has.
+
+        Args:
+            targets: names and tensors of the same shapes.
+
+        Raises:
+            KeyError: one of the names is not here.
+            ValueError: a tensor has another shape, or no memory.
+
+        """
+        read_into([(self._entries[name], target) for name, target in targets.items()])
+
+
+class StoredCheckpoint(dict[str, Any]):
+    """What a checkpoint folder holds: like the dict of a file, but its tensors are read when they are needed."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return a dict of the same contents in which all tensors are read."""
+        read: dict[str, Any] = whole(dict(self))
+        return read
+
+
+def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
+    """Fill tensors in place; DTensors by the shard that this process has.
+
+    Args:
+        pairs: each a source and the tensor to fill. A source is a ``StoredTensor``, or a whole tensor.
+
+    """
+    by_folder: dict[Folder, list[tuple[str, Tensor]]] = {}
+    for source, target in pairs:
+        if isinstance(source, StoredTensor):
+            by_folder.setdefault(source.folder, []).append((source.key, target))
+        elif is_sharded(target) and not is_sharded(source):
+            from hasten.checkpoint import engine
+
+            engine.copy_into(target, source)
+        else:
+            with torch.no_grad():
+                target.copy_(source)
+    for folder, wanted in by_folder.items():
+        # One pass, unless a tensor is wanted twice.
+        while wanted:
+            folder.read(dict(wanted))
+            done = set(map(id, dict(wanted).values()))
+            wanted = [(key, target) for key, target in wanted if id(target) not in done]
+
+
+def whole(data: Any) -> Any:
+    """Return ``data`` (nested dicts, lists and tuples) with every stored tensor in it read whole."""
+    found: list[StoredTensor] = []
+    _mapped(data, found.append)
+    tensors = {(id(each.folder), each.key): each.folder.empty(each.key) for each in found}
+    read_into([(each, tensors[id(each.folder), each.key]) for each in found])
+    return _mapped(data, lambda each: tensors[id(each.folder), each.key])
+
+
+def _mapped(value: Any, function: Callable[[StoredTensor], Any]) -> Any:
+    if isinstance(value, StoredTensor):
+        return function(value)
+    if isinstance(value, StoredTensors):
+        return {name: _mapped(each, function) for name, each in value.stored()}
+    return _rebuilt(value, lambda each: _mapped(each, function))
+
+
+def _with_tensors(value: Any, folder: Folder) -> Any:
+    if type(value) is dict and len(value) == 1:
+        key = value.get(PLACEHOLDER)
+        if isinstance(key, str) and key in folder.layout:
+            return StoredTensor(folder, key)
+    return _rebuilt(value, lambda each: _with_tensors(each, folder))
+
+
+def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a dict, list or tuple with ``function`` applied to what is in it; other values as they are."""
+    if isinstance(value, dict):
+        items = {key: function(each) for key, each in value.items()}
+        return items if type(value) is dict else type(value)(items)
+    if type(value) is list or type(value) is tuple:
+        return type(value)(function(each) for each in value)
+    return value

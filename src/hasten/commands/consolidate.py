@@ -1,0 +1,116 @@
+"""``hasten consolidate``: one file of a sharded checkpoint, which is a folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hasten.commands.parser import Parser
+
+# What only training needs; see RunState.collect in loops/resume.py.
+_OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "hasten")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file; return the exit code."""
+    parser = Parser(
+        prog="hasten consolidate",
+        description="Make one file of a sharded checkpoint, which is a folder. This takes memory for all its tensors.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="what to write: a .safetensors file holds the weights alone, any other is a checkpoint "
+        "(default: NAME-consolidated.ckpt beside FOLDER)",
+    )
+    parser.add_argument("--weights-only", action="store_true", help="leave out what only training needs")
+    options = parser.parse(arguments)
+    try:
+        print(consolidate(options.folder, options.output, weights_only=options.weights_only))
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"hasten consolidate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def consolidate(folder: Path, output: Path | None = None, *, weights_only: bool = False) -> Path:
+    """Write one file of a sharded checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` beside ``folder``.
+        weights_only: leave out what only training needs.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: ``folder`` is another thing, ``output`` exists, or the weights are not known.
+        CheckpointDamaged: ``folder`` is not whole.
+
+    """
+    from hasten._lib.names import did_you_mean
+    from hasten.checkpoint import files
+    from hasten.checkpoint.stored import is_checkpoint_folder, whole
+
+    folder = Path(os.path.abspath(folder))
+    if not files.present(folder):
+        raise ValueError(f"{folder}: {files.not_found(folder)}")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is one file already. A sharded checkpoint is a folder.")
+    if not is_checkpoint_folder(folder):
+        inside = [str(each) for each in sorted(folder.iterdir()) if is_checkpoint_folder(each)]
+        raise ValueError(f"{folder} is not a sharded checkpoint.{did_you_mean(str(folder), inside) if inside else ''}")
+    target = output if output is not None else folder.with_name(f"{folder.stem}-consolidated.ckpt")
+    if target.exists():
+        raise ValueError(f"{target} exists. Remove it, or name another file with -o.")
+    checkpoint = files.load(folder)
+    if target.suffix == ".safetensors":
+        _write_safetensors(_weights(checkpoint, folder), target)
+        return target
+    if weights_only:
+        if "state_dict" not in checkpoint:
+            raise _unknown_weights(checkpoint, folder)
+        checkpoint = {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
+    files.save(whole(dict(checkpoint)), target)
+    return target
+
+
+def _weights(checkpoint: Any, folder: Path) -> dict[str, Any]:
+    from hasten.checkpoint.stored import StoredTensors, whole
+
+    found = [value for value in checkpoint.values() if isinstance(value, StoredTensors)]
+    if "state_dict" not in checkpoint and len(found) != 1:
+        raise _unknown_weights(checkpoint, folder)
+    weights: dict[str, Any] = whole(checkpoint.get("state_dict", found[0] if found else None))
+    return weights
+
+
+def _unknown_weights(checkpoint: Any, folder: Path) -> ValueError:
+    names = ", ".join(map(repr, checkpoint))
+    return ValueError(f"{folder} has no 'state_dict' (it has {names}): write all of it into a .ckpt file.")
+
+
+def _write_safetensors(weights: dict[str, Any], target: Path) -> None:
+    from torch import Tensor
+
+    from hasten._lib.files import put_in_place, replacing_folder
+    from hasten._lib.optional import need
+
+    safetensors = need("safetensors.torch", purpose="hasten consolidate -o FILE.safetensors")
+    left_out = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if left_out:
+        print(f"hasten consolidate: left out, because they are not tensors: {', '.join(left_out)}", file=sys.stderr)
+    tensors = {name: value.contiguous() for name, value in weights.items() if isinstance(value, Tensor)}
+    with replacing_folder(target) as temporary:
+        written = temporary / target.name
+        safetensors.save_file(tensors, written, metadata={"format": "pt"})
+        with open(written, "rb+") as file:
+            os.fsync(file.fileno())
+        put_in_place(written, target)

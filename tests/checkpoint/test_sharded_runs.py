@@ -1,0 +1,159 @@
+"""Runs on several processes whose checkpoints are folders: each process restores its shards, on any number of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hasten as L
+from hasten.checkpoint import files
+from hasten.checkpoint.stored import StoredTensor
+from hasten.plugins import AsyncCheckpointIO
+from hasten.strategies import FSDPStrategy
+from tests.strategies.test_fsdp import Net, fit, whole
+
+Run = tuple[L.Trainer, Net]
+
+
+def sharded(**options: Any) -> FSDPStrategy:
+    return FSDPStrategy(state_dict_type="sharded", **options)
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    return {"enable_checkpointing": True, "callbacks": [L.callbacks.ModelCheckpoint(folder, save_last=True)]}
+
+
+def resumed(devices: int, strategy: Any, path: Any, *, epochs: int = 4, **options: Any) -> Run:
+    """Train to the end from a checkpoint, with ``fit`` of the tests of FSDP."""
+    net = Net()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(9.0)  # All of it comes from the checkpoint.
+    fitting = L.Trainer.fit
+
+    def from_path(self: L.Trainer, *args: Any) -> None:
+        fitting(self, *args, ckpt_path=path)
+
+    L.Trainer.fit = from_path  # type: ignore[method-assign]
+    try:
+        return fit(devices, strategy, net, max_epochs=epochs, **options)
+    finally:
+        L.Trainer.fit = fitting  # type: ignore[method-assign]
+
+
+def state(run: Run) -> dict[str, Tensor]:
+    """Return weights and optimizer state, whole."""
+    found = whole(run[1])
+    for index, entries in run[0].optimizers[0].state_dict()["state"].items():
+        found |= {f"{index}.{name}": value for name, value in entries.items()}
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
+
+
+def check_same(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_goes_on_from_a_folder_under_every_strategy(tmp_path: Path) -> None:
+    one = state(fit(1, "auto", max_epochs=4))
+    uninterrupted = state(fit(2, sharded(), max_epochs=4))
+    check_same(uninterrupted, one, 1e-5)
+
+    begun = fit(2, sharded(), **saving(tmp_path / "a"))
+    folder = tmp_path / "a" / "last.ckpt"
+    assert sorted(each.name for each in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+    halfway = state(begun)
+    stored = files.load(folder).whole()
+    check_same({name: value for name, value in halfway.items() if name in stored["state_dict"]}, stored["state_dict"])
+    entries = {
+        f"{i}.{name}": value
+        for i, each in stored["optimizer_states"][0]["state"].items()
+        for name, value in each.items()
+    }
+    check_same({name: value for name, value in halfway.items() if name in entries}, entries)
+
+    reads: list[StoredTensor] = []
+    full = StoredTensor.full
+
+    def noted(self: StoredTensor) -> Tensor:
+        reads.append(self)
+        return full(self)
+
+    StoredTensor.full = noted  # type: ignore[method-assign]
+    try:
+        check_same(state(resumed(2, sharded(), folder)), uninterrupted)
+        # No process has read a whole weight; the counters of Adam are no shards.
+        assert {each.shape for each in reads} <= {torch.Size()}
+    finally:
+        StoredTensor.full = full  # type: ignore[method-assign]
+    check_same(state(resumed(2, FSDPStrategy(), folder)), uninterrupted)
+    check_same(state(resumed(2, "ddp", folder)), one, 1e-5)
+    # With nothing left to train, bit for bit.
+    for strategy, devices in (("ddp", 2), ("auto", 1), (FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), 2)):
+        check_same(state(resumed(devices, strategy, folder, epochs=2)), halfway)
+
+    # From files, and to another number of processes.
+    for name, strategy, devices in (("ddp", "ddp", 2), ("full", FSDPStrategy(), 2)):
+        begun = fit(devices, strategy, **saving(tmp_path / name))
+        check_same(state(resumed(2, sharded(), tmp_path / name / "last.ckpt", epochs=2)), state(begun))
+    last = L.Trainer(
+        accelerator="cpu", devices=2, strategy=sharded(), logger=False, callbacks=saving(tmp_path / "a")["callbacks"]
+    )
+    assert last.checkpoint_callback is not None
+
+
+@pytest.mark.world_size(2)
+def test_last_finds_the_newest_whole_folder_also_when_saved_in_the_background(tmp_path: Path) -> None:
+    uninterrupted = state(fit(2, sharded(), max_epochs=4))
+    fit(2, sharded(), **saving(tmp_path), plugins=AsyncCheckpointIO())
+    assert len(list(tmp_path.iterdir())) == 2
+    run = resumed(2, sharded(), "last", **saving(tmp_path), plugins=AsyncCheckpointIO())
+    check_same(state(run), uninterrupted)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["epoch=3-step=12.ckpt", "last.ckpt"]
+    torch.distributed.barrier()
+    if run[0].is_global_zero:
+        (tmp_path / "last.ckpt" / "__1_0.distcp").unlink()
+    torch.distributed.barrier()
+    run = resumed(2, sharded(), "last", epochs=5, **saving(tmp_path))
+    assert run[0].current_epoch == 5
+    module = Net.load_from_checkpoint(tmp_path / "last.ckpt")
+    check_same(dict(module.state_dict()), whole(run[1]))
+
+
+@pytest.mark.world_size(2)
+def test_fabric_saves_and_loads_folders(tmp_path: Path) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=sharded())
+    fabric.launch()
+
+    def made() -> tuple[Any, Any]:
+        net = Net()
+        return fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+
+    model, optimizer = made()
+    fabric.backward(model(torch.ones(2, 5)).sum())
+    optimizer.step()
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer, "step": 3})
+    fabric.barrier()
+    other, other_optimizer = made()
+    fabric.backward(other(torch.zeros(2, 5)).sum())
+    other_optimizer.step()
+    state = {"model": other, "optimizer": other_optimizer, "step": 0}
+    assert fabric.load(tmp_path / "a.ckpt", state) == {}
+    assert state["step"] == 3
+    check_same(whole(other.module), whole(model.module))
+    for ours, theirs in zip(other_optimizer.state.values(), optimizer.state.values(), strict=True):
+        assert all(
+            torch.equal(
+                getattr(ours[key], "to_local", lambda v=ours[key]: v)(),
+                getattr(theirs[key], "to_local", lambda v=theirs[key]: v)(),
+            )
+            for key in ours
+        )
+    with pytest.raises(ValueError, match="which URLs do not offer"):
+        fabric.save("memory://a.ckpt", {"model": model})
