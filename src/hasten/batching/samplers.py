@@ -8,7 +8,7 @@ from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class PlannedBatches(Sampler[list[int]]):
     # Missing without ``num_replicas``: then the Trainer or Fabric divides the data.
     num_replicas: int
     rank: int
+    # The arguments of a subclass, kept as attributes, that lay out an epoch beside those of this class.
+    _arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -77,19 +79,69 @@ class PlannedBatches(Sampler[list[int]]):
         return new
 
     def __iter__(self) -> Iterator[list[int]]:
-        several = self._replicas > 1
-        with shared_random_numbers(self._seed() + self.epoch) if several else nullcontext():
-            plan = self._plan(self._generator() if self.shuffle else None)
-        for batch in plan:
-            yield batch.tolist()
+        for step in self._steps():
+            if batch := self._part(step, self._rank, repeat=self.repeat):
+                yield batch
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
 
+    # -- an epoch that goes on with another number of processes
+
+    def settings(self) -> dict[str, Any]:
+        """Return as plain data what lays out an epoch, beside the lengths, the epoch and random numbers."""
+        names = (*self._arguments, "shuffle", "drop_last", "seed", "repeat")
+        return {name: getattr(self, name) for name in names} | {"num_replicas": getattr(self, "num_replicas", None)}
+
+    def with_settings(self, settings: dict[str, Any]) -> Self:
+        """Return the sampler with other settings, of the first process."""
+        rank = None if settings["num_replicas"] is None else 0
+        generator = self.generator if settings["seed"] is None else None
+        more = {"sampler": self.sampler} if hasattr(self, "sampler") else {}
+        return type(self)(self.lengths, **settings, **more, generator=generator, rank=rank)
+
+    def pieces(self) -> list[list[list[int]]]:
+        """Return for each step what other processes may divide: the batches of all, without repeated samples."""
+        ranks = range(self._replicas)
+        steps = [[self._part(step, rank, repeat=False) for rank in ranks] for step in self._steps()]
+        return [[batch for batch in step if batch] for step in steps]
+
+    def divided(self, pieces: list[list[int]]) -> list[list[int]]:
+        """Return this process's share of ``pieces``; the last few are halved until each process gets one."""
+        replicas = self._replicas
+        steps = [pieces[begin : begin + replicas] for begin in range(0, len(pieces), replicas)]
+        for last in steps[-1:]:
+            while len(last) < replicas:
+                most = max(last, key=len)
+                if len(most) > 1:
+                    last.remove(most)
+                    last += [most[::2], most[1::2]]
+                else:
+                    last.append(most)
+        return [step[self._rank] for step in steps]
+
+    # -- inside
+
     @abstractmethod
-    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
-        """Return this process's batches of an epoch; without a generator, in a fixed order."""
+    def _plan(self, generator: torch.Generator | None) -> list[Any]:
+        """Return what all processes compute in each step of an epoch; without a generator, in a fixed order."""
+
+    def _steps(self) -> list[Any]:
+        several = self._replicas > 1
+        with shared_random_numbers(self._seed() + self.epoch) if several else nullcontext():
+            return self._plan(self._generator() if self.shuffle else None)
+
+    def _part(self, step: Any, rank: int, *, repeat: bool) -> list[int]:
+        """Return one process's samples of those that all compute in one step.
+
+        Every ``replicas``-th of them has about the same length.
+        """
+        replicas = self._replicas
+        if repeat and len(step) < replicas:
+            step = step.repeat(-(-replicas // len(step)))[:replicas]
+        part: list[int] = step[rank::replicas].tolist()
+        return part
 
     @property
     def _replicas(self) -> int:
@@ -132,20 +184,11 @@ class PlannedBatches(Sampler[list[int]]):
         both = torch.cat(groups[-2:])
         return [*groups[:-2], *both.chunk(2)] if len(both) >= 2 * self._replicas else groups
 
-    def _batches(self, groups: list[Tensor], generator: torch.Generator | None) -> list[Tensor]:
-        """Return this process's part of each group, the groups in random order; none is empty.
-
-        A group has the samples of all processes for one step. Every ``replicas``-th of them has about the same length.
-        """
-        replicas = self._replicas
+    def _in_random_order(self, groups: list[Tensor], generator: torch.Generator | None) -> list[Tensor]:
+        """Return the groups that are not empty; a group has the samples of all processes for one step."""
         if generator is not None:
             groups = [groups[place] for place in torch.randperm(len(groups), generator=generator).tolist()]
-        batches = []
-        for group in groups:
-            if self.repeat and 0 < len(group) < replicas:
-                group = group.repeat(-(-replicas // len(group)))[:replicas]
-            batches.append(group[self._rank :: replicas])
-        return [batch for batch in batches if len(batch)]
+        return [group for group in groups if len(group)]
 
 
 class LengthBatchSampler(PlannedBatches):
@@ -189,6 +232,8 @@ class LengthBatchSampler(PlannedBatches):
 
     """
 
+    _arguments = ("batch_size", "window", "multiple_of")
+
     def __init__(
         self,
         lengths: Sequence[int] | Tensor,
@@ -215,7 +260,7 @@ class LengthBatchSampler(PlannedBatches):
                 f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole. "
                 "Give the sampler a __len__."
             )
-        self.sampler = sampler
+        self.sampler, self.multiple_of = sampler, multiple_of
         self._keys = all_rounded_up(self.lengths, multiple_of)
 
     def set_epoch(self, epoch: int) -> None:
@@ -242,7 +287,22 @@ class LengthBatchSampler(PlannedBatches):
         groups: list[Tensor] = []
         for window in order.split(self.window * group):
             groups += window[self._keys[window].argsort(descending=True, stable=True)].split(group)
-        return self._batches(self._evened([each for each in groups if len(each)]), generator)
+        return self._in_random_order(self._evened([each for each in groups if len(each)]), generator)
+
+    def pieces(self) -> list[list[list[int]]]:
+        return [[[sample] for batch in step for sample in batch] for step in super().pieces()]
+
+    def divided(self, pieces: list[list[int]]) -> list[list[int]]:
+        replicas, size = self._replicas, self.batch_size * self._replicas
+        samples = torch.tensor(pieces, dtype=torch.int64).flatten()
+        groups = [group for group in samples.split(size) if len(group) == size or (len(group) and not self.drop_last)]
+        # Neighbors have about the same length, so each process gets neighbors.
+        return [
+            group.tensor_split(replicas)[self._rank].tolist()
+            if len(group) >= replicas
+            else self._part(group, self._rank, repeat=True)
+            for group in self._evened(groups)
+        ]
 
     def _order(self, generator: torch.Generator | None) -> Tensor:
         if self.sampler is not None:
@@ -291,6 +351,8 @@ class TokenBatchSampler(PlannedBatches):
 
     """
 
+    _arguments = ("max_tokens", "shapes", "multiple_of", "max_batch_size")
+
     def __init__(
         self,
         lengths: Sequence[int] | Tensor,
@@ -310,9 +372,11 @@ class TokenBatchSampler(PlannedBatches):
         super().__init__(lengths, shuffle, drop_last, seed, generator, num_replicas, rank, repeat)
         owner = "TokenBatchSampler"
         self.max_tokens = check.whole(owner, "max_tokens", max_tokens, at_least=1, unit="tokens")
-        check.whole(owner, "shapes", shapes, at_least=1, unit="widths")
-        check.whole(owner, "multiple_of", multiple_of, at_least=1, unit="tokens")
-        check.whole(owner, "max_batch_size", max_batch_size, at_least=1, unit="samples", allow_none=True)
+        self.shapes = check.whole(owner, "shapes", shapes, at_least=1, unit="widths")
+        self.multiple_of = check.whole(owner, "multiple_of", multiple_of, at_least=1, unit="tokens")
+        self.max_batch_size = check.whole(
+            owner, "max_batch_size", max_batch_size, at_least=1, unit="samples", allow_none=True
+        )
         self._fits("max_tokens", max_tokens)
         self.widths = widths_for(self.lengths, shapes, multiple_of=multiple_of)
         most = len(self.lengths) if max_batch_size is None else max_batch_size
@@ -342,7 +406,7 @@ class TokenBatchSampler(PlannedBatches):
         if len(left) and not self.drop_last:
             groups.append(left)
         # The longest first: what does not fit in memory shows at once.
-        return self._batches(self._evened(groups)[::-1], generator)
+        return self._in_random_order(self._evened(groups)[::-1], generator)
 
 
 class PackedBatchSampler(PlannedBatches):
@@ -371,6 +435,8 @@ class PackedBatchSampler(PlannedBatches):
 
     """
 
+    _arguments = ("max_length", "rows")
+
     def __init__(
         self,
         lengths: Sequence[int] | Tensor,
@@ -397,20 +463,15 @@ class PackedBatchSampler(PlannedBatches):
     def __len__(self) -> int:
         return self._number_of_batches(len(self._rows), self.rows)
 
-    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
+    def _plan(self, generator: torch.Generator | None) -> list[list[list[int]]]:
         rows = self._rows
         if generator is not None:
             takes = self._drawn_places(generator)
             drawn = torch.randperm(len(rows), generator=generator).tolist()
             rows = [[takes[place] for place in rows[number]] for number in drawn]
         group = self.rows * self._replicas
-        batches = []
-        for begin in range(0, len(rows), group):
-            step = rows[begin : begin + group]
-            part = self._part_of(step) if len(step) == group or not self.drop_last else []
-            if part:
-                batches.append(torch.tensor([place for row in part for place in row]))
-        return batches
+        steps = [rows[begin : begin + group] for begin in range(0, len(rows), group)]
+        return [step for step in steps if len(step) == group or not self.drop_last]
 
     def _drawn_places(self, generator: torch.Generator) -> list[int]:
         """Return for each sample which one of like length takes its place."""
@@ -420,15 +481,14 @@ class PackedBatchSampler(PlannedBatches):
         takes[self._keys.argsort(stable=True)] = by_key
         return takes.tolist()
 
-    def _part_of(self, step: list[list[int]]) -> list[list[int]]:
-        """Return this process's rows of those that all processes compute in one step."""
+    def _part(self, step: list[list[int]], rank: int, *, repeat: bool) -> list[int]:
         replicas = self._replicas
-        if self.repeat and len(step) < replicas:
+        if repeat and len(step) < replicas:
             # Too few rows for all: divide them into documents, and repeat these only if there are still too few.
             step = [[place] for row in step for place in row]
             if len(step) < replicas:
                 step = (step * replicas)[:replicas]
-        return step[self._rank :: replicas]
+        return [place for row in step[rank::replicas] for place in row]
 
 
 def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -238,6 +238,34 @@ def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[st
         "epoch_ended": ended,
         "last_batch": ended or bool(batches.get("is_last_batch", False)),
     }
+
+
+# -- the states of processes
+
+
+def share_of(state: Mapping[str, Any], rank: int, ranks: Sequence[Any]) -> tuple[int, int]:
+    """Return which share of the data the process ``rank`` of the saved run read, and of how many."""
+    share, shares = state.get("share", (rank, len(ranks)))
+    return share, shares
+
+
+def state_of(ranks: Sequence[Any], rank: int, share: tuple[int, int]) -> Any:
+    """Return the state of a process of the saved run that read the same share of the data; None if none did.
+
+    Args:
+        ranks: the states of all its processes.
+        rank: the index of this process; its own state is the first choice.
+        share: which share of the data this process reads, and of how many.
+
+    Example::
+
+        >>> ranks = [{"share": (0, 2)}, {"share": (1, 2)}]
+        >>> state_of(ranks, 1, (1, 2)), state_of(ranks, 0, (0, 1))
+        ({'share': (1, 2)}, None)
+
+    """
+    found = {index: state for index, state in enumerate(ranks) if share_of(state, index, ranks) == share}
+    return found.get(rank) or next(iter(found.values()), None)
 
 
 # -- weights and optimizers

@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,31 @@ class ModuleMetrics:
                 found[name] = entry
         return found
 
+    def joined(self, states: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+        """Return one state of those of several processes, and the names of metrics that cannot be joined.
+
+        These start again. What a metric declares as its ``dist_reduce_fx`` joins the others.
+        """
+        present, lost = dict(_named(self._module)), []
+        result: dict[str, Any] = {}
+        for name in dict.fromkeys(name for state in states for name in state):
+            found = [state[name] for state in states if name in state]
+            entry = result[name] = dict(found[0])
+            gathered = [one for one in found if "state" in one]
+            if not gathered:
+                continue
+            reductions = getattr(present.get(name), "_reductions", {})
+            try:
+                entry["state"] = {
+                    key: _joined([one["state"][key] for one in gathered], reductions.get(key))
+                    for key in gathered[0]["state"]
+                }
+                entry["update_count"] = sum(one["update_count"] for one in gathered)
+            except _CannotJoinError:
+                lost.append(name)
+                entry.pop("state", None)
+        return result, lost
+
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned; metrics it does not name are reset."""
         for name, metric in _named(self._module):
@@ -101,6 +126,23 @@ class ModuleMetrics:
                 f"{type(self._module).__name__} has none of these names: they start again. Make in __init__ or setup() "
                 "all metrics that the saved run had."
             )
+
+
+class _CannotJoinError(Exception):
+    """A metric joins what processes have gathered in its own way, while it computes."""
+
+
+def _joined(values: list[Any], reduction: Any) -> Any:
+    """Return what several processes have gathered as one."""
+    if len(values) == 1:
+        return values[0]
+    if all(isinstance(value, list) for value in values):
+        return [item for value in values for item in value]
+    if reduction is None or not reduction.__module__.startswith("torchmetrics."):
+        raise _CannotJoinError
+    if all(value.dim() for value in values) and reduction.__name__ == "dim_zero_cat":
+        return torch.cat(values)
+    return reduction(torch.stack(values))
 
 
 # -- which objects

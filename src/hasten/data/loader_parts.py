@@ -77,7 +77,10 @@ def stateful_sampler(loader: DataLoader[Any]) -> Sampler[Any] | None:
 
 def generators_of(loader: object) -> list[torch.Generator]:
     """Return the generators that the user gave to a loader and its samplers, each once."""
-    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
+    owners = [loader, *samplers_of(loader)]
+    # Those inside too: a ``ShardSampler`` hides the user's sampler.
+    owners += [inner for owner in owners[1:] if (inner := getattr(owner, "sampler", None)) is not None]
+    found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 

@@ -141,8 +141,7 @@ def prepare(
 def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:
     state.restore(checkpoint, Phase.TRAINING, path)
     run.skip_sanity = True
-    ranks = (checkpoint.get("hasten") or {}).get("ranks", ())
-    if len(ranks) == run.runtime.world_size:
+    if ranks := (checkpoint.get("hasten") or {}).get("ranks"):
         # Without the rest of the checkpoint, which would stay in memory until then.
         own = {"hasten": {"ranks": ranks}}
 
@@ -152,7 +151,7 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
 
         run.restore_random = restore_random
     elif run.progress.mid_epoch:
-        # No exact position is known.
+        # Lightning keeps no exact position.
         run.train.stream.start_at(run.progress.batch)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType
@@ -18,7 +18,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
-from hasten.checkpoint import contents
+from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.files import not_found, present
 from hasten.hooks import HOOKS, STEPS
@@ -102,7 +102,11 @@ class RunState:
                 progress.load_state_dict(checkpoint["loops"]["fit"])
         elif phase is Phase.TRAINING:
             self._restore_training(checkpoint, source)
-        elif (state := self._of_this_process(checkpoint)) is not None:
+        elif ranks := (checkpoint.get("hasten") or {}).get("ranks"):
+            state = contents.state_of(ranks, self._run.runtime.global_rank, self._share())
+            if state is None:
+                shares = processes.by_share(ranks)
+                state = shares[self._share()[0] % len(shares)]
             RandomGenerators().load_state_dict(state["random"])
 
     # -- optimizers, schedulers, gradients
@@ -146,16 +150,11 @@ class RunState:
                 contents.restore_gradients(
                     run.module, run.optimizers, own["gradients"], rank=rank, world_size=world_size
                 )
-            ranks = own["ranks"]
-            run.metrics.load_state_dict(ranks[rank if rank < len(ranks) else 0]["metrics"])
-            process_state = self._of_this_process(checkpoint)
-            if process_state is not None:
-                self._restore_process(process_state)
+            state = contents.state_of(own["ranks"], rank, self._share())
+            if state is not None:
+                self._restore_process(state)
             else:
-                rank_zero_warn(
-                    f"{source} was written by {len(ranks)} process(es) and is resumed on {world_size}: the order of "
-                    "the data and random numbers start again. Weights and optimizer state are as saved."
-                )
+                self._restore_moved(own["ranks"], source)
         run.averages.resume_with(own.get("training_weights"))
 
     # -- what differs between processes: data position, values logged, metrics, random states
@@ -174,6 +173,7 @@ class RunState:
         data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
         evaluations = run.validation.state_dict()
         return {
+            "share": self._share(),
             "random": run.random_before_validation or RandomGenerators().state_dict(),
             "data": data[0] if data else None,
             "values": values,
@@ -188,10 +188,14 @@ class RunState:
             "evaluations": {run.validation.stage: evaluations} if evaluations else {},
         }
 
-    def _restore_process(self, state: dict[str, Any]) -> None:
-        run = self._run
+    def _restore_process(self, state: dict[str, Any], *, moved: bool = False) -> None:
+        run, progress = self._run, self._run.progress
+        run.metrics.load_state_dict(state["metrics"])
         if state["data"] is not None:
-            run.train.load_state_dict([state["data"]])
+            (batch,) = run.train.load_state_dict([state["data"]], moved=moved)
+            if progress.mid_epoch and not progress.last_batch:
+                # Of larger batches, or with more processes, fewer are done; maybe none.
+                progress.batch, progress.begun = batch, progress.begun or not batch
         rows = {row.name: row for row in HOOKS} | STEPS
         run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
         run.window_weight, run.resumed_divisor = state["window_weight"], state.get("window_divisor")
@@ -206,12 +210,35 @@ class RunState:
             for positions in state["evaluations"].values():
                 run.validation.load_state_dict(positions)
 
-    def _of_this_process(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what the checkpoint holds for this process; None if another number of processes wrote it."""
-        ranks = (checkpoint.get("hasten") or {}).get("ranks", ())
-        runtime = self._run.runtime
-        state: dict[str, Any] | None = ranks[runtime.global_rank] if len(ranks) == runtime.world_size else None
-        return state
+    def _restore_moved(self, ranks: list[dict[str, Any]], source: str) -> None:
+        """Restore this process's part of the states of another number of processes, and say what is not exact."""
+        run, share = self._run, self._share()
+        shares, lost = processes.by_share(ranks), set[str]()
+
+        def join_metrics(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            metrics, not_joined = run.metrics.joined(states)
+            lost.update(not_joined)
+            return metrics
+
+        self._restore_process(processes.joined(shares, share, join_metrics), moved=True)
+        inexact = []
+        if not_known := run.train.stream.not_known:
+            inexact.append(
+                f"the {run.train.stream.name} goes on in a new order, after as many batches as each process had done: "
+                f"the samples they had are not known, because {not_known}"
+            )
+        if lost:
+            inexact.append(f"the metrics {sorted(lost)} start again, because only they can join what they gathered")
+        if inexact:
+            rank_zero_warn(
+                f"{source} was written by {len(shares)} process(es) that share the data and is resumed on {share[1]}: "
+                f"{'; '.join(inexact)}."
+            )
+
+    def _share(self) -> tuple[int, int]:
+        """Return which part of the data this process reads, and of how many."""
+        strategy = self._run.runtime.strategy
+        return strategy.data_parallel_rank, strategy.data_parallel_size
 
     # -- callbacks
 

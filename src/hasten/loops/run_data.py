@@ -256,12 +256,22 @@ class StageData:
             for stream in self._streams or ()
         ]
 
-    def load_state_dict(self, states: Iterable[dict[str, Any]]) -> None:
-        """Go to where ``state_dict`` was taken; an evaluation that was interrupted starts again."""
+    def load_state_dict(self, states: Iterable[dict[str, Any]], *, moved: bool = False) -> list[int]:
+        """Go to where ``state_dict`` was taken; an evaluation that was interrupted starts again.
+
+        Args:
+            states: of this process.
+            moved: another number of processes shared the data, and the states are those of the first.
+
+        Returns:
+            how many batches of its epoch each loader has behind it.
+
+        """
         for stream, state in zip(self.load(), states, strict=False):
-            stream.load_state_dict(state)
+            stream.load_state_dict(state, moved=moved)
             if self.stage != "train":
                 stream.finish()
+        return [stream.position for stream in self.load()]
 
     # -- inside
 

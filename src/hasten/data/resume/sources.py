@@ -51,6 +51,10 @@ class BatchSource:
     keeps_indices = False
     # The index batches, where there are any.
     indices: CountingSampler | None = None
+    # Those to read in place of the sampler's, in an epoch that ``reopen`` begins.
+    rest: list[Any] | None = None
+    # Whether the workers were there before this epoch, so that no seed was drawn for them in it.
+    has_workers_from_before = False
 
     def __init__(self, loader: Iterable[Any], *, replays: bool = False) -> None:
         self._loader: Any = loader
@@ -174,7 +178,7 @@ class _DataLoaderSource(BatchSource):
         assert self.indices is not None
         self.restore_between_epochs(state)
         is_there = "sampler" in self._stateful and state.get("sampler") is not None
-        self.indices.start_at(number, skip=not (is_there or self._is_iterable), once=once)
+        self.indices.start_at(number, skip=not (is_there or self._is_iterable), once=once, instead=self.rest)
         self._iterator = iter(loader)
         self.indices.opened()
         return self._iterator
@@ -251,10 +255,8 @@ class WorkerSource(_DataLoaderSource):
             _iterator=None,
             _get_iterator=self._make_iterator,
         )
-        # The state of the generator that the workers' seed was drawn from, and whether that was in an
-        # epoch before this one.
+        # The state of the generator that the workers' seed was drawn from.
         self._birth: bytes | None = None
-        self._born_before = False
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch; persistent workers continue from where they are."""
@@ -264,7 +266,7 @@ class WorkerSource(_DataLoaderSource):
             return self._iterator
         self._finish_issued()
         self._states.start_epoch(0, self._states.after(self._states.number))
-        self._born_before = True
+        self.has_workers_from_before = True
         batches = self._iterator = iter(self._loader_with_states)
         # A round of batches, with which the workers send the states they began the epoch in.
         return chain(list(islice(batches, self._count)), batches) if self._reports_starts else batches
@@ -302,7 +304,7 @@ class WorkerSource(_DataLoaderSource):
             "num_workers": self._count,
             "base": base,
             "workers": workers,
-            "birth": self._birth if self._born_before else None,
+            "birth": self._birth if self.has_workers_from_before else None,
         }
         if "sampler" in self._stateful:
             state["sampler"] = self.indices.state_after(base)
@@ -331,7 +333,7 @@ class WorkerSource(_DataLoaderSource):
 
     def _expect_new_workers(self, base: int, states: list[State | None], birth: bytes | None) -> None:
         """Expect workers that begin after ``base`` batches of an epoch; for ``birth`` see ``_birth``."""
-        self._birth, self._born_before = birth, birth is not None
+        self._birth, self.has_workers_from_before = birth, birth is not None
         self._init.states = states
         self._states.start_epoch(base, states or [None] * self._count)
 
@@ -381,17 +383,19 @@ class CountingSampler:
         self._keep = keep
         self._first = self._skip = self._to_skip = 0
         self._once = False
+        self._instead: Iterable[Any] | None = None
         self._ended_at = -1
         self._current: Iterator[Any] | None = None
         self._states: dict[int, Any] = {}
 
-    def start_at(self, number: int, *, skip: bool, once: bool = False) -> None:
+    def start_at(self, number: int, *, skip: bool, once: bool = False, instead: Iterable[Any] | None = None) -> None:
         """Begin the next epoch at index batch ``number``.
 
         ``skip`` draws the batches before it from the sampler; without it, the sampler is already there. ``once``: the
-        loader calls iter() twice in an epoch that called it once when it was interrupted.
+        loader calls iter() twice in an epoch that called it once when it was interrupted. ``instead``: index batches
+        to give in that epoch in place of the sampler's.
         """
-        self._first, self._skip, self._once = number, number if skip else 0, once
+        self._first, self._skip, self._once, self._instead = number, number if skip else 0, once, instead
 
     def __iter__(self) -> Iterator[Any]:
         if self._once and self._current is not None:
@@ -400,7 +404,7 @@ class CountingSampler:
         self.stopped, self._ended_at, self._to_skip = False, -1, self._skip
         self.batches.clear()
         self._states.clear()
-        self._drawn = iter(self.sampler_of_loader)
+        self._drawn = iter(self.sampler_of_loader if self._instead is None else self._instead)
         self._remember_state(self._first)
         self._current = self._counted(self._first)
         if self.on_iter is not None:

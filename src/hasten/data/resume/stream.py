@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from hasten.data.loader_parts import (
     stateful_sampler,
 )
 from hasten.data.memory.resident import is_resident
+from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of
 from hasten.data.resume.sources import BatchSource, source_of
 from hasten.data.resume.workers import RngWatch
 from hasten.data.worker_count import with_workers_of
@@ -82,7 +84,7 @@ class Stream:
         # How many batches of its epoch were yielded.
         self.handed = 0
         self._replays, self._marks_last = replays, marks_last
-        self._source: BatchSource = source_of(loader, replays=replays)
+        self._source: BatchSource = self._source_of(loader)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
         # A state to go to, the random state in which the epoch began, and the batch that was yielded last.
@@ -99,11 +101,15 @@ class Stream:
         self._opened: Iterator[Any] | None = None
         self._running: Iterator[Any] | None = None
         self._next: NextEpoch | None = None
+        # What is left of an epoch that was begun with another number of processes, or another batch size.
+        self._rest: Rest | None = None
+        # Why the samples that were read of the epoch of a loaded state are not known.
+        self.not_known = ""
 
     @property
     def length(self) -> int | None:
         """The length of the loader in batches; None if it has none."""
-        return length_of(self.loader)
+        return length_of(self.loader) if self._rest is None else len(self._rest.batches)
 
     @property
     def certain_length(self) -> int | None:
@@ -200,6 +206,8 @@ class Stream:
             self._explain(error, fetched)
             raise
         finally:
+            if self._at_end:
+                self._rest = None
             if self._running is iterator:
                 self._leave()
 
@@ -229,6 +237,7 @@ class Stream:
         else:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
+            self._source.rest = None if self._rest is None else self._rest.batches
             rest = _RestOfEpoch(self._source, self._generators, self._watch)
             rest.load_state_dict(state)
             iterator, self._start = rest.batches, rest.start
@@ -241,8 +250,11 @@ class Stream:
 
     def start_at(self, consumed: int) -> None:
         """Begin the next epoch after its first ``consumed`` batches, in a new order if the loader shuffles."""
+        self.load_state_dict(self._skipping(consumed))
+
+    def _skipping(self, consumed: int) -> dict[str, Any]:
         state = {**self._end(), "consumed": consumed, "ended": False, "generators": []}
-        self.load_state_dict({**state, "start": None, "ahead": None, "source": None})
+        return {**state, "start": None, "ahead": None, "source": None}
 
     def keep_indices(self) -> None:
         """Remember the indices of the latest batches, for ``batch_indices``."""
@@ -268,6 +280,7 @@ class Stream:
             self._again, self._ahead, self._ahead_mark = _END, _END, None
             self._at_end = True
             self._leave()
+        self._rest = None
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:
         """Change the last batch for ``state_dict(again=True)``."""
@@ -293,8 +306,9 @@ class Stream:
         held = {"again": self._held} if again else {}
         if self._next is not None:
             return {**self._next.end_before, "epoch": self.epoch, **held}
-        state = {**self._end(), **held, "consumed": self.handed}
-        if self._at_end and not self._source.survives:
+        order = self._order(self.handed - again) if again or not self._at_end else None
+        state = {**self._end(), **held, "consumed": self.handed, "order": order}
+        if self._at_end and (self._rest is not None or not self._source.survives):
             # Nothing is left of an epoch that ran to its end; one cut short by a limit may leave a place behind.
             return {**state, "source": {} if self._exhausted else self._source.between_epochs()}
         mark = self._ahead_mark
@@ -307,15 +321,47 @@ class Stream:
             "source": self._source.state(self.handed) if mark is None else mark["source"],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
+    def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
+        """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``.
+
+        Where the loader divides the samples in another way than when the epoch was begun, its rest is read in the order
+        it was begun in, and ``position`` is counted in batches of this loader.
+
+        Args:
+            state: of this process, or of the first one.
+            moved: another number of processes shared the data. If the order of the epoch cannot be drawn again, as
+                ``not_known`` says then, as many batches as were done are left out in a new order.
+
+        """
         self.close()
         loader = with_workers_of(self.loader, state)
         if loader is not self.loader:
-            self.loader, self._source = loader, source_of(loader, replays=self._replays)
+            self.loader, self._source = loader, self._source_of(loader)
+        self._rest, self.not_known = None, ""
+        if self._replays and (moved or state.get("order") is not None):
+            state = self._continued(state, moved)
         self._loaded = state
         self._start = self._ahead_mark = None
         self._held = self._again = self._ahead = _END
+
+    def _continued(self, state: dict[str, Any], moved: bool) -> dict[str, Any]:
+        """Return the state at which this process goes on; of the rest of an epoch, if that is divided anew."""
+        again = "again" in state
+        if state["ended"] and not again:
+            return {**state, "rebuild": False, "source": {}} if moved else state
+        done = state["consumed"] - again
+        try:
+            self._rest = rest_of(state.get("order"), self.loader, done, self._as_begun, moved=moved)
+        except NotKnown as why:
+            if not moved:
+                return state
+            self.not_known = str(why)
+            return self._skipping(done)
+        rest = self._rest
+        if rest is None or rest.state is state["order"]:
+            return state
+        kept = {name: state[name] for name in ("epoch", "generators")}
+        return {**self._skipping(rest.state["begun"]), **kept, "order": rest.state}
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch(epoch)`` of the loader's samplers and dataset; the first epoch is 0."""
@@ -349,6 +395,31 @@ class Stream:
         self._source.close()
 
     # -- inside
+
+    def _source_of(self, loader: Iterable[Any]) -> BatchSource:
+        source = source_of(loader, replays=self._replays)
+        if self._replays and isinstance(loader, DataLoader) and not _has_known_order(loader):
+            # The indices of the last batch tell later whether the sampler draws the same order again.
+            source.keeps_indices = True
+        return source
+
+    def _order(self, done: int) -> dict[str, Any] | None:
+        """Return what draws the order of this epoch, of which ``done`` batches are done; None if nobody asks."""
+        if self._rest is not None or not self._replays:
+            return None if self._rest is None else self._rest.state
+        assert self._start is not None
+        indices = self._source.indices
+        last = None if indices is None else indices.batches.get(done)
+        return state_of(self.loader, self._start, last, has_workers_from_before=self._source.has_workers_from_before)
+
+    @contextmanager
+    def _as_begun(self, start: dict[str, Any]) -> Iterator[None]:
+        """Return a context with the random state in which an epoch began."""
+        before = {"generators": self._generator_states()}
+        with isolate_rng(include_cuda=False):
+            _set_random_state(self._generators, start)
+            yield
+        _set_random_state(self._generators, before)
 
     def _begin(self) -> Iterator[Any]:
         self.open()
@@ -430,7 +501,7 @@ class _RestOfEpoch:
             elif state["ahead"] is not None:
                 _set_random_state(generators, state["ahead"])
                 self.ahead, self.ahead_mark = next(self.batches, _END), state["ahead"]
-        if state["source"] is not None and not source.is_changed(state["source"]):
+        if state["source"] is None or not source.is_changed(state["source"]):
             # The dataset may have drawn from them too, and what is skipped is not drawn.
             _set_random_state(generators, state)
 
@@ -459,6 +530,11 @@ def ends_at_its_length(loader: object) -> bool:
     is_torchs = iterates and kind.__len__ is DataLoader.__len__ and not overrides_iter(loader)
     if is_iterable(loader) or not (is_torchs or kind.__module__.startswith("torchdata.")):
         return False
+    return _has_known_order(loader)
+
+
+def _has_known_order(loader: DataLoader[Any]) -> bool:
+    """Return whether all samplers of a loader are those of torch or hasten."""
     return all(
         type(each) in _SAMPLERS or type(each).__module__.startswith(("hasten.", "torchdata."))
         for each in _orders_of(loader)
@@ -629,7 +705,12 @@ class CombinedStream:
             "readers": [reader.state_dict(again) for reader in self._readers],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    @property
+    def not_known(self) -> str:
+        found = {index: reader.stream.not_known for index, reader in enumerate(self._readers)}
+        return ", ".join(f"in loader {index} {why}" for index, why in found.items() if why)
+
+    def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
         readers = state.get("readers", [])
         if len(readers) != len(self._readers):
             raise ValueError(
@@ -638,8 +719,25 @@ class CombinedStream:
             )
         for reader, saved in zip(self._readers, readers, strict=True):
             reader.restart()
-            reader.stream.load_state_dict(saved["stream"])
-        self._loaded = state
+            reader.stream.load_state_dict(saved["stream"], moved=moved and not state["ended"])
+        self._loaded = state if state["ended"] else self._recounted(state)
+
+    def _recounted(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state counted in batches as large as those of the streams now, which may have changed."""
+        saved, streams = state["readers"], [reader.stream for reader in self._readers]
+        counts = [one["count"] if one["at_end"] else each.position for one, each in zip(saved, streams, strict=True)]
+        if counts == [one["count"] for one in saved]:
+            return state
+        lengths = [stream.length for stream in streams]
+        left = [
+            None if length is None else 0 if one["at_end"] else length - count
+            for one, length, count in zip(saved, lengths, counts, strict=True)
+            if self.loader.mode == "min_size" or not one["done"]
+        ]
+        whole, rest = joint_length(self.loader.mode, lengths), joint_length(self.loader.mode, left)
+        consumed = state["consumed"] if whole is None or rest is None else max(0, whole - rest)
+        readers = [{**one, "count": count} for one, count in zip(saved, counts, strict=True)]
+        return {**state, "consumed": consumed, "readers": readers}
 
     def start_at(self, consumed: int) -> None:
         mode, left = self.loader.mode, consumed

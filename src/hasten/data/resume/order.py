@@ -1,0 +1,261 @@
+"""The order of an epoch over all processes: drawn again as it was begun, and its rest divided in another way."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from hasten.batching.samplers import PlannedBatches
+from hasten.data.loader_parts import (
+    ShardSampler,
+    has_state,
+    index_sampler,
+    is_iterable,
+    is_plain_shuffle,
+    length_of,
+    overrides_iter,
+    stateful_sampler,
+)
+from hasten.data.memory.resident import is_resident
+
+State = dict[str, Any]
+
+# What a position in the order has to be known of: samples or batches, how many for each process, and for how many.
+_DIVISION = ("unit", "batch_size", "replicas")
+# Orders that need nothing but their number of samples, and a seed.
+_DISTRIBUTED, _SHUFFLED, _IN_SEQUENCE = "distributed", "shuffled", "in sequence"
+
+
+class NotKnown(Exception):
+    """Why the order of an epoch, or how far it was read, is not known."""
+
+
+@dataclass
+class Rest:
+    """The rest of an epoch that was begun with another number of processes, or another batch size.
+
+    Args:
+        batches: this process's index batches; up to the position there are only as many places.
+        state: as plain data what ``rest_of`` needs to come to the same again. ``"begun"`` is the position, in batches:
+            as many as an epoch of this loader has more than the rest.
+
+    """
+
+    batches: list[Any]
+    state: State
+
+
+def described(loader: object) -> State:
+    """Return as plain data how the batches of a loader come about, over all processes.
+
+    Raises:
+        NotKnown: they depend on more than the order that its sampler draws when an epoch begins.
+
+    """
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        raise NotKnown(f"it is a {kind}")
+    if is_iterable(loader):
+        raise NotKnown(f"it reads the IterableDataset {type(loader.dataset).__name__}")
+    own_iterator = type(loader)._get_iterator is not DataLoader._get_iterator and not is_resident(loader)
+    if overrides_iter(loader) or own_iterator or has_state(loader):
+        raise NotKnown(f"{kind} makes its batches itself")
+    sampler = index_sampler(loader)[1]
+    if isinstance(sampler, PlannedBatches):
+        settings, inner = sampler.settings(), getattr(sampler, "sampler", None)
+        return {
+            "unit": type(sampler).__name__,
+            "sampler": type(inner).__name__,
+            "batch_size": settings.get("batch_size", 1),
+            "replicas": settings["num_replicas"] or 1,
+            "items": len(sampler.lengths),
+            "settings": settings,
+        }
+    drawing, base = _samplers_of(loader)
+    name = type(base).__name__
+    if stateful_sampler(loader) is not None or has_state(base):
+        raise NotKnown(f"its sampler {name} keeps its position itself")
+    length = length_of(base)
+    if length is None:
+        raise NotKnown(f"its sampler {name} has no length")
+    found: State = {
+        "unit": "samples" if type(sampler) is BatchSampler else "batches",
+        "sampler": name,
+        "batch_size": sampler.batch_size if type(sampler) is BatchSampler else 1,
+        "replicas": getattr(drawing, "num_replicas", 1),
+        "items": length,
+    }
+    if type(drawing) is DistributedSampler:
+        shuffle, items = drawing.shuffle, len(drawing.dataset)  # type: ignore[arg-type]
+        return {**found, "sampler": _DISTRIBUTED, "items": items, "shuffle": shuffle, "seed": drawing.seed}
+    if type(drawing) is ShardSampler:
+        found["seed"] = drawing.seed
+    elif hasattr(drawing, "num_replicas") and hasattr(drawing, "rank"):
+        raise NotKnown(f"its sampler {name} divides the samples itself")
+    if is_plain_shuffle(base) and base.generator is None:
+        found["sampler"] = _SHUFFLED
+    elif type(base) is SequentialSampler:
+        found["sampler"] = _IN_SEQUENCE
+    return found
+
+
+def state_of(loader: object, start: State, last: Any, *, has_workers_from_before: bool) -> State:
+    """Return as plain data what draws the order of the epoch in hand.
+
+    Args:
+        loader: the loader.
+        start: the random state in which the epoch began.
+        last: the indices of the last batch that is done, if they are known.
+        has_workers_from_before: whether the workers were there before the epoch.
+
+    """
+    try:
+        found = described(loader)
+    except NotKnown as why:
+        return {"unknown": str(why)}
+    assert isinstance(loader, DataLoader)
+    sampler = index_sampler(loader)[1]
+    drawing = sampler if isinstance(sampler, PlannedBatches) else _samplers_of(loader)[0]
+    drawn = {
+        **found,
+        "epoch": getattr(drawing, "epoch", None),
+        "start": start,
+        # How often a loader calls iter() of its sampler; for workers that live on it draws no seed in between.
+        "iterations": 2 if loader.num_workers and not has_workers_from_before else 1,
+        "draws_seed": not has_workers_from_before,
+    }
+    state = {"drawn": drawn, "division": {name: found[name] for name in _DIVISION}}
+    return state if last is None or "settings" in found else {**state, "last": _checksum(last)}
+
+
+def rest_of(
+    order: State | None,
+    loader: Any,
+    done: int,
+    begins: Callable[[State], AbstractContextManager[None]],
+    *,
+    moved: bool = False,
+) -> Rest | None:
+    """Return the rest of the epoch that a state was saved in; None where the loader itself gives it.
+
+    Args:
+        order: from ``state_of``, or of an earlier ``Rest``; None if the state has none.
+        loader: the loader that goes on.
+        done: the batches that each process had done, counted as the saved run did.
+        begins: returns a context with the random state in which an epoch began.
+        moved: another number of processes shared the data.
+
+    Raises:
+        NotKnown: the order cannot be drawn again.
+
+    """
+    now = described(loader)
+    if order is None:
+        raise NotKnown("an earlier version wrote the checkpoint")
+    if "unknown" in order:
+        raise NotKnown(order["unknown"])
+    drawn, division = order["drawn"], order["division"]
+    is_first = "before" not in order
+    same = all(division[name] == now[name] for name in _DIVISION)
+    compared = now.keys() if moved else now.keys() - {"items"}
+    if is_first and same and all(drawn.get(name) == now[name] for name in compared):
+        return None
+    _check_same_data(drawn, now)
+    with begins(drawn["start"]):
+        steps = _drawn_again(drawn, loader)
+    items = [item for step in steps for item in step]
+    if same and not is_first:
+        return Rest([None] * order["begun"] + _divided(items[order["before"] :], loader), order)
+    if is_first:
+        before = sum(map(len, steps[:done]))
+        if done and "last" in order:
+            part = steps[done - 1][:: drawn["replicas"]]
+            if order["last"] != _checksum(part if drawn["unit"] == "samples" else part[0]):
+                raise NotKnown(f"its sampler {drawn['sampler']} draws another order than it did")
+    else:
+        before = order["before"] + (done - order["begun"]) * division["batch_size"] * division["replicas"]
+    rest = _divided(items[before:], loader)
+    begun = max(0, len(loader) - len(rest))
+    division = {name: now[name] for name in _DIVISION}
+    return Rest([None] * begun + rest, {"drawn": drawn, "division": division, "before": before, "begun": begun})
+
+
+def _check_same_data(drawn: State, now: State) -> None:
+    if drawn["unit"] != now["unit"]:
+        raise NotKnown(f"its batches come from {now['unit']}, and came from {drawn['unit']}")
+    if drawn["items"] != now["items"]:
+        raise NotKnown(f"its sampler gives {now['items']} {now['unit']} an epoch, and gave {drawn['items']}")
+    known = (_DISTRIBUTED, _SHUFFLED, _IN_SEQUENCE)
+    if drawn["sampler"] not in known and drawn["sampler"] != now["sampler"]:
+        raise NotKnown(f"its sampler is {now['sampler']}, and was {drawn['sampler']}")
+
+
+def _drawn_again(drawn: State, loader: DataLoader[Any]) -> list[list[Any]]:
+    """Return the samples or batches of all processes in each step of the epoch, none repeated to have enough."""
+    sampler, epoch = index_sampler(loader)[1], drawn["epoch"]
+    order: Any
+    if isinstance(sampler, PlannedBatches):
+        planned = sampler.with_settings(drawn["settings"])
+        planned.set_epoch(epoch)
+        _draw_seed(loader, drawn)
+        return planned.pieces()
+    count, order = drawn["items"], _samplers_of(loader)[1]
+    if drawn["sampler"] == _DISTRIBUTED:
+        order = DistributedSampler(range(count), 1, 0, shuffle=drawn["shuffle"], seed=drawn["seed"])  # type: ignore[arg-type]
+    elif drawn["sampler"] == _SHUFFLED:
+        order = RandomSampler(range(count))
+    elif drawn["sampler"] == _IN_SEQUENCE:
+        order = range(count)
+    elif drawn["replicas"] > 1:
+        order = ShardSampler(order, 1, 0, seed=drawn["seed"], repeat=False)
+    if epoch is not None and hasattr(order, "set_epoch"):
+        order.set_epoch(epoch)
+    if drawn["unit"] == "samples":
+        # Draws nothing before the first batch, as that of the loader.
+        order = BatchSampler(order, 1, drop_last=False)
+    drawing = iter(order)
+    _draw_seed(loader, drawn)
+    items = list(iter(order) if drawn["iterations"] == 2 else drawing)
+    if drawn["unit"] == "samples":
+        items = [sample for [sample] in items]
+    each = drawn["batch_size"] * drawn["replicas"]
+    return [items[begin : begin + each] for begin in range(0, len(items), each)]
+
+
+def _draw_seed(loader: DataLoader[Any], drawn: State) -> None:
+    """Draw the seed of the workers, as a loader without any does too."""
+    if drawn["draws_seed"]:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def _divided(items: list[Any], loader: DataLoader[Any]) -> list[Any]:
+    """Return this process's batches of samples or batches, by the rules of an epoch that begins with them."""
+    sampler = index_sampler(loader)[1]
+    if isinstance(sampler, PlannedBatches):
+        return sampler.divided(items)
+    drawing = _samplers_of(loader)[0]
+    replicas, rank = getattr(drawing, "num_replicas", 1), getattr(drawing, "rank", 0)
+    if getattr(drawing, "drop_last", False):
+        items = items[: len(items) // replicas * replicas]
+    elif items:
+        items = list(itertools.islice(itertools.cycle(items), -(-len(items) // replicas) * replicas))
+    items = items[rank::replicas]
+    return list(BatchSampler(items, sampler.batch_size, sampler.drop_last)) if type(sampler) is BatchSampler else items
+
+
+def _samplers_of(loader: DataLoader[Any]) -> tuple[Any, Any]:
+    """Return the sampler that divides samples, or batches, among processes, and the one that orders them."""
+    sampler = index_sampler(loader)[1]
+    drawing = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return drawing, drawing.sampler if type(drawing) is ShardSampler else drawing
+
+
+def _checksum(indices: Any) -> int:
+    return zlib.crc32(repr(indices).encode())

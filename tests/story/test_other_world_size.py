@@ -1,0 +1,236 @@
+"""A run that was interrupted in the middle of an epoch goes on with another number of processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+import hasten as L
+from hasten.resolve import runtime
+from hasten.strategies import DDPStrategy
+from tests.models import Classifier, Numbered, quiet
+from tests.programs import call_in_file
+
+SAMPLES, BATCH = 48, 2
+# The order of a sampler is drawn from torch's generator, which each of these runs seeds.
+SEED = 11
+
+
+class Sentences(Numbered):
+    """Samples with a field of another length each."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y, number = super().__getitem__(index)
+        return {"input_ids": [1] * (1 + 5 * index % 17), "x": x, "y": y, "number": number}
+
+
+class Ids(IterableDataset[Any]):
+    """The same samples for every process, as far as it knows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(Numbered(SAMPLES).__getitem__, range(SAMPLES))
+
+
+class Recorded(Classifier):
+    """Keeps the samples that it trains on, and what an epoch adds up to, by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, list[int]] = {}
+        self.results: dict[int, dict[str, float]] = {}
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self.sum, self.numbers = torchmetrics.SumMetric(), torchmetrics.CatMetric()
+        self.correlation = torchmetrics.PearsonCorrCoef()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, dict):
+            batch = batch["x"], batch["y"], batch["number"]
+        x, y, number = batch[0] if isinstance(batch[0], list) else batch
+        self.seen.setdefault(self.current_epoch, []).extend(number.tolist())
+        self.sum.update(number.double())
+        self.numbers.update(number)
+        self.correlation.update(x[:, 0], x[:, 1])
+        size = len(number)
+        self.log("mean", number.double().mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
+        self.log("most", number.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
+        return self.loss((x, y))
+
+    def on_train_epoch_end(self) -> None:
+        values = {name: float(self.trainer.callback_metrics[name]) for name in ("mean", "most")}
+        values |= {"sum": float(self.sum.compute()), "samples": self.numbers.compute().numel()}
+        self.results[self.current_epoch] = values
+        self.weights[self.current_epoch] = {name: value.clone() for name, value in self.layers.state_dict().items()}
+        for metric in (self.sum, self.numbers, self.correlation):
+            metric.reset()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Interrupt(L.Callback):
+    """Save a checkpoint in an epoch once so many batches were read in this run, and stop."""
+
+    def __init__(self, path: Path, epoch: int, batches: int) -> None:
+        self.path, self.epoch, self.batches = path, epoch, batches
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            self.batches -= 1
+            if not self.batches:
+                trainer.save_checkpoint(self.path)
+                trainer.should_stop = True
+
+
+def loader(kind: str, batch_size: int = BATCH) -> Any:
+    data = Numbered(SAMPLES)
+    if kind in ("shuffled", "workers", "in sequence"):
+        return DataLoader(data, batch_size, shuffle=kind != "in sequence", num_workers=2 * (kind == "workers"))
+    if kind == "length":
+        return DataLoader(Sentences(SAMPLES), batch_size, shuffle=True)
+    if kind == "batches":
+        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), batch_size, drop_last=False))
+    if kind == "joined":
+        return [loader("shuffled", batch_size), DataLoader(range(100, 116), batch_size)]  # type: ignore[arg-type]
+    if kind == "weighted":
+        return DataLoader(data, batch_size, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False))
+    assert kind == "iterable"
+    return DataLoader(Ids(), batch_size)
+
+
+KINDS = ("shuffled", "workers", "in sequence", "length", "batches", "joined", "weighted", "iterable")
+FEW, SOME = ("shuffled", "length"), ("shuffled", "batches", "joined", "iterable")
+
+
+def train(
+    folder: Path, world: int, kind: str, chain: str, stage: int = 0, *, stops: bool, batch_size: int = BATCH,
+    accumulate: int = 1,
+) -> None:  # fmt: skip
+    """Train one stage of a chain of runs, each of which goes on where the one before was interrupted.
+
+    It stops after so many batches of the second epoch, or not for 0.
+    """
+    L.seed_everything(SEED + stage, verbose=False)
+    model, place = Recorded(), folder / f"{kind}-{chain}"
+    trainer = quiet(
+        devices=world,
+        strategy="ddp" if world > 1 else "auto",
+        max_epochs=3,
+        callbacks=[Interrupt(Path(f"{place}-{stage}.ckpt"), 1, stops)] if stops else [],
+        accumulate_grad_batches=accumulate,
+        batching="length" if kind == "length" else None,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader(kind, batch_size), ckpt_path=f"{place}-{stage - 1}.ckpt" if stage else None)
+    kept = {name: getattr(model, name) for name in ("seen", "results", "weights")}
+    said = [str(each.message) for each in caught if "was written by" in str(each.message)]
+    torch.save({**kept, "said": said, "step": trainer.global_step}, f"{place}-{stage}-{trainer.global_rank}.pt")
+    trainer.strategy.barrier()
+
+
+def train_all(folder: Path, world: int, runs: list[dict[str, Any]]) -> None:
+    for run in runs:
+        train(folder, world, **run)
+
+
+def launch(folder: Path, world: int, runs: list[dict[str, Any]]) -> None:
+    """Train in so many processes; one is this one."""
+    if world == 1:
+        train_all(folder, 1, runs)
+        return
+    strategy = DDPStrategy(start_method="forkserver")
+    processes = runtime(accelerator="cpu", devices=world, strategy=strategy)
+    processes.launch(call_in_file, __file__, "train_all", folder, world, runs)
+
+
+def read(folder: Path, kind: str, chain: str, stage: int) -> list[Any]:
+    return [torch.load(path) for path in sorted(folder.glob(f"{kind}-{chain}-{stage}-*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with what all runs of this module have recorded."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def begun(kinds: tuple[str, ...], chain: str, stops: int = 4) -> list[dict[str, Any]]:
+        return [{"kind": kind, "chain": chain, "stops": stops} for kind in kinds]
+
+    def ended(kinds: tuple[str, ...], chain: str, stage: int = 1) -> list[dict[str, Any]]:
+        return [{"kind": kind, "chain": chain, "stage": stage, "stops": 0} for kind in kinds]
+
+    windows, large = {"kind": "shuffled", "chain": "windows", "accumulate": 3}, {"kind": "shuffled", "chain": "large"}
+    launch(folder, 3, begun(FEW, "3-1-2"))
+    launch(folder, 2, [
+        *begun(KINDS, "2-1"), *begun(FEW, "2-3", 3), {**windows, "stops": 4}, {**large, "stops": 4},
+        {"kind": "shuffled", "chain": "whole", "stops": 0},
+    ])  # fmt: skip
+    launch(folder, 1, [
+        *ended(KINDS, "2-1"), *begun(SOME, "1-2"), *({**run, "stage": 1} for run in begun(FEW, "3-1-2", 2)),
+        {**windows, "stage": 1, "stops": 0}, {**large, "stage": 1, "stops": 0, "batch_size": 2 * BATCH},
+    ])  # fmt: skip
+    launch(folder, 2, [*ended(SOME, "1-2"), *ended(FEW, "3-1-2", 2)])
+    launch(folder, 3, ended(FEW, "2-3"))
+    return folder
+
+
+CHAINS = [(kind, "2-1") for kind in KINDS[:-1]] + [(kind, "1-2") for kind in SOME[:-1]]
+CHAINS += [(kind, chain) for kind in FEW for chain in ("2-3", "3-1-2")]
+
+
+@pytest.mark.parametrize(("kind", "chain"), [*CHAINS, ("shuffled", "large"), ("shuffled", "windows")])
+def test_every_sample_of_the_interrupted_epoch_is_trained_on_once(folder: Path, kind: str, chain: str) -> None:
+    stages = [read(folder, kind, chain, stage) for stage in range(max(2, len(chain.split("-"))))]
+    seen = Counter(number for stage in stages for process in stage for number in process["seen"].get(1, []))
+    assert seen == Counter(range(SAMPLES))
+    # Later epochs are those of the new number of processes.
+    assert Counter(number for process in stages[-1] for number in process["seen"][2]) == Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize(("kind", "chain"), CHAINS)
+def test_what_an_epoch_has_gathered_is_that_of_all_processes(folder: Path, kind: str, chain: str) -> None:
+    *before, last = [read(folder, kind, chain, stage) for stage in range(len(chain.split("-")))]
+    numbers = range(SAMPLES)
+    expected = {"mean": sum(numbers) / SAMPLES, "most": max(numbers), "sum": sum(numbers), "samples": SAMPLES}
+    for process in last:
+        for epoch in (1, 2):
+            assert process["results"][epoch] == pytest.approx(expected)
+    # Pearson's correlation is computed from parts that cannot be added, and fewer processes have no place for them.
+    said = [process["said"] for stage in (*before, last) for process in stage]
+    if chain == "3-1-2":
+        assert "metrics ['correlation'] start again" in before[1][0]["said"][0]
+    elif chain == "2-1":
+        (message,) = last[0]["said"]
+        assert "by 2 process(es) that share the data and is resumed on 1: the metrics ['correlation']" in message
+    else:
+        assert not any(said)
+
+
+def test_an_order_that_is_not_known_is_said_to_begin_anew(folder: Path) -> None:
+    message = read(folder, "iterable", "2-1", 1)[0]["said"][0]
+    assert "the train_dataloader goes on in a new order" in message
+    assert "because it reads the IterableDataset Ids" in message
+    ((rank_zero,), others) = [process["said"] for process in read(folder, "iterable", "1-2", 1)]
+    assert "by 1 process(es)" in rank_zero
+    assert not others
+
+
+def test_the_same_batches_in_all_give_the_same_weights(folder: Path) -> None:
+    """Two processes with two samples each, and one with four."""
+    whole, resumed = read(folder, "shuffled", "whole", 0)[0], read(folder, "shuffled", "large", 1)[0]
+    for name, value in whole["weights"][1].items():
+        torch.testing.assert_close(resumed["weights"][1][name], value, rtol=0, atol=1e-6)
+
+
+def test_an_open_accumulation_is_completed(folder: Path) -> None:
+    # Three batches a step of two processes: four steps in the first epoch, and one before the interruption. The 16
+    # batches that one process has left complete the open one with the first two; then eight steps in the last epoch.
+    assert read(folder, "shuffled", "windows", 0)[0]["step"] == 5
+    assert read(folder, "shuffled", "windows", 1)[0]["step"] == 5 + 6 + 8
