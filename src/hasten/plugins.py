@@ -6,7 +6,8 @@ from abc import ABC
 from typing import Any
 
 from hasten._lib.errors import absent
-from hasten.checkpoint.files import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.background import AsyncCheckpointIO
+from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
 from hasten.machine.cluster import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from hasten.precision import (
     BitsandbytesPrecision,

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import move_to
-from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO, mapped_tensors
 from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.optim import fast_step
@@ -392,8 +392,10 @@ class Runtime:
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
-        checkpoint = self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
-        if isinstance(checkpoint, StoredCheckpoint) and not self.strategy.shards_parameters:
+        shards = self.strategy.shards_parameters
+        with mapped_tensors() if shards else nullcontext():
+            checkpoint = self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        if isinstance(checkpoint, StoredCheckpoint) and not shards:
             return checkpoint.whole()
         return checkpoint
 

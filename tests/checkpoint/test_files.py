@@ -137,6 +137,22 @@ def test_remove(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_large_tensors_can_stay_on_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    files.save({"large": torch.ones(1000, 1000), "small": torch.ones(2)}, path)
+    with files.mapped_tensors():
+        read = files.load(path)
+    mapped = Path("/proc/self/maps").read_text().count(str(path))
+    assert mapped == 1
+    assert same(read, files.load(path))
+    path.unlink()
+    read["large"].add_(1)  # In memory alone.
+    assert int(read["large"][0, 0]) == 2
+    torch.save({"large": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    with files.mapped_tensors():
+        assert files.load(path)["large"].tolist() == [1, 1, 1]
+
+
 # -- kills, full disks and folders that cannot be written
 
 

@@ -17,7 +17,8 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, set_aside
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
-from hasten.checkpoint.files import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.background import AsyncCheckpointIO
+from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
 from hasten.checkpoint.stored import is_checkpoint_folder
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 

@@ -5,10 +5,14 @@ from typing import TYPE_CHECKING
 from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
-    from hasten.checkpoint.files import AsyncCheckpointIO as AsyncCheckpointIO
+    from hasten.checkpoint.background import AsyncCheckpointIO as AsyncCheckpointIO
     from hasten.checkpoint.files import CheckpointIO as CheckpointIO
     from hasten.checkpoint.files import TorchCheckpointIO as TorchCheckpointIO
 
 __getattr__, __dir__, __all__ = attach(
-    __name__, {"hasten.checkpoint.files": ("AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO")}
+    __name__,
+    {
+        "hasten.checkpoint.background": ("AsyncCheckpointIO",),
+        "hasten.checkpoint.files": ("CheckpointIO", "TorchCheckpointIO"),
+    },
 )

@@ -21,8 +21,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -116,7 +116,7 @@ def save_folder(contents: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """
     from hasten.checkpoint import sharded
 
-    sharded.save(contents, check_local(path), _file_functions())
+    sharded.save(contents, check_local(path), file_functions())
 
 
 def check_local(path: str | os.PathLike[str]) -> Path:
@@ -129,7 +129,8 @@ def check_local(path: str | os.PathLike[str]) -> Path:
     return _local(path)
 
 
-def _file_functions() -> Any:
+def file_functions() -> Any:
+    """Return what ``sharded.py`` needs to write files."""
     from hasten.checkpoint import sharded
 
     return sharded.FileFunctions(check_storable, _make_folder, save)
@@ -185,17 +186,43 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
     with _opened(path) as file:
         check_whole(file, path)
         file.seek(0)
+        is_mapped = _mapped.get() and not is_url(path) and zipfile.is_zipfile(file)
+        file.seek(0)
         try:
             with numpy_allowed(), warnings.catch_warnings():
                 # An unusual pickle protocol is reported by the error, if there is one.
                 warnings.filterwarnings("ignore", "Detected pickle protocol")
-                return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return, arg-type]
+                source, place = cast("Any", _local(path) if is_mapped else file), cast("Any", map_location)
+                read = torch.load(source, map_location=place, weights_only=weights_only, mmap=is_mapped)
+                # What is small is kept: it must not depend on a file that may be removed.
+                return map_tensors(_copied_if_small, read) if is_mapped else read  # type: ignore[no-any-return]
         except pickle.UnpicklingError as error:
             raise CheckpointRefused(_why_refused(file, path, error)) from None
         except Exception as error:
             if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
                 raise
             raise CheckpointDamaged(f"{path} is not a checkpoint, or is damaged: {first_line(error)}") from error
+
+
+_mapped: ContextVar[bool] = ContextVar("mapped", default=False)
+_SMALL_BYTES = 1 << 20
+
+
+@contextmanager
+def mapped_tensors() -> Iterator[None]:
+    """Let ``load`` leave the large tensors of local files on the disk, for those who copy a part of each and drop it.
+
+    Several processes on a machine that each need a part then have the file in memory once, in the system's cache.
+    """
+    token = _mapped.set(True)
+    try:
+        yield
+    finally:
+        _mapped.reset(token)
+
+
+def _copied_if_small(tensor: Tensor) -> Tensor:
+    return tensor.clone() if type(tensor) is Tensor and tensor.nbytes < _SMALL_BYTES else tensor
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -783,95 +810,3 @@ class TorchCheckpointIO(CheckpointIO):
     def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
         """Write ``checkpoint`` as a folder; the previous one stays whole until the new one is. See ``save_folder``."""
         save_folder(checkpoint, path)
-
-
-class AsyncCheckpointIO(CheckpointIO):
-    """Writes checkpoints in a thread, one after the other.
-
-    ``save_checkpoint`` and ``save_folder`` copy the contents before they return, so later changes are not in the file.
-    An error is raised at the next save, or when the run ends. A folder gets its name when all processes have written
-    their shards; one is written at a time, and the next save waits for it.
-
-    Args:
-        checkpoint_io: writes the files; ``TorchCheckpointIO`` by default.
-
-    Example: ``Trainer(plugins=AsyncCheckpointIO())``
-
-    """
-
-    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
-        self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
-        self._executor: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
-        # A BackgroundSaves of sharded.py, once a folder was saved.
-        self._folders: Any = None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
-        """Copy ``checkpoint`` and return; the thread writes it.
-
-        Raises:
-            OSError: an earlier write failed.
-
-        """
-        self._collect(wait=False)
-        copied = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), checkpoint)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending.append(self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options))
-
-    @property
-    def writes_folders(self) -> bool:
-        return type(self.checkpoint_io) is TorchCheckpointIO
-
-    def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        """Wait for the last folder, copy the tensors of this process and return; a thread writes them.
-
-        Raises:
-            OSError, RuntimeError: the last folder could not be written, or this one cannot be begun; in all processes.
-
-        """
-        if not self.writes_folders:
-            super().save_folder(checkpoint, path)
-        target = check_local(path)
-        if self._folders is None:
-            from hasten.checkpoint.sharded import BackgroundSaves
-
-            self._folders = BackgroundSaves()
-        self._folders.save(checkpoint, target, _file_functions())
-
-    def load_checkpoint(
-        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Return the checkpoint in ``path``, after everything is written."""
-        self._collect(wait=True)
-        return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
-
-    def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove ``path``, after everything is written: it may be what is being written, or what that replaces.
-
-        While a folder is being written, this returns at once, and removes ``path`` when the folder is complete.
-        """
-        if self._folders is not None:
-            self._folders.after(functools.partial(self.checkpoint_io.remove_checkpoint, path))
-            return
-        self._collect(wait=True)
-        self.checkpoint_io.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Wait for files that are still being written."""
-        try:
-            self._collect(wait=True)
-        finally:
-            folders, self._folders = self._folders, None
-            if folders is not None:
-                folders.close()
-            if self._executor is not None:
-                self._executor.shutdown(wait=True)
-                self._executor = None
-            self.checkpoint_io.teardown()
-
-    def _collect(self, *, wait: bool) -> None:
-        while self._pending and (wait or self._pending[0].done()):
-            self._pending.pop(0).result()
-        if wait and self._folders is not None:
-            self._folders.wait()

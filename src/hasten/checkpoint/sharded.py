@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -187,16 +188,17 @@ class _Save:
                 folder = self._prepare(stager)
             except Exception as caught:
                 error = caught
-        sharded = [key for key, tensor in self._tensors.items() if is_sharded(tensor)]
-        everything = self._agree(error, (folder, sharded))
+        sharded = sorted(key for key, tensor in self._tensors.items() if is_sharded(tensor))
+        digest = hashlib.sha256("\n".join(sharded).encode()).hexdigest()
+        everything = self._agree(error, (folder, digest))
         self._folder = Path(everything[0][0])
-        for rank, (_, theirs) in enumerate(everything):
-            if theirs != everything[0][1]:
-                different = sorted(set(theirs) ^ set(everything[0][1])) or theirs
-                raise RuntimeError(
-                    f"{self._path} was not written: rank 0 and rank {rank} have other sharded tensors, for instance "
-                    f"{different[0]}. Save the same model on all processes."
-                )
+        if len({each for _, each in everything}) > 1:
+            by_rank = list(map(set, self._agree(None, sharded)))
+            rank = next(rank for rank, keys in enumerate(by_rank) if keys != by_rank[0])
+            raise RuntimeError(
+                f"{self._path} was not written: rank 0 and rank {rank} have other sharded tensors, for instance "
+                f"{min(by_rank[0] ^ by_rank[rank])}. Save the same model on all processes."
+            )
 
     def _prepare(self, stager: Any) -> str:
         is_first = self._rank == 0

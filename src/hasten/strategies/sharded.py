@@ -244,7 +244,10 @@ class ShardedStrategy(ParallelStrategy):
     def restored(self, value: object, target: object) -> Any:
         """Return a value of a checkpoint as ``target`` is divided; unchanged where their shapes differ."""
         if not is_sharded(target) or getattr(value, "shape", None) != target.shape:  # type: ignore[attr-defined]
-            return value.full() if hasattr(value, "read_into") else value  # type: ignore[attr-defined]
+            if hasattr(value, "read_into"):
+                return value.full()  # type: ignore[attr-defined]
+            # A copy: what a file holds may be mapped into memory.
+            return value.clone() if isinstance(value, Tensor) else value
         if hasattr(value, "read_into"):
             empty = torch.empty_like(target, dtype=value.dtype)  # type: ignore[arg-type, attr-defined]
             value.read_into(empty)
