@@ -46,7 +46,8 @@ PRECISIONS = {
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 # Names of strategies: the start method and the arguments of DDPStrategy.
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
-    f"ddp{suffix}{ending}": (method, options)
+    f"ddp{sharded}{suffix}{ending}": (method, {**options, **({"shard_optimizer": True} if sharded else {})})
+    for sharded in ("", "_sharded")
     for suffix, method in _START_METHODS.items()
     for ending, options in {
         "": {},

@@ -253,6 +253,7 @@ class Runtime:
 
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
+        self.strategy.take_optimizer(optimizer)
         if "convert_optimizer" in self._changed:
             self.precision.convert_optimizer(optimizer)
         scaler = self.scaler

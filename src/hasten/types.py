@@ -47,7 +47,7 @@ AcceleratorLike: TypeAlias = Accelerator | str
 """A kind of device: "auto", "cpu", "cuda", "gpu", "mps", or an object."""
 
 StrategyLike: TypeAlias = Strategy | str
-"""How processes share the work: "auto", "single_device", "ddp", "ddp_spawn", "ddp_notebook", ..., or an object."""
+"""How processes share the work: "auto", "single_device", "ddp", "ddp_sharded", "fsdp", ..., or an object."""
 
 Devices: TypeAlias = list[int] | str | int
 """How many devices (2, -1 or "auto" for all) or which ([0, 1] or "0,1") of each machine."""

@@ -6,7 +6,6 @@ loggers. Otherwise a ``Guard`` reads, before each optimizer step, whether loss a
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -324,7 +323,7 @@ class _SavedTraining:
         self.buffers = SavedBuffers(run.module)
         self.buffers.save()
         self._of, self._groups = list(run.optimizers), _group_sizes(run.optimizers)
-        self._optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
+        self._optimizers = [run.runtime.strategy.keep_optimizer(optimizer) for optimizer in run.optimizers]
         scaler = run.runtime.scaler
         self._scaler = None if scaler is None else scaler.state_dict()
 
@@ -341,9 +340,9 @@ class _SavedTraining:
         for tensor, saved in self._weights:
             tensor.copy_(saved)
         self.buffers.restore(all_values=True)
-        for optimizer, state in zip(run.optimizers, self._optimizers, strict=True):
+        for optimizer, restore in zip(run.optimizers, self._optimizers, strict=True):
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            optimizer.load_state_dict(copy.deepcopy(state))
+            restore()
             for group, present_options in zip(optimizer.param_groups, options, strict=True):
                 group.update(present_options)
         if run.runtime.scaler is not None and self._scaler is not None:

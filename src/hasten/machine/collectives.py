@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import datetime
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import map_leaves, map_tensors
+from hasten._lib.tree import by_kind, map_leaves, map_tensors
 
 if TYPE_CHECKING:
     from hasten.types import Group, ReduceOperation, Tensors
@@ -138,6 +139,70 @@ def gather_objects(data: T) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, data)
     return gathered
+
+
+# Tensors travel together up to this size, because each collective has a latency; larger ones travel without a copy.
+_SMALL_BYTES = 1 << 20
+_BUCKET_BYTES = 1 << 23
+
+
+def broadcast_parts(parts: Sequence[Sequence[Tensor]]) -> None:
+    """Give the tensors of ``parts[rank]`` on every process the values they have on process ``rank``, in place."""
+    own = dist.get_rank()
+    # Two at a time: a bucket of small tensors is a copy of them.
+    waiting: deque[tuple[Any, list[Tensor], Tensor | None]] = deque()
+
+    def finish() -> None:
+        work, targets, received = waiting.popleft()
+        work.wait()
+        if received is not None:
+            values = received.split([target.numel() for target in targets])
+            shaped = [value.view(target.shape) for target, value in zip(targets, values, strict=True)]
+            torch._foreach_copy_(targets, shaped)
+
+    for source, tensors in enumerate(parts):
+        for bucket in _buckets(tensors):
+            first, flat = bucket[0], None
+            if len(bucket) > 1 or not first.is_contiguous():
+                size = sum(map(torch.numel, bucket))
+                flat = torch.cat([t.reshape(-1) for t in bucket]) if source == own else first.new_empty(size)
+            work = dist.broadcast(first if flat is None else flat, source, async_op=True)
+            waiting.append((work, bucket, None if source == own else flat))
+            if len(waiting) > 1:
+                finish()
+    while waiting:
+        finish()
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of tensors of one type; a large tensor is alone."""
+    for alike in by_kind(tensors):
+        bucket: list[Tensor] = []
+        room = _BUCKET_BYTES
+        for tensor in alike:
+            if tensor.nbytes > _SMALL_BYTES:
+                yield [tensor]
+                continue
+            if tensor.nbytes > room:
+                yield bucket
+                bucket, room = [], _BUCKET_BYTES
+            bucket.append(tensor)
+            room -= tensor.nbytes
+        if bucket:
+            yield bucket
+
+
+def send(tensor: Tensor, to: int, *, device: torch.device) -> None:
+    """Send a tensor to process ``to``, which must call ``receive`` for it."""
+    # As bytes: not every backend knows every type.
+    dist.send(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8), to)
+
+
+def receive(shape: Sequence[int], dtype: torch.dtype, source: int, *, device: torch.device) -> Tensor:
+    """Return the tensor that process ``source`` sends, on the CPU."""
+    values = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(values.view(-1).view(torch.uint8), source)
+    return values.cpu()
 
 
 def barrier(device: torch.device) -> None:

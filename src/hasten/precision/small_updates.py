@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ KEY = "low_bits"
 _LOW = {torch.bfloat16: torch.int16, torch.float16: torch.int32}
 
 _attached: WeakKeyDictionary[Optimizer, _FullSteps] = WeakKeyDictionary()
+# Whoever steps these calls ``full_precision`` for it.
+_stepped_by_caller: WeakSet[Optimizer] = WeakSet()
 
 
 def keep_small_updates(optimizer: Optimizer) -> None:
@@ -56,6 +58,11 @@ def full_precision(optimizer: Optimizer, function: Callable[[], T]) -> T:
         steps.leave()
 
 
+def leave_steps_to_caller(optimizer: Optimizer) -> None:
+    """Compute in 32 bits only inside ``full_precision``, which whoever steps the optimizer calls."""
+    _stepped_by_caller.add(optimizer)
+
+
 class _FullSteps:
     """The low bits of one optimizer's parameters, and the hooks that use them."""
 
@@ -79,6 +86,8 @@ class _FullSteps:
     # -- around a step
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if optimizer in _stepped_by_caller:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._inside is not None and getattr(closure, "_stands_in", None) is self:
             return None  # A step that calls the step of its base class.
@@ -92,7 +101,8 @@ class _FullSteps:
         return args[:1], {**kwargs, "closure": self._with_parameters(closure)}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.leave()
+        if optimizer not in _stepped_by_caller:
+            self.leave()
 
     def _with_parameters(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``closure`` wrapped so that it sees the model's parameters instead of their 32-bit copies."""

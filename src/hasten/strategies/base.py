@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -217,6 +218,13 @@ class Strategy(ABC):
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:  # noqa: B027 - most need none
         """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimization."""
 
+    def take_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most change none
+        """Prepare an optimizer of the run, in place; called before its first step, possibly several times."""
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """Return a context in which each process trains alone: one that fails leaves no other waiting."""
+        return nullcontext()
+
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves the gradients of this process alone."""
         raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")
@@ -260,6 +268,11 @@ class Strategy(ABC):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the state of an optimizer."""
         load_optimizer(optimizer, state)
+
+    def keep_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return a function that gives ``optimizer``, in this process, the state it has now."""
+        kept = copy.deepcopy(optimizer.state_dict())
+        return lambda: optimizer.load_state_dict(copy.deepcopy(kept))
 
     # -- the end
 

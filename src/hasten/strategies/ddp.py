@@ -7,8 +7,8 @@ import inspect
 import itertools
 import operator
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, final
 
@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
+from hasten.strategies.optimizer_shard import OptimizerShard, shard_of
 from hasten.strategies.parallel import ParallelStrategy
 
 
@@ -178,17 +181,22 @@ class DDPStrategy(ParallelStrategy):
         timeout: how long a collective waits for the other processes.
         start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
             copies of this one.
+        shard_optimizer: divide the optimizers' states over the processes (ZeRO-1). Each process steps its part of the
+            parameters and sends it to the others.
         kwargs: for ``torch.nn.parallel.DistributedDataParallel``, such as ``find_unused_parameters``.
 
     Raises:
         TypeError: torch's DDP has no such argument.
 
-    Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, 2020.
+    Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, 2020; Rajbhandari et
+    al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
 
     Example::
 
         >>> DDPStrategy(find_unused_parameters=True).name
         'ddp'
+        >>> DDPStrategy(shard_optimizer=True).name
+        'ddp_sharded'
 
     """
 
@@ -204,6 +212,7 @@ class DDPStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: str = "popen",
+        shard_optimizer: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
@@ -218,13 +227,22 @@ class DDPStrategy(ParallelStrategy):
         self._comm_state = ddp_comm_state
         self._comm_wrapper = ddp_comm_wrapper
         self._current: dict[int, Callable[[], _CurrentDDP | None]] = {}
-        self.name = "ddp" if start_method == "popen" else f"ddp_{start_method}"
+        check.instance("DDPStrategy", "shard_optimizer", shard_optimizer, bool, "True or False")
+        self._shards_optimizers = shard_optimizer
+        self._exchanges = True
+        name = "ddp_sharded" if shard_optimizer else "ddp"
+        self.name = name if start_method == "popen" else f"{name}_{start_method}"
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return ``module`` in DistributedDataParallel, or itself if it has nothing to train."""
         self.model = module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
+        if self._shards_optimizers and getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+            raise ValueError(
+                "strategy='ddp_sharded': the module has _ddp_params_and_buffers_to_ignore, parameters that each "
+                "process trains alone, and here one process steps a parameter for all. Use strategy='ddp'."
+            )
         kwargs = self._ddp_kwargs
         if _is_manual(module) and not kwargs.get("static_graph"):
             # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic).
@@ -300,9 +318,57 @@ class DDPStrategy(ParallelStrategy):
             searches = wrapped.find_unused_parameters and not wrapped.static_graph
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
+    # -- optimizers
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Divide the state of an optimizer over the processes, if it is not divided already."""
+        if self._shards_optimizers and self.world_size > 1 and not _consolidates(optimizer) and not shard_of(optimizer):
+            OptimizerShard(
+                optimizer,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                device=self._collective_device,
+                exchanges=lambda: self._exchanges,
+            )
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        before, self._exchanges = self._exchanges, False
+        try:
+            yield
+        finally:
+            self._exchanges = before
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the whole optimizer; an empty dict in all processes but the first if it is divided."""
+        if (shard := shard_of(optimizer)) is not None:
+            return shard.collect()
+        if not _consolidates(optimizer):
+            return super().optimizer_state(optimizer)
+        # torch's ZeroRedundancyOptimizer, made by the user.
+        optimizer.consolidate_state_dict()  # type: ignore[attr-defined]
+        return super().optimizer_state(optimizer) if self.is_global_zero else {}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if (shard := shard_of(optimizer)) is not None:
+            shard.load(state)
+        else:
+            # A ZeroRedundancyOptimizer empties the entries of other processes.
+            super().load_optimizer_state(optimizer, {**state, "state": dict(state.get("state", {}))})
+
+    def keep_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return a function that gives ``optimizer``, in this process, the state it has now."""
+        shard = shard_of(optimizer)
+        return super().keep_optimizer(optimizer) if shard is None else shard.keep()
+
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         # With nothing to train there was nothing to wrap.
         return _current(wrapped).no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+
+def _consolidates(optimizer: Any) -> bool:
+    """Return whether an optimizer is divided over the processes by itself."""
+    return callable(getattr(optimizer, "consolidate_state_dict", None))
 
 
 def _is_manual(module: nn.Module) -> bool:

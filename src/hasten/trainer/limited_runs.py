@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hasten._lib.observers import WatchedList
@@ -137,7 +137,8 @@ def limited_run(
                     saved.save(source.streams(), values=False)
             if fits:
                 _use_optimizers_of(outer, run, saved, exchange_gradients)
-            yield run
+            with nullcontext() if exchange_gradients else run.runtime.strategy.apart():
+                yield run
         finally:
             for source in run.all_data():
                 source.close()
