@@ -42,8 +42,9 @@ class Ids(IterableDataset[Any]):
 class Recorded(Classifier):
     """Keeps the samples that it trains on, and what an epoch adds up to, by epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, weighs: bool = False) -> None:
         super().__init__()
+        self.weighs = weighs
         self.seen: dict[int, list[int]] = {}
         self.results: dict[int, dict[str, float]] = {}
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
@@ -61,7 +62,8 @@ class Recorded(Classifier):
         size = len(number)
         self.log("mean", number.double().mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
         self.log("most", number.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
-        return self.loss((x, y))
+        loss = self.loss((x, y))
+        return {"loss": loss, "loss_weight": size} if self.weighs else loss
 
     def on_train_epoch_end(self) -> None:
         values = {name: float(self.trainer.callback_metrics[name]) for name in ("mean", "most")}
@@ -73,6 +75,12 @@ class Recorded(Classifier):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Twins(DDPStrategy):
+    """All processes read the same data, as those of one tensor-parallel group do."""
+
+    data_parallel_size, data_parallel_rank = 1, 0  # type: ignore[assignment]
 
 
 class Interrupt(L.Callback):
@@ -112,16 +120,18 @@ FEW, SOME = ("shuffled", "length"), ("shuffled", "batches", "joined", "iterable"
 def train(
     folder: Path, world: int, kind: str, chain: str, stage: int = 0, *, stops: bool, batch_size: int = BATCH,
     accumulate: int = 1,
+    weighs: bool = False,
+    twins: bool = False,
 ) -> None:  # fmt: skip
     """Train one stage of a chain of runs, each of which goes on where the one before was interrupted.
 
     It stops after so many batches of the second epoch, or not for 0.
     """
     L.seed_everything(SEED + stage, verbose=False)
-    model, place = Recorded(), folder / f"{kind}-{chain}"
+    model, place = Recorded(weighs=weighs), folder / f"{kind}-{chain}"
     trainer = quiet(
         devices=world,
-        strategy="ddp" if world > 1 else "auto",
+        strategy=Twins() if twins else "ddp" if world > 1 else "auto",
         max_epochs=3,
         callbacks=[Interrupt(Path(f"{place}-{stage}.ckpt"), 1, stops)] if stops else [],
         accumulate_grad_batches=accumulate,
@@ -166,15 +176,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def ended(kinds: tuple[str, ...], chain: str, stage: int = 1) -> list[dict[str, Any]]:
         return [{"kind": kind, "chain": chain, "stage": stage, "stops": 0} for kind in kinds]
 
-    windows, large = {"kind": "shuffled", "chain": "windows", "accumulate": 3}, {"kind": "shuffled", "chain": "large"}
+    def large(stage: int, stops: int) -> list[dict[str, Any]]:
+        """Accumulate three batches, of which one is open."""
+        options = {"kind": "shuffled", "stage": stage, "stops": stops, "accumulate": 3}
+        size = {"batch_size": 2 * BATCH if stage else BATCH}
+        return [{**options, **size, "chain": f"large-{w}", "weighs": bool(w)} for w in (0, 1)]
+
+    twins, whole = {"kind": "shuffled", "stops": 0}, {"kind": "shuffled", "stops": 0, "accumulate": 3}
     launch(folder, 3, begun(FEW, "3-1-2"))
     launch(folder, 2, [
-        *begun(KINDS, "2-1"), *begun(FEW, "2-3", 3), {**windows, "stops": 4}, {**large, "stops": 4},
-        {"kind": "shuffled", "chain": "whole", "stops": 0},
+        *begun(KINDS, "2-1"), *begun(FEW, "2-3", 3), *large(0, 4), {**whole, "chain": "whole"},
+        {**twins, "chain": "twins-whole", "twins": True}, {**twins, "chain": "twins-one", "twins": True, "stops": 4},
+        {**twins, "chain": "twins-ddp", "twins": True, "stops": 4},
+        {**twins, "chain": "twins-ddp", "stage": 1},
     ])  # fmt: skip
     launch(folder, 1, [
         *ended(KINDS, "2-1"), *begun(SOME, "1-2"), *({**run, "stage": 1} for run in begun(FEW, "3-1-2", 2)),
-        {**windows, "stage": 1, "stops": 0}, {**large, "stage": 1, "stops": 0, "batch_size": 2 * BATCH},
+        *large(1, 0), {**twins, "chain": "twins-one", "stage": 1},
     ])  # fmt: skip
     launch(folder, 2, [*ended(SOME, "1-2"), *ended(FEW, "3-1-2", 2)])
     launch(folder, 3, ended(FEW, "2-3"))
@@ -185,7 +203,7 @@ CHAINS = [(kind, "2-1") for kind in KINDS[:-1]] + [(kind, "1-2") for kind in SOM
 CHAINS += [(kind, chain) for kind in FEW for chain in ("2-3", "3-1-2")]
 
 
-@pytest.mark.parametrize(("kind", "chain"), [*CHAINS, ("shuffled", "large"), ("shuffled", "windows")])
+@pytest.mark.parametrize(("kind", "chain"), [*CHAINS, ("shuffled", "large-0"), ("shuffled", "large-1")])
 def test_every_sample_of_the_interrupted_epoch_is_trained_on_once(folder: Path, kind: str, chain: str) -> None:
     stages = [read(folder, kind, chain, stage) for stage in range(max(2, len(chain.split("-"))))]
     seen = Counter(number for stage in stages for process in stage for number in process["seen"].get(1, []))
@@ -222,15 +240,23 @@ def test_an_order_that_is_not_known_is_said_to_begin_anew(folder: Path) -> None:
     assert not others
 
 
-def test_the_same_batches_in_all_give_the_same_weights(folder: Path) -> None:
-    """Two processes with two samples each, and one with four."""
-    whole, resumed = read(folder, "shuffled", "whole", 0)[0], read(folder, "shuffled", "large", 1)[0]
+@pytest.mark.parametrize("weighs", [0, 1])
+def test_the_same_batches_in_all_give_the_same_weights(folder: Path, weighs: int) -> None:
+    """Two processes with two samples each, and one with four; also where an accumulation was open."""
+    (whole, _), (resumed,) = read(folder, "shuffled", "whole", 0), read(folder, "shuffled", f"large-{weighs}", 1)
     for name, value in whole["weights"][1].items():
         torch.testing.assert_close(resumed["weights"][1][name], value, rtol=0, atol=1e-6)
+    assert whole["step"] == resumed["step"] == 12
 
 
-def test_an_open_accumulation_is_completed(folder: Path) -> None:
-    # Three batches a step of two processes: four steps in the first epoch, and one before the interruption. The 16
-    # batches that one process has left complete the open one with the first two; then eight steps in the last epoch.
-    assert read(folder, "shuffled", "windows", 0)[0]["step"] == 5
-    assert read(folder, "shuffled", "windows", 1)[0]["step"] == 5 + 6 + 8
+def test_processes_that_read_the_same_data_count_as_one(folder: Path) -> None:
+    whole, begun, other = (read(folder, "shuffled", f"twins-{name}", 0)[0] for name in ("whole", "one", "ddp"))
+    one, ddp = read(folder, "shuffled", "twins-one", 1)[0], read(folder, "shuffled", "twins-ddp", 1)
+    # For one process with the same share nothing has changed.
+    assert begun["seen"][1] + one["seen"][1] == whole["seen"][1]
+    assert one["seen"][2] == whole["seen"][2]
+    for name, value in whole["weights"][2].items():
+        torch.testing.assert_close(one["weights"][2][name], value, rtol=0, atol=1e-6)
+    # Each of as many processes reads half of the rest where all read the whole before.
+    seen = Counter(number for each in (other, *ddp) for number in each["seen"][1])
+    assert (seen, [len(each["seen"][1]) for each in ddp]) == (Counter(range(SAMPLES)), [20, 20])

@@ -31,13 +31,13 @@ def joined(shares: Sequence[State], share: tuple[int, int], join_metrics: Callab
     number, replicas = share
     state = shares[number % len(shares)]
     weights = [one["window_weight"] for one in shares]
+    is_weighed = all(weight is not None for weight in weights)
     return {
         **state,
         "data": shares[0]["data"],
         "values": _joined_values([one["values"] for one in shares], number, replicas),
         "metrics": join_metrics([one["metrics"] for one in shares[number::replicas]]),
-        # The gradients are the mean of all, too.
-        "window_weight": None if any(each is None for each in weights) else _sum(weights) / len(weights),
+        "window_weight": _sum(weights) / replicas if is_weighed else None,
         "evaluations": {},
     }
 

@@ -221,6 +221,11 @@ class RunState:
             return metrics
 
         self._restore_process(processes.joined(shares, share, join_metrics), moved=True)
+        if run.window_weight is not None:
+            # Gradients of weighed losses add up. Each process has the mean, and all together are to have the sum.
+            for parameter in parameters_of(*run.optimizers):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(len(shares) / share[1])
         inexact = []
         if not_known := run.train.stream.not_known:
             inexact.append(
