@@ -254,6 +254,20 @@ class Runtime:
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
         self.strategy.take_optimizer(optimizer)
+        step = self._make_step(optimizer)
+        if not self.strategy.shards_parameters:
+            return step
+        reshard = self.strategy.reshard
+
+        def step_and_reshard(closure: Callable[[], Any] | None = None) -> Any:
+            result = step(closure)
+            # A forward that no backward followed has left the old weights gathered.
+            reshard()
+            return result
+
+        return step_and_reshard
+
+    def _make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         if "convert_optimizer" in self._changed:
             self.precision.convert_optimizer(optimizer)
         scaler = self.scaler
