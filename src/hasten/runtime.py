@@ -254,20 +254,6 @@ class Runtime:
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
         self.strategy.take_optimizer(optimizer)
-        step = self._make_step(optimizer)
-        if not self.strategy.shards_parameters:
-            return step
-        reshard = self.strategy.reshard
-
-        def step_and_reshard(closure: Callable[[], Any] | None = None) -> Any:
-            result = step(closure)
-            # A forward that no backward followed has left the old weights gathered.
-            reshard()
-            return result
-
-        return step_and_reshard
-
-    def _make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         if "convert_optimizer" in self._changed:
             self.precision.convert_optimizer(optimizer)
         scaler = self.scaler
@@ -378,12 +364,7 @@ class Runtime:
         When they return it is complete, unless ``checkpoint_io`` writes in the background.
         """
         if self.strategy.saves_folders:
-            if storage_options is not None:
-                raise ValueError(
-                    f"storage_options={storage_options!r}: they are for files behind a URL, and this strategy saves "
-                    "folders. Leave them out."
-                )
-            self.checkpoint_io.save_folder(contents, path)
+            self.checkpoint_io.save_folder(contents, path, storage_options=storage_options)
             return
         if self.world_size == 1:
             self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
