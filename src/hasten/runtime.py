@@ -381,12 +381,7 @@ class Runtime:
         When they return it is complete, unless ``checkpoint_io`` writes in the background.
         """
         if self.strategy.saves_folders:
-            if storage_options is not None:
-                raise ValueError(
-                    f"storage_options={storage_options!r}: they are for files behind a URL, and this strategy saves "
-                    "folders. Leave them out."
-                )
-            self.checkpoint_io.save_folder(contents, path)
+            self.checkpoint_io.save_folder(contents, path, storage_options=storage_options)
             return
         if self.world_size == 1:
             self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,9 +37,10 @@ from tests.programs import run_python
 STATE = OrderedDict(weight=torch.arange(3000.0).view(30, 100), bias=torch.ones(2, dtype=torch.bfloat16))
 
 
-def saved(folder: Path, name: str = "a.ckpt", number: int = 1) -> Path:
-    files.save_folder({"state_dict": {"weight": torch.full((30, 100), float(number))}, "number": number}, folder / name)
-    return folder / name
+def saved(folder: Any, name: str = "a.ckpt", number: int = 1) -> Any:
+    path = folder / name if isinstance(folder, Path) else f"{folder}/{name}"
+    files.save_folder({"state_dict": {"weight": torch.full((30, 100), float(number))}, "number": number}, path)
+    return path
 
 
 def names(folder: Path) -> list[str]:
@@ -113,8 +115,6 @@ def test_a_folder_replaces_files_links_and_folders_and_the_other_way_round(tmp_p
     for save in (files.save_folder, files.save):
         with pytest.raises(IsADirectoryError, match="is a folder"):
             save({"number": 5}, tmp_path / "mine")
-    with pytest.raises(ValueError, match="which URLs do not offer"):
-        files.save_folder({}, "memory://a.ckpt")
     with pytest.raises(TypeError, match=r"checkpoint\['f'\] is a builtin_function"):
         files.save_folder({"f": len}, path)
     assert files.load(path)["number"] == 4
@@ -156,6 +156,37 @@ def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
         os.rename = rename
     assert files.load(path)["number"] == 3
     assert names(tmp_path) == ["last.ckpt"]
+
+
+def test_folders_behind_urls(tmp_path: Path) -> None:
+    for root in (f"memory://{tmp_path.name}", f"local://{tmp_path}/run"):
+        url = f"{root}/a.ckpt"
+        for number in (1, 2):
+            saved(root, number=number)
+            files.verify(url)
+            assert files.load(url).whole()["state_dict"]["weight"][0, 0] == number
+            assert files.load(url)["number"] == number
+        system, inner = fsspec.core.url_to_fs(url)
+        (shards,) = (each for each in system.ls(inner, detail=False) if "shards-" in each)
+        assert sorted(each.rpartition("/")[2] for each in system.ls(shards, detail=False)) == [
+            ".metadata",
+            "__0_0.distcp",
+        ]
+        files.save({"number": 3}, f"{root}/b.ckpt")
+        for save, name, message in ((files.save, "a", "is a folder"), (files.save_folder, "b", "a file is there")):
+            with pytest.raises(OSError, match=message):
+                save({"number": 4}, f"{root}/{name}.ckpt")
+        with pytest.raises(TypeError, match="builtin_function"):
+            files.save_folder({"f": len}, url)
+        found = checkpoint_files.find(root, ".ckpt")
+        assert sorted(each.rpartition("/")[2] for each in found) == ["a.ckpt", "b.ckpt"]
+        assert checkpoint_files.newest(root, ".ckpt", TorchCheckpointIO()) in found
+        system.rm(f"{shards}/__0_0.distcp")
+        with pytest.raises(CheckpointDamaged, match=r"a.ckpt is damaged: __0_0.distcp is missing"):
+            files.load(url)
+        files.remove(url)
+        assert not files.present(url)
+        assert checkpoint_files.find(root, ".ckpt") == [each for each in found if each.endswith("b.ckpt")]
 
 
 def test_temporary_folders_of_dead_writers_are_cleaned(tmp_path: Path) -> None:
@@ -409,6 +440,21 @@ def test_an_error_of_one_process_is_raised_by_all_and_the_old_checkpoint_stays(t
     files.verify(path)
     assert files.load(path)["number"] == 5
     dist.barrier()
+    # Behind a URL, too. The memory of each process is another place.
+    url = f"local://{tmp_path}/b.ckpt"
+    files.save_folder(everything(6), url)
+    with (
+        size_limit(100_000 if rank else 100_000_000),
+        pytest.raises(OSError, match=r"rank 1 could not .* is untouched"),
+    ):
+        files.save_folder(everything(7), url)
+    with pytest.raises(RuntimeError, match="not the same folder on all machines"):
+        files.save_folder(everything(8), "memory://a.ckpt")
+    whole = files.load(url).whole()
+    assert whole["number"] == 6
+    assert (whole["state_dict"]["weight"] == 6).all()
+    assert len(names(tmp_path / "b.ckpt")) == 2
+    dist.barrier()
 
 
 @pytest.mark.world_size(2)
@@ -511,11 +557,12 @@ def test_a_run_resumes_exactly_from_folders(tmp_path: Path, plugin: Any) -> None
     assert (tmp_path / "parts" / "last.ckpt").is_dir()
 
 
-def test_a_url_is_refused_before_training() -> None:
-    with pytest.raises(
-        ValueError, match=r"memory://runs: a sharded checkpoint is a folder .* a strategy that saves whole"
-    ):
-        fit("memory://runs", 1)  # type: ignore[arg-type]
+def test_a_run_saves_and_resumes_behind_a_url(tmp_path: Path) -> None:
+    expected = weights_of(fit(tmp_path / "here", 3))
+    url: Any = f"memory://{tmp_path.name}"
+    fit(url, 2, save_last=True)
+    assert same(weights_of(fit(url, 3, seed=1, resume="last", save_last=True)), expected)
+    assert len(checkpoint_files.find(url, ".ckpt")) == 3
 
 
 def test_a_damaged_folder_is_passed_over_when_a_run_resumes(tmp_path: Path) -> None:

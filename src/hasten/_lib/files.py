@@ -235,8 +235,8 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 def why_not_written(error: OSError, folder: str | os.PathLike[str]) -> str:
     """Return why a file in ``folder`` could not be written; of a full disk, with the room that is left."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(folder).free
-        return f"{os.strerror(error.errno)} ({free} bytes free in {folder})"
+        room = f" ({shutil.disk_usage(folder).free} bytes free in {folder})" if os.path.isdir(folder) else ""
+        return os.strerror(error.errno) + room
     return os.strerror(error.errno) if error.errno else str(error)
 
 

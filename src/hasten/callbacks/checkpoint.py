@@ -20,7 +20,7 @@ from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates
 from hasten.callbacks.timer import SharedDeadline
-from hasten.checkpoint.files import check_local, remove
+from hasten.checkpoint.files import remove
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
@@ -241,9 +241,6 @@ class ModelCheckpoint(Checkpoint):
             raise ValueError(
                 f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder. Use save_last=True."
             )
-        if stage == TrainerFn.FITTING and trainer.strategy.saves_folders:
-            # Before training, not at the first save.
-            check_local(folder)
         if trainer.is_global_zero and stage == TrainerFn.FITTING:
             checkpoint_files.clean(folder)
         # Without steps and time to count, no hook runs after each batch.

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
-from hasten.checkpoint.stored import is_checkpoint_folder
+from hasten.checkpoint.stored import CONTENTS_FILE, is_checkpoint_folder
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def find(folder: str, extension: str) -> list[str]:
     if is_url(folder):
         system = file_system(folder)
         scheme = folder.partition("://")[0]
-        paths = [f"{scheme}://{path}" for path in system.find(folder) if str(path).endswith(extension)]
-        return sorted(paths, key=lambda path: str(system.info(path).get("created", path)), reverse=True)
+        paths = [f"{scheme}://{path}" for path in _remote(system.find(folder)) if path.endswith(extension)]
+        return sorted(paths, key=lambda path: _created(system, path), reverse=True)
     found: dict[str, tuple[int, str]] = {}
     for subfolder, names in _subfolders(folder):
         names += [path.name for path in set_aside(subfolder)]
@@ -162,6 +162,18 @@ def find(folder: str, extension: str) -> list[str]:
                 files.present(path)
                 found.setdefault(os.path.realpath(path), (os.stat(path).st_mtime_ns, path))
     return [path for _, path in sorted(found.values(), reverse=True)]
+
+
+def _created(system: Any, path: str) -> str:
+    inside = f"{path}/{CONTENTS_FILE}"
+    return str(system.info(inside if system.exists(inside) else path).get("created", path))
+
+
+def _remote(files: Iterable[object]) -> list[str]:
+    """Return the paths of files and, in place of what is in them, of checkpoint folders."""
+    paths = [str(path) for path in files]
+    folders = [path.removesuffix(f"/{CONTENTS_FILE}") for path in paths if path.endswith(f"/{CONTENTS_FILE}")]
+    return folders + [path for path in paths if not path.startswith(tuple(f"{folder}/" for folder in folders))]
 
 
 def _subfolders(folder: str) -> Iterator[tuple[str, list[str]]]:

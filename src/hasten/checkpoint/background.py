@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.tree import map_tensors
-from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO, check_local, file_functions
+from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO, folder_target
 
 if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike
@@ -51,7 +51,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def writes_folders(self) -> bool:
         return type(self.checkpoint_io) is TorchCheckpointIO
 
-    def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Wait for the last folder, copy the tensors of this process and return; a thread writes them.
 
         Raises:
@@ -59,13 +59,13 @@ class AsyncCheckpointIO(CheckpointIO):
 
         """
         if not self.writes_folders:
-            super().save_folder(checkpoint, path)
-        target = check_local(path)
+            super().save_folder(checkpoint, path, storage_options)
+        target, functions = folder_target(path, storage_options)
         if self._folders is None:
             from hasten.checkpoint.sharded import BackgroundSaves
 
             self._folders = BackgroundSaves()
-        self._folders.save(checkpoint, target, file_functions())
+        self._folders.save(checkpoint, target, functions)
 
     def load_checkpoint(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None

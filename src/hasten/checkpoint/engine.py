@@ -10,7 +10,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -32,6 +31,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hasten.checkpoint.places import Place
+
 # Of each tensor: {"dtype": ..., "shape": (...), "chunks": [(offsets, sizes, file, start, length), ...]}
 Layout = dict[str, dict[str, Any]]
 # Of each file: (bytes, CRC-32)
@@ -42,13 +43,14 @@ class Writer(FileSystemWriter):
     """Writes the tensors of this process into a folder that the first process has made.
 
     Args:
-        folder: that folder.
+        place: that folder.
 
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, overwrite=False)
-        self.fs = self._files = _SummedFiles()
+    def __init__(self, place: Place) -> None:
+        super().__init__(str(place), sync_files=place.needs_sync, overwrite=False)
+        self.fs = self._files = _SummedFiles(place)
+        self._place = place
         # On the first process, once all is written.
         self.layout: Layout = {}
 
@@ -58,11 +60,8 @@ class Writer(FileSystemWriter):
         return self._files.sums
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not os.path.isdir(self.path):
-            raise RuntimeError(
-                f"{Path(self.path).parent} is not the same folder on all machines; write sharded checkpoints to a "
-                "folder that they share"
-            )
+        if not self._place.exists():
+            raise RuntimeError(not_shared(os.path.dirname(str(self._place))))
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -83,16 +82,29 @@ class Writer(FileSystemWriter):
         return None
 
 
-class _SummedFiles(FileSystem):
-    """Local files; of those that are written it knows size and checksum."""
+def not_shared(folder: str) -> str:
+    """Return why shards of other processes are not found."""
+    return f"{folder} is not the same folder on all machines; write sharded checkpoints to a folder that they share"
 
-    def __init__(self) -> None:
+
+class _SummedFiles(FileSystem):
+    """The files of a folder; of those that are written it knows size and checksum."""
+
+    def __init__(self, place: Place) -> None:
         self.sums: Sums = {}
         self.error: OSError | None = None
+        self._place = place
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """The folder is there."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        # The folder is new.
+        return False
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with open(path, mode) as file:
+        with self._place.open(os.path.basename(path), mode) as file:
             stream = _Summed(file)
             try:
                 yield stream
@@ -102,8 +114,9 @@ class _SummedFiles(FileSystem):
         self.sums[os.path.basename(path)] = (stream.size_bytes, stream.checksum)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.sums[os.path.basename(new_path)] = self.sums.pop(os.path.basename(path))
+        old, new = os.path.basename(path), os.path.basename(new_path)
+        self._place.rename(old, new)
+        self.sums[new] = self.sums.pop(old)
 
 
 class _Summed:
@@ -192,15 +205,15 @@ class _TensorReader(FileSystemReader):
     """Reads tensors; where they are it is told in plain data, so that nothing is unpickled.
 
     Args:
-        folder: the folder.
+        place: the folder.
         metadata: what it holds.
         check: called with the name of each file that is about to be read.
 
     """
 
-    def __init__(self, folder: Path, metadata: Metadata, check: Callable[[str], None]) -> None:
-        super().__init__(folder)
-        self.fs = _CheckedFiles(check)
+    def __init__(self, place: Place, metadata: Metadata, check: Callable[[str], None]) -> None:
+        super().__init__(str(place))
+        self.fs = _CheckedFiles(place, check)
         self._metadata = metadata
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
@@ -208,27 +221,28 @@ class _TensorReader(FileSystemReader):
 
 
 class _CheckedFiles(FileSystem):
-    def __init__(self, check: Callable[[str], None]) -> None:
-        self._check = check
+    def __init__(self, place: Place, check: Callable[[str], None]) -> None:
+        self._place, self._check = place, check
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        self._check(os.path.basename(path))
-        with super().create_stream(path, mode) as stream:
+        name = os.path.basename(path)
+        self._check(name)
+        with self._place.open(name, mode) as stream:
             yield stream
 
 
-def read(targets: Mapping[str, Tensor], folder: Path, layout: Layout, check: Callable[[str], None]) -> None:
+def read(targets: Mapping[str, Tensor], place: Place, layout: Layout, check: Callable[[str], None]) -> None:
     """Fill tensors in place, DTensors by the shard of this process; processes need not call it together.
 
     Args:
         targets: by the key in ``layout``.
-        folder: the folder.
+        place: the folder.
         layout: what it holds.
         check: called with the name of each file that is about to be read.
 
     """
-    reader = _TensorReader(folder, _metadata({key: layout[key] for key in targets}), check)
+    reader = _TensorReader(place, _metadata({key: layout[key] for key in targets}), check)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad(), _without_warnings():

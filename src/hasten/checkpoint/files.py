@@ -46,7 +46,8 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
-from hasten.checkpoint.stored import Folder, is_checkpoint_folder
+from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
+from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
 
 if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike
@@ -96,18 +97,18 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
             add_checksum(file)
 
 
-def save_folder(contents: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:
     """Write a checkpoint as a folder, each process its own shards; all processes call it together.
 
     At any moment ``path`` is the old checkpoint or the new one, whole. An error of one process is raised by all.
 
     Args:
         contents: as for ``save``, and DTensors. Of what is not sharded, that of the first process counts.
-        path: a path that all machines share.
+        path: a path or a URL that all machines share.
+        storage_options: passed to fsspec.
 
     Raises:
         TypeError: something in ``contents`` could only be read back by running code; the message says where.
-        ValueError: ``path`` is a URL.
         OSError: a process could not write.
         RuntimeError: the processes do not hold the same sharded tensors.
 
@@ -116,24 +117,18 @@ def save_folder(contents: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """
     from hasten.checkpoint import sharded
 
-    sharded.save(contents, check_local(path), file_functions())
+    sharded.save(contents, *folder_target(path, storage_options))
 
 
-def check_local(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a folder to write; raise ValueError for a URL, whose files cannot be renamed together."""
-    if is_url(path):
-        raise ValueError(
-            f"{path}: a sharded checkpoint is a folder that is renamed when complete, which URLs do not offer. "
-            "Use a folder that all machines share, or a strategy that saves whole files."
-        )
-    return _local(path)
-
-
-def file_functions() -> Any:
-    """Return what ``sharded.py`` needs to write files."""
+def folder_target(path: str | os.PathLike[str], storage_options: object) -> tuple[Any, Any]:
+    """Return where a folder is written, and how files are, for ``sharded.py``."""
     from hasten.checkpoint import sharded
 
-    return sharded.FileFunctions(check_storable, _make_folder, save)
+    save_file = functools.partial(save, storage_options=storage_options)
+    functions = sharded.FileFunctions(check_storable, _make_folder, save_file)
+    if is_url(path):
+        return sharded.RemoteTarget(str(path), *_file_system(str(path), storage_options), functions), functions
+    return sharded.LocalTarget(_local(path), functions), functions
 
 
 def load(
@@ -165,21 +160,22 @@ def load(
     Source: `torch.load <https://docs.pytorch.org/docs/stable/generated/torch.load.html>`_.
 
     """
-    folder = _as_folder(path)
-    if folder is None:
+    place = _folder_at(path)
+    if place is None:
         return _load_file(path, map_location, weights_only=weights_only)
     device = map_location if isinstance(map_location, (str, torch.device)) else None
     # The CPU: what is not stored beside the contents is small, and differs between the devices of a run.
     read = functools.partial(_load_file, map_location="cpu", weights_only=weights_only)
-    return Folder(folder, read, device=device).contents()
+    return Folder(place, read, device=device).contents()
 
 
-def _as_folder(path: str | os.PathLike[str]) -> Path | None:
-    """Return a path if a checkpoint folder is there."""
+def _folder_at(path: str | os.PathLike[str]) -> Place | None:
+    """Return the place of a checkpoint folder; None if there is none, or a file."""
     if is_url(path):
-        return None
+        system, inner = _file_system(str(path), None)
+        return RemotePlace(str(path), system, inner) if system.exists(f"{inner}/{CONTENTS_FILE}") else None
     target = _local(path)
-    return target if recover(target) and target.is_dir() and is_checkpoint_folder(target) else None
+    return LocalPlace(target) if recover(target) and target.is_dir() and is_checkpoint_folder(target) else None
 
 
 def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weights_only: bool) -> dict[str, Any]:
@@ -245,11 +241,11 @@ def verify(path: str | os.PathLike[str]) -> None:
     Source: `hashlib <https://docs.python.org/3/library/hashlib.html>`_.
 
     """
-    folder = _as_folder(path)
-    if folder is not None:
+    place = _folder_at(path)
+    if place is not None:
         with suppress(CheckpointRefused):
             # Python objects in it are not read here, and their sizes are not known.
-            Folder(folder, functools.partial(_load_file, map_location="cpu", weights_only=True)).check()
+            Folder(place, functools.partial(_load_file, map_location="cpu", weights_only=True)).check()
         return
     with _opened(path) as file:
         check_whole(file, path)
@@ -288,6 +284,9 @@ def remove(path: str | os.PathLike[str], *, storage_options: object = None) -> N
     """
     if is_url(path):
         system, inner = _file_system(str(path), storage_options)
+        if system.exists(f"{inner}/{CONTENTS_FILE}"):
+            # First: without it, a folder of which a part is removed is not taken for a checkpoint.
+            system.rm(f"{inner}/{CONTENTS_FILE}")
         if system.exists(inner):
             system.rm(inner, recursive=True)
         return
@@ -600,6 +599,8 @@ def _file_system(url: str, storage_options: Any) -> tuple[Any, str]:
 
 def _save_remote(contents: dict[str, Any], url: str, storage_options: Any) -> None:
     system, inner = _file_system(url, storage_options)
+    if system.isdir(inner):
+        raise IsADirectoryError(errno.EISDIR, f"{url} is a folder; a checkpoint needs a name", url)
     folder = inner.rpartition("/")[0]
     if folder:
         system.makedirs(folder, exist_ok=True)
@@ -769,12 +770,13 @@ class CheckpointIO(ABC):
         """Whether ``save_folder`` works, which strategies with sharded checkpoints need."""
         return False
 
-    def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Write ``checkpoint`` as a folder; called in all processes together, which raise the same errors.
 
         Args:
             checkpoint: names and values, with the shards of this process.
-            path: a path that all machines share.
+            path: a path or a URL that all machines share.
+            storage_options: for the file system.
 
         """
         raise TypeError(f"{type(self).__name__} writes files only. Use TorchCheckpointIO or AsyncCheckpointIO.")
@@ -807,6 +809,6 @@ class TorchCheckpointIO(CheckpointIO):
         changed = kind.save_checkpoint is not TorchCheckpointIO.save_checkpoint
         return not changed or kind.save_folder is not TorchCheckpointIO.save_folder
 
-    def save_folder(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Write ``checkpoint`` as a folder; the previous one stays whole until the new one is. See ``save_folder``."""
-        save_folder(checkpoint, path)
+        save_folder(checkpoint, path, storage_options=storage_options)

@@ -10,10 +10,12 @@ import atexit
 import errno
 import hashlib
 import os
+import secrets
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,8 @@ from hasten._lib.files import put_in_place, replacing_folder, sync_folder, why_n
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import engine
-from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, PLACEHOLDER, is_checkpoint_folder
+from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
+from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, PLACEHOLDER, SHARDS, is_checkpoint_folder, missing
 from hasten.machine.collectives import joined
 
 # Entries whose tensors are stored beside the contents, whether they are sharded or not.
@@ -41,10 +44,126 @@ class FileFunctions(NamedTuple):
 
     check: Callable[[object], None]  # raises a TypeError for contents that cannot be stored
     make_folder: Callable[[Path], None]
-    save: Callable[[dict[str, Any], Path], None]
+    save: Callable[[dict[str, Any], str], None]
 
 
-def save(contents: dict[str, Any], path: Path, files: FileFunctions) -> None:
+class _Target(ABC):
+    """Where a folder is written: ``prepare`` and ``commit`` are for the first process, and ``end`` for all."""
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    @abstractmethod
+    def prepare(self) -> str:
+        """Return a name for the folder in which the shards are written, after making it."""
+
+    @abstractmethod
+    def place(self, prepared: str) -> Place:
+        """Return the folder in which the shards are written."""
+
+    @abstractmethod
+    def commit(self, prepared: str, contents: dict[str, Any]) -> None:
+        """Write the contents, with which the checkpoint is there."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Remove what was prepared and not committed."""
+
+    @abstractmethod
+    def is_there(self) -> bool:
+        """Return whether a checkpoint is there."""
+
+
+class LocalTarget(_Target):
+    """A folder that is renamed when it is complete.
+
+    Args:
+        path: the folder.
+        files: how files are written.
+
+    """
+
+    def __init__(self, path: Path, files: FileFunctions) -> None:
+        self._path, self._files = path, files
+        self._held = ExitStack()
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def prepare(self) -> str:
+        path = self._path
+        if path.is_dir() and not path.is_symlink() and os.listdir(path) and not is_checkpoint_folder(path):
+            text = f"{path} is a folder with other files; a checkpoint needs a name"
+            raise IsADirectoryError(errno.EISDIR, text, str(path))
+        self._files.make_folder(path.parent)
+        return str(self._held.enter_context(replacing_folder(path)))
+
+    def place(self, prepared: str) -> Place:
+        return LocalPlace(prepared)
+
+    def commit(self, prepared: str, contents: dict[str, Any]) -> None:
+        self._files.save(contents, f"{prepared}/{CONTENTS_FILE}")
+        sync_folder(prepared)
+        put_in_place(prepared, self._path)
+
+    def end(self) -> None:
+        self._held.close()
+
+    def is_there(self) -> bool:
+        return os.path.lexists(self._path)
+
+
+class RemoteTarget(_Target):
+    """A folder behind a URL: each save has a folder of its own in it, and the contents, written last, name it.
+
+    Args:
+        url: the folder.
+        system: the fsspec file system.
+        path: the folder in it.
+        files: how files are written.
+
+    """
+
+    def __init__(self, url: str, system: Any, path: str, files: FileFunctions) -> None:
+        self._place, self._system, self._files = RemotePlace(url, system, path), system, files
+        self._prepared = ""
+
+    def __str__(self) -> str:
+        return str(self._place)
+
+    def prepare(self) -> str:
+        if self._system.isfile(self._place.path):
+            raise FileExistsError(
+                errno.EEXIST, "a file is there; remove it, or give the folder another name", str(self)
+            )
+        self._prepared = f"shards-{secrets.token_hex(4)}"
+        self._system.makedirs(f"{self._place.path}/{self._prepared}", exist_ok=True)
+        return self._prepared
+
+    def place(self, prepared: str) -> Place:
+        return self._place.inside(prepared)
+
+    def commit(self, prepared: str, contents: dict[str, Any]) -> None:
+        self._files.save({**contents, SHARDS: prepared}, f"{self._place}/{CONTENTS_FILE}")
+        self._prepared = ""
+        # Shards of earlier saves, also of those that were killed.
+        self._system.invalidate_cache()
+        for path in self._system.ls(self._place.path, detail=False):
+            if str(path).rstrip("/").rpartition("/")[2] not in (prepared, CONTENTS_FILE):
+                with suppress(Exception):
+                    self._system.rm(path, recursive=True)
+
+    def end(self) -> None:
+        prepared, self._prepared = self._prepared, ""
+        if prepared:
+            with suppress(Exception):
+                self._system.rm(f"{self._place.path}/{prepared}", recursive=True)
+
+    def is_there(self) -> bool:
+        return bool(self._system.exists(f"{self._place.path}/{CONTENTS_FILE}"))
+
+
+def save(contents: dict[str, Any], target: _Target, files: FileFunctions) -> None:
     """Write a checkpoint as a folder; all processes call it, and an error of one is raised by all of them.
 
     At any moment there is the old checkpoint or the new one, whole; see ``recover`` in ``_lib/files.py``.
@@ -52,7 +171,7 @@ def save(contents: dict[str, Any], path: Path, files: FileFunctions) -> None:
     Args:
         contents: nested dicts, lists and tuples with tensors and DTensors. Of what is not sharded, that of the first
             process counts.
-        path: the folder. A checkpoint there is replaced.
+        target: the folder. A checkpoint there is replaced.
         files: how files are written.
 
     Raises:
@@ -63,7 +182,7 @@ def save(contents: dict[str, Any], path: Path, files: FileFunctions) -> None:
     Source: `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_.
 
     """
-    one = _Save(contents, path, files, group=None)
+    one = _Save(contents, target, files, group=None)
     try:
         one.begin()
         one.write()
@@ -83,7 +202,7 @@ class BackgroundSaves:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
-    def save(self, contents: dict[str, Any], path: Path, files: FileFunctions) -> None:
+    def save(self, contents: dict[str, Any], target: _Target, files: FileFunctions) -> None:
         """As the function ``save``; an earlier save is completed first, and its error raised."""
         earlier = self._wait()
         if self._executor is None:
@@ -93,7 +212,7 @@ class BackgroundSaves:
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
             # Before the process group is left, which waits for nothing.
             atexit.register(self.close)
-        one = _Save(contents, path, files, group=self._group)
+        one = _Save(contents, target, files, group=self._group)
         try:
             one.begin(stager=self._stager, earlier=earlier)
         except BaseException:
@@ -160,18 +279,17 @@ class _Save:
 
     Args:
         contents: the checkpoint.
-        path: the folder.
+        target: the folder.
         files: how files are written.
         group: the processes; None for all.
 
     """
 
-    def __init__(self, contents: dict[str, Any], path: Path, files: FileFunctions, group: Any) -> None:
-        self._contents, self._path, self._files, self._group = contents, path, files, group
+    def __init__(self, contents: dict[str, Any], target: _Target, files: FileFunctions, group: Any) -> None:
+        self._contents, self._target, self._files, self._group = contents, target, files, group
         self._rank = dist.get_rank(group) if joined() else 0
         self._tensors: dict[str, Tensor] = {}
-        self._folder = Path()
-        self._held = ExitStack()
+        self._prepared = ""
 
     def begin(self, *, stager: Any = None, earlier: BaseException | None = None) -> None:
         """Find the tensors and make a temporary folder.
@@ -182,21 +300,21 @@ class _Save:
 
         """
         error = earlier
-        folder = ""
+        prepared = ""
         if error is None:
             try:
-                folder = self._prepare(stager)
+                prepared = self._prepare(stager)
             except Exception as caught:
                 error = caught
         sharded = sorted(key for key, tensor in self._tensors.items() if is_sharded(tensor))
         digest = hashlib.sha256("\n".join(sharded).encode()).hexdigest()
-        everything = self._agree(error, (folder, digest))
-        self._folder = Path(everything[0][0])
+        everything = self._agree(error, (prepared, digest))
+        self._prepared = everything[0][0]
         if len({each for _, each in everything}) > 1:
             by_rank = list(map(set, self._agree(None, sharded)))
             rank = next(rank for rank, keys in enumerate(by_rank) if keys != by_rank[0])
             raise RuntimeError(
-                f"{self._path} was not written: rank 0 and rank {rank} have other sharded tensors, for instance "
+                f"{self._target} was not written: rank 0 and rank {rank} have other sharded tensors, for instance "
                 f"{min(by_rank[0] ^ by_rank[rank])}. Save the same model on all processes."
             )
 
@@ -209,42 +327,37 @@ class _Save:
             self._tensors = stager.stage(self._tensors)
             if is_first:
                 self._contents = map_tensors(lambda each: each.detach().to("cpu", copy=True), self._contents)
-        if not is_first:
-            return ""
-        _check_replaceable(self._path)
-        self._files.make_folder(self._path.parent)
-        return str(self._held.enter_context(replacing_folder(self._path)))
+        return self._target.prepare() if is_first else ""
 
     def write(self) -> None:
         """Write everything, and give the folder its name."""
-        writer = engine.Writer(self._folder)
+        place = self._target.place(self._prepared)
+        writer = engine.Writer(place)
         try:
             engine.save(self._tensors, writer, self._group)
         except CheckpointException as caught:
             rank, failure = engine.first_failure(caught)
-            raise _explained(failure, self._path, rank) from None
+            raise _explained(failure, self._target, rank) from None
         error: BaseException | None = None
         try:
-            sync_folder(self._folder)
+            place.sync()
         except Exception as caught_here:
             error = caught_here
         sums = self._agree(error, writer.sums)
         if self._rank == 0:
             try:
-                self._commit(writer.layout, {name: each for one in sums for name, each in one.items()})
+                together = {name: each for one in sums for name, each in one.items()}
+                if missing(place, together) is not None:
+                    raise RuntimeError(engine.not_shared(str(self._target)))
+                contents = {FORMAT: 1, "contents": self._contents, "tensors": writer.layout, "files": together}
+                self._target.commit(self._prepared, contents)
             except Exception as caught_here:
                 error = caught_here
         self._agree(error, None)
 
-    def _commit(self, layout: engine.Layout, sums: engine.Sums) -> None:
-        contents = {FORMAT: 1, "contents": self._contents, "tensors": layout, "files": sums}
-        self._files.save(contents, self._folder / CONTENTS_FILE)
-        sync_folder(self._folder)
-        put_in_place(self._folder, self._path)
-
     def end(self) -> None:
-        """Remove the temporary folder, if it is still there."""
-        self._held.close()
+        """Remove the shards, unless the checkpoint is complete."""
+        self._target.end()
 
     def _agree(self, error: BaseException | None, own: Any) -> list[Any]:
         """Return what the processes pass as ``own``, or raise the error of the first that has one."""
@@ -255,7 +368,7 @@ class _Save:
             dist.all_gather_object(everything, sent, group=self._group)
         for rank, (theirs, _) in enumerate(everything):
             if theirs is not None:
-                raise _explained(theirs, self._path, rank) from error
+                raise _explained(theirs, self._target, rank) from error
         return [each for _, each in everything]
 
 
@@ -309,13 +422,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def _check_replaceable(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink() and os.listdir(path) and not is_checkpoint_folder(path):
-        raise IsADirectoryError(
-            errno.EISDIR, f"{path} is a folder with other files; a checkpoint needs a name", str(path)
-        )
-
-
 # -- errors, which all processes raise alike
 
 
@@ -329,17 +435,17 @@ def _portable(error: BaseException) -> BaseException:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _explained(error: BaseException, path: Path, rank: int) -> BaseException:
+def _explained(error: BaseException, target: _Target, rank: int) -> BaseException:
     """Return the error to raise for what happened on ``rank``."""
     said = (IsADirectoryError, NotADirectoryError, FileExistsError, TypeError, ValueError)
     if isinstance(error, said) or _EXPLAINED in str(error):
         return error
     who = f"rank {rank} " if joined() and dist.get_world_size() > 1 else ""
-    kept = "What was there before is untouched." if os.path.lexists(path) else "Nothing is left of it."
+    kept = "What was there before is untouched." if target.is_there() else "Nothing is left of it."
     if isinstance(error, OSError):
-        why = why_not_written(error, path.parent)
-        return type(error)(error.errno, f"{who}{_EXPLAINED}: {why}. {kept}", str(path))
-    return RuntimeError(f"{who}{_EXPLAINED} {path}: {error}. {kept}")
+        why = why_not_written(error, os.path.dirname(str(target)))
+        return type(error)(error.errno, f"{who}{_EXPLAINED}: {why}. {kept}", str(target))
+    return RuntimeError(f"{who}{_EXPLAINED} {target}: {error}. {kept}")
 
 
 _EXPLAINED = "could not write the checkpoint"

@@ -6,7 +6,6 @@ import os
 import zlib
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from hasten._lib.errors import CheckpointDamaged
 from hasten._lib.tree import is_sharded
+from hasten.checkpoint.places import Place
 
 # What is not a shard: the file with everything that is not a tensor, and the index of torch.distributed.checkpoint.
 CONTENTS_FILE = "meta.pt"
@@ -21,6 +21,8 @@ INDEX_FILE = ".metadata"
 SHARD_ENDING = ".distcp"
 # The version of the format, under this key of the contents file.
 FORMAT = "hasten_folder"
+# The folder in it that holds the other files; "" if they are beside the contents.
+SHARDS = "shards"
 # A tensor in the contents: {PLACEHOLDER: its key}
 PLACEHOLDER = "hasten_tensor"
 
@@ -42,8 +44,8 @@ class Folder:
     """A checkpoint folder.
 
     Args:
-        path: the folder.
-        read_file: reads a file; called with the path of the contents.
+        place: the folder.
+        read_file: reads a file; called with the path or URL of the contents.
         device: where whole tensors go.
 
     Raises:
@@ -52,28 +54,28 @@ class Folder:
     """
 
     def __init__(
-        self, path: Path, read_file: Callable[[Path], Any], *, device: torch.device | str | None = None
+        self, place: Place, read_file: Callable[[str], Any], *, device: torch.device | str | None = None
     ) -> None:
-        self.path, self._device = path, device
+        self.place, self._device = place, device
         try:
-            stored = read_file(path / CONTENTS_FILE)
+            stored = read_file(f"{place}/{CONTENTS_FILE}")
         except FileNotFoundError:
             raise CheckpointDamaged(
-                f"{path} is not a whole checkpoint: {CONTENTS_FILE} is missing. {_FOREIGN}"
+                f"{place} is not a whole checkpoint: {CONTENTS_FILE} is missing. {_FOREIGN}"
             ) from None
         if not isinstance(stored, dict) or FORMAT not in stored:
-            raise CheckpointDamaged(f"{path} was not written by hasten: its {CONTENTS_FILE} is another one. {_FOREIGN}")
+            raise CheckpointDamaged(
+                f"{place} was not written by hasten: its {CONTENTS_FILE} is another one. {_FOREIGN}"
+            )
+        # A name alone: a path could lead elsewhere.
+        inner = os.path.basename(stored.get(SHARDS, ""))
+        self._shards = place.inside(inner) if inner else place
         self._contents = stored["contents"]
         self.layout: dict[str, dict[str, Any]] = stored["tensors"]
         self._sums: dict[str, tuple[int, int]] = stored["files"]
         self._checked: set[str] = set()
-        for name, (size, _) in self._sums.items():
-            try:
-                present = (path / name).stat().st_size
-            except FileNotFoundError:
-                raise CheckpointDamaged(f"{path} is damaged: {name} is missing.") from None
-            if present != size:
-                raise CheckpointDamaged(f"{path} is damaged: {name} has {present} bytes instead of {size}.")
+        if (problem := missing(self._shards, self._sums)) is not None:
+            raise CheckpointDamaged(f"{place} is damaged: {problem}.")
 
     def contents(self) -> StoredCheckpoint:
         """Return the checkpoint; its tensors are read when they are needed."""
@@ -95,11 +97,11 @@ class Folder:
             return
         checksum = 0
         if name in self._sums:
-            with open(self.path / name, "rb") as file:
+            with self._shards.open(name, "rb") as file:
                 while block := file.read(1 << 20):
                     checksum = zlib.crc32(block, checksum)
         if name not in self._sums or checksum != self._sums[name][1]:
-            raise CheckpointDamaged(f"{self.path} is damaged: {name} differs from what was written, by its checksum.")
+            raise CheckpointDamaged(f"{self.place} is damaged: {name} differs from what was written, by its checksum.")
         self._checked.add(name)
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
@@ -107,7 +109,7 @@ class Folder:
         for key, target in targets.items():
             if tuple(target.shape) != self.layout[key]["shape"]:
                 raise ValueError(
-                    f"{key}: the shape is {self.layout[key]['shape']} in {self.path}, and {tuple(target.shape)} here."
+                    f"{key}: the shape is {self.layout[key]['shape']} in {self.place}, and {tuple(target.shape)} here."
                 )
             if target.device.type == "meta":
                 raise ValueError(
@@ -116,12 +118,23 @@ class Folder:
         if targets:
             from hasten.checkpoint import engine
 
-            engine.read(targets, self.path, self.layout, self.check_file)
+            engine.read(targets, self._shards, self.layout, self.check_file)
 
     def empty(self, key: str) -> Tensor:
         """Return a tensor into which the one of ``key`` fits whole."""
         stored = self.layout[key]
         return torch.empty(stored["shape"], dtype=stored["dtype"], device=self._device)
+
+
+def missing(place: Place, sums: Mapping[str, tuple[int, int]]) -> str | None:
+    """Return which of the files that were written is missing or has another size; None if all are there."""
+    present = place.sizes(map(os.path.basename, sums))
+    for name, (size, _) in sums.items():
+        if name not in present:
+            return f"{name} is missing"
+        if present[name] != size:
+            return f"{name} has {present[name]} bytes instead of {size}"
+    return None
 
 
 class StoredTensor:

@@ -1,0 +1,117 @@
+"""Where the files of a checkpoint folder are: on this machine, or behind a URL."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+from hasten._lib.files import sync_folder
+
+
+class Place(ABC):
+    """A folder of files, which other processes have too."""
+
+    # Whether a file has to be synced before it is on the disk.
+    needs_sync = False
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    @abstractmethod
+    def inside(self, name: str) -> Place:
+        """Return a folder in it."""
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Return whether it is there, if that is known."""
+
+    @abstractmethod
+    def open(self, name: str, mode: str) -> IO[bytes]:
+        """Open a file, to read ("rb") or to write ("wb")."""
+
+    @abstractmethod
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the bytes of those of the named files that are in it."""
+
+    @abstractmethod
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name."""
+
+    def sync(self) -> None:  # noqa: B027 - most need none
+        """Make new names in it survive a power cut."""
+
+
+class LocalPlace(Place):
+    """A folder on this machine, or one that it mounts."""
+
+    needs_sync = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def inside(self, name: str) -> Place:
+        return LocalPlace(self.path / name)
+
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def open(self, name: str, mode: str) -> IO[bytes]:
+        return cast("IO[bytes]", open(self.path / name, mode))
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        # Each by its name: a network file system may show an older list of the folder.
+        found = {}
+        for name in names:
+            with suppress(FileNotFoundError):
+                found[name] = (self.path / name).stat().st_size
+        return found
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self.path / old, self.path / new)
+
+    def sync(self) -> None:
+        sync_folder(self.path)
+
+
+class RemotePlace(Place):
+    """A folder behind a URL.
+
+    Args:
+        url: for messages.
+        system: the fsspec file system.
+        path: the folder in it.
+
+    """
+
+    def __init__(self, url: str, system: Any, path: str) -> None:
+        self.url, self.system, self.path = url.rstrip("/"), system, path.rstrip("/")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def inside(self, name: str) -> Place:
+        return RemotePlace(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
+
+    def exists(self) -> bool:
+        # Stores of objects have no empty folders.
+        return True
+
+    def open(self, name: str, mode: str) -> IO[bytes]:
+        return cast("IO[bytes]", self.system.open(f"{self.path}/{name}", mode))
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        # Other processes may have written files since the listing was cached.
+        self.system.invalidate_cache()
+        entries = self.system.ls(self.path, detail=True) if self.system.exists(self.path) else []
+        found = {each["name"].rpartition("/")[2]: int(each["size"]) for each in entries if each["type"] == "file"}
+        return {name: found[name] for name in names if name in found}
+
+    def rename(self, old: str, new: str) -> None:
+        self.system.mv(f"{self.path}/{old}", f"{self.path}/{new}")
