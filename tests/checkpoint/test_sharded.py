@@ -43,6 +43,10 @@ def saved(folder: Any, name: str = "a.ckpt", number: int = 1) -> Any:
     return path
 
 
+def newest(folder: str, reader: CheckpointIO | None = None) -> str | None:
+    return checkpoint_files.newest(folder, ".ckpt", reader or TorchCheckpointIO(), SingleDeviceStrategy())
+
+
 def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
 
@@ -180,7 +184,7 @@ def test_folders_behind_urls(tmp_path: Path) -> None:
             files.save_folder({"f": len}, url)
         found = checkpoint_files.find(root, ".ckpt")
         assert sorted(each.rpartition("/")[2] for each in found) == ["a.ckpt", "b.ckpt"]
-        assert checkpoint_files.newest(root, ".ckpt", TorchCheckpointIO()) in found
+        assert newest(root) in found
         system.rm(f"{shards}/__0_0.distcp")
         with pytest.raises(CheckpointDamaged, match=r"a.ckpt is damaged: __0_0.distcp is missing"):
             files.load(url)
@@ -229,7 +233,7 @@ def test_damaged_folders_are_named_and_passed_over(
 ) -> None:
     older, newer = saved(tmp_path, "older.ckpt", 1), saved(tmp_path, "newer.ckpt", 2)
     os.utime(older, (1, 1))
-    assert checkpoint_files.newest(str(tmp_path), ".ckpt", TorchCheckpointIO()) == str(newer)
+    assert newest(str(tmp_path)) == str(newer)
     damage(newer / name)
     with pytest.raises(CheckpointDamaged, match=f"newer.ckpt.*{message}"):
         files.verify(newer)
@@ -237,7 +241,7 @@ def test_damaged_folders_are_named_and_passed_over(
         files.load(newer).whole()
     for reader in (TorchCheckpointIO(), AsyncCheckpointIO()):
         with pytest.warns(UserWarning, match=f"A checkpoint is skipped: .*newer.ckpt.*{message}"):
-            assert checkpoint_files.newest(str(tmp_path), ".ckpt", reader) == str(older)
+            assert newest(str(tmp_path), reader) == str(older)
 
 
 def test_no_code_in_a_folder_runs(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import hasten as L
 from hasten.checkpoint import files
 from hasten.checkpoint.stored import StoredTensor
 from hasten.plugins import AsyncCheckpointIO
-from hasten.strategies import FSDPStrategy
+from hasten.resolve import runtime
+from hasten.strategies import DDPStrategy, FSDPStrategy
+from tests.programs import call_in_file
 from tests.strategies.test_fsdp import Net, fit, whole
 
 Run = tuple[L.Trainer, Net]
@@ -69,14 +71,7 @@ def test_a_run_goes_on_from_a_folder_under_every_strategy(tmp_path: Path) -> Non
     folder = tmp_path / "a" / "last.ckpt"
     assert sorted(each.name for each in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
     halfway = state(begun)
-    stored = files.load(folder).whole()
-    check_same({name: value for name, value in halfway.items() if name in stored["state_dict"]}, stored["state_dict"])
-    entries = {
-        f"{i}.{name}": value
-        for i, each in stored["optimizer_states"][0]["state"].items()
-        for name, value in each.items()
-    }
-    check_same({name: value for name, value in halfway.items() if name in entries}, entries)
+    check_same(halfway, flat(folder))
 
     reads: list[StoredTensor] = []
     full = StoredTensor.full
@@ -102,10 +97,6 @@ def test_a_run_goes_on_from_a_folder_under_every_strategy(tmp_path: Path) -> Non
     for name, strategy, devices in (("ddp", "ddp", 2), ("full", FSDPStrategy(), 2)):
         begun = fit(devices, strategy, **saving(tmp_path / name))
         check_same(state(resumed(2, sharded(), tmp_path / name / "last.ckpt", epochs=2)), state(begun))
-    last = L.Trainer(
-        accelerator="cpu", devices=2, strategy=sharded(), logger=False, callbacks=saving(tmp_path / "a")["callbacks"]
-    )
-    assert last.checkpoint_callback is not None
 
 
 @pytest.mark.world_size(2)
@@ -155,3 +146,40 @@ def test_fabric_saves_and_loads_folders(tmp_path: Path) -> None:
             )
             for key in ours
         )
+
+
+def flat(folder: Path) -> dict[str, Tensor]:
+    """Return weights and optimizer state in a folder."""
+    stored = files.load(folder).whole()
+    states = stored["optimizer_states"][0]["state"]
+    entries = {f"{index}.{name}": value for index, each in states.items() for name, value in each.items()}
+    return {**stored["state_dict"], **entries}
+
+
+@pytest.mark.slow
+def test_folders_move_between_numbers_of_processes(tmp_path: Path) -> None:
+    def on(count: int, source: str | None, target: str) -> None:
+        processes = runtime(accelerator="cpu", devices=count, strategy=DDPStrategy(start_method="forkserver"))
+        here = {"source": source and str(tmp_path / source), "target": str(tmp_path / target)}
+        processes.launch(call_in_file, str(Path(__file__)), "_go_on", **here)
+
+    on(4, None, "4")
+    on(3, "4", "3")
+    on(4, "3", "back")
+    expected = flat(tmp_path / "4")
+    for name in ("3", "back"):
+        check_same(flat(tmp_path / name), expected)
+    run = resumed(1, "auto", tmp_path / "back", epochs=2)
+    check_same(state(run), expected)
+    run[0].save_checkpoint(tmp_path / "one.ckpt")
+    on(2, "one.ckpt", "2")
+    check_same(flat(tmp_path / "2"), expected)
+
+
+def _go_on(source: str | None, target: str) -> None:
+    """Train two epochs, or load what has trained them, and save."""
+    count = torch.distributed.get_world_size()
+    run = fit(count, sharded()) if source is None else resumed(count, sharded(), source, epochs=2)
+    if source is not None and Path(source).is_dir():
+        check_same(state(run), flat(Path(source)))
+    run[0].save_checkpoint(target)

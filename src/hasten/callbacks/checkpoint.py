@@ -594,16 +594,16 @@ class ModelCheckpoint(Checkpoint):
         Searches ``dirpath``; when that is the default, also the folders of earlier runs, the latest first.
         Damaged files are skipped with a warning that names them.
         """
-        found: str | None = None
+        folders: list[str] = []
         if trainer.is_global_zero:
-            folder = self.dirpath or checkpoint_files.default_folder(trainer)
-            folders = [folder]
+            folders = [self.dirpath or checkpoint_files.default_folder(trainer)]
             if self._default_folder:
-                folders += checkpoint_files.folders_of_earlier_runs(trainer, folder)
-            reader = trainer.runtime.checkpoint_io
-            newest = (checkpoint_files.newest(each, self.FILE_EXTENSION, reader) for each in folders)
-            found = next(filter(None, newest), None)
-        self._found_as_last = trainer.strategy.broadcast(found)
+                folders += checkpoint_files.folders_of_earlier_runs(trainer, folders[0])
+        reader, strategy = trainer.runtime.checkpoint_io, trainer.strategy
+        newest = (
+            checkpoint_files.newest(each, self.FILE_EXTENSION, reader, strategy) for each in strategy.broadcast(folders)
+        )
+        self._found_as_last = next(filter(None, newest), None)
         return self._found_as_last
 
     # -- replaced files

@@ -23,6 +23,7 @@ from hasten.checkpoint.stored import CONTENTS_FILE, is_checkpoint_folder
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 
 if TYPE_CHECKING:
+    from hasten.strategies.base import Strategy
     from hasten.trainer import Trainer
 
 FOLDER_NAME = "checkpoints"
@@ -132,18 +133,25 @@ def folders_of_earlier_runs(trainer: Trainer, folder: str) -> list[str]:
     return [path for path in paths if path != folder]
 
 
-def newest(folder: str, extension: str, reader: CheckpointIO) -> str | None:
-    """Return the newest checkpoint below a folder that can be read; warn of damaged ones. Plugins' are not checked."""
+def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy) -> str | None:
+    """Return the newest checkpoint below a folder that can be read; warn of damaged ones. Plugins' are not checked.
+
+    All processes call it together: each reads a part of the files of a sharded checkpoint.
+    """
     if isinstance(reader, AsyncCheckpointIO):
         reader = reader.checkpoint_io
-    for path in find(folder, extension):
+    for path in strategy.broadcast(find(folder, extension) if strategy.is_global_zero else []):
         if not isinstance(reader, TorchCheckpointIO):
             return path
+        problem = None
         try:
-            files.verify(path)
-            return path
+            files.verify(path, share=(strategy.global_rank, strategy.world_size))
         except (RuntimeError, OSError, ValueError) as error:
-            rank_zero_warn(f"A checkpoint is skipped: {error}")
+            problem = str(error)
+        problems = [each for each in strategy.gather_objects(problem) if each is not None]
+        if not problems:
+            return path
+        rank_zero_warn(f"A checkpoint is skipped: {problems[0]}")
     return None
 
 

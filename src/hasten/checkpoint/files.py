@@ -221,11 +221,13 @@ def _copied_if_small(tensor: Tensor) -> Tensor:
     return tensor.clone() if type(tensor) is Tensor and tensor.nbytes < _SMALL_BYTES else tensor
 
 
-def verify(path: str | os.PathLike[str]) -> None:
+def verify(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> None:
     """Check that a checkpoint is whole, without building its tensors.
 
     Args:
         path: a path or a URL that fsspec understands.
+        share: ``(index, count)`` to read only a part of it, where ``count`` processes check it together. The first of
+            them reads a file, and of a folder each one reads some files.
 
     Raises:
         CheckpointDamaged: it is incomplete or changed.
@@ -245,10 +247,11 @@ def verify(path: str | os.PathLike[str]) -> None:
     if place is not None:
         with suppress(CheckpointRefused):
             # Python objects in it are not read here, and their sizes are not known.
-            Folder(place, functools.partial(_load_file, map_location="cpu", weights_only=True)).check()
+            Folder(place, functools.partial(_load_file, map_location="cpu", weights_only=True)).check(share)
         return
-    with _opened(path) as file:
-        check_whole(file, path)
+    if share[0] == 0:
+        with _opened(path) as file:
+            check_whole(file, path)
 
 
 def clean(folder: str | os.PathLike[str]) -> list[Path]:

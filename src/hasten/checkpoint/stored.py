@@ -86,10 +86,11 @@ class Folder:
                 contents[name] = StoredTensors(value)
         return StoredCheckpoint(contents)
 
-    def check(self) -> None:
-        """Read all files, and raise CheckpointDamaged if one has changed."""
+    def check(self, share: tuple[int, int]) -> None:
+        """Read all files, or with ``(index, count)`` a part of them; raise CheckpointDamaged if one has changed."""
+        index, count = share
         with ThreadPoolExecutor(max_workers=8) as pool:
-            list(pool.map(self.check_file, self._sums))
+            list(pool.map(self.check_file, sorted(self._sums)[index::count]))
 
     def check_file(self, name: str) -> None:
         """Raise CheckpointDamaged if a file differs from what was written; each is read for that once."""
