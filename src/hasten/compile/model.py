@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from hasten.compile.cache import ColdSeconds, keep_torchs_cache
-from hasten.compile.regions import CompiledParts
+from hasten.compile.regions import CompiledParts, alike_blocks
 from hasten.compile.report import CompileCounters, CompileReport
 from hasten.compile.settings import CompileSettings
 from hasten.compile.steps import Step
@@ -143,6 +144,29 @@ def compiled_model(
     if known is None or known.key != key:
         known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, *key)
     return known
+
+
+def for_sharded(owner: str, settings: CompileSettings, module: nn.Module, strategy: str) -> CompileSettings:
+    """Return the settings for a module whose parameters are sharded: its repeated blocks are compiled.
+
+    Gathering parameters inside of a step, or between the layers of a whole module, would break its graph.
+
+    Args:
+        owner: "Trainer" or "Fabric", for messages.
+        settings: those asked for.
+        module: the module.
+        strategy: its strategy, for messages.
+
+    Raises:
+        ValueError: the module has no repeated blocks.
+
+    """
+    if not any(True for _ in alike_blocks(module)):
+        raise ValueError(
+            f"{owner}(compile=..., strategy={strategy!r}): with sharded parameters repeated blocks are compiled, and "
+            f"{type(module).__name__} has none in an nn.ModuleList or nn.Sequential. Leave compile out."
+        )
+    return dataclasses.replace(settings, regional=True)
 
 
 def _nothing() -> None:

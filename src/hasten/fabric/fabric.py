@@ -367,8 +367,10 @@ class Fabric(RuntimeView):
 
     def _compile_in_place(self, module: nn.Module, settings: CompileSettings) -> None:
         check_possible("Fabric", settings, self.device)
-        from hasten.compile.model import compiled_model
+        from hasten.compile.model import compiled_model, for_sharded
 
+        if self.strategy.shards_parameters:
+            settings = for_sharded("Fabric", settings, module, self.strategy.name)
         model = compiled_model(module, settings, self.device, variant=str(self._runtime.precision.precision))
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
@@ -378,12 +380,12 @@ class Fabric(RuntimeView):
         for optimizer in optimizers:
             replace_parameters(optimizer, self._replaced, method)
             check_parameters(optimizer, self._modules, method, exchanges=self._runtime.syncs_gradients)
-            self.strategy.check_optimizer(optimizer, "Fabric")
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
                 self._runtime.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
             if fused is not None:
                 use_fused(optimizer, fused, owner=f"Fabric(fused_optimizer={fused})")
+            self.strategy.check_optimizer(optimizer, "Fabric")
         made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
         self._optimizers.extend(made)
         return made
@@ -671,9 +673,7 @@ class Fabric(RuntimeView):
         return rest
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
-        if isinstance(target, nn.Module) and not self.strategy.shards_parameters:
-            target.load_state_dict(saved, strict=strict)
-        elif isinstance(target, nn.Module):
+        if isinstance(target, nn.Module):
             self.strategy.load_state_dict(target, saved, strict=strict, source=os.fspath(path))
         elif isinstance(target, Optimizer):
             self.strategy.load_optimizer_state(target, saved)

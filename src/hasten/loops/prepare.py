@@ -84,6 +84,14 @@ def prepare(
         hooks.configure_model()
         if overrides(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
+    if run.arguments.sync_batchnorm and runtime.world_size > 1:
+        normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
+        if fitting and runtime.device.type == "cpu" and normalizes:
+            raise MisconfigurationException(
+                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on accelerators only, and this run is on "
+                "the CPU. Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
+            )
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
     checkpoint, path = read_checkpoint()
     runtime.strategy.shard(module, stored=(checkpoint or {}).get("state_dict") or ())
 
@@ -100,14 +108,6 @@ def prepare(
         # States of callbacks too: on_fit_start may depend on them, and an evaluation may use averaged weights.
         state.restore(checkpoint, Phase.MODEL, str(path))
 
-    if run.arguments.sync_batchnorm and runtime.world_size > 1:
-        normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
-        if fitting and runtime.device.type == "cpu" and normalizes:
-            raise MisconfigurationException(
-                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on accelerators only, and this run is on "
-                "the CPU. Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
-            )
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
     runtime.place(module)
     change_module(run)
     if fitting:
@@ -160,8 +160,6 @@ def configure_optimizers(run: Run) -> None:
     module, owner = run.module, type(run.module).__name__
     optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
     optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
-    for optimizer in optimizers:
-        run.runtime.strategy.check_optimizer(optimizer, "Trainer")
     check_parameters(run, optimizers)
     take_optimizers(run, change_optimizers(run, optimizers), schedulers)
 
@@ -231,6 +229,7 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
     for optimizer in optimizers:
         if fused is not None:
             use_fused(optimizer, fused, owner=f"Trainer(fused_optimizer={fused})")
+        run.runtime.strategy.check_optimizer(optimizer, "Trainer")
         if isinstance(optimizer, InBackward):
             run.undo.callback(optimizer.stop)
             follow_arguments(run, optimizer)
@@ -365,10 +364,10 @@ def compile_module(run: Run) -> None:
     settings = _settings(run)
     if settings is None:
         return
+    from hasten.compile.model import compiled_model, for_sharded
+
     if run.runtime.strategy.shards_parameters:
-        # Gathering parameters inside of a step would break its graph.
-        settings = dataclasses.replace(settings, regional=True)
-    from hasten.compile.model import compiled_model
+        settings = for_sharded("Trainer", settings, run.module, run.runtime.strategy.name)
 
     speed, runtime = run.arguments.speed, run.runtime
     # Batches made by length have few widths, but not one; packed rows are as long as their tokens are many.
