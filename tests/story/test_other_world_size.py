@@ -14,8 +14,9 @@ import torchmetrics
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 import hasten as L
+from hasten._lib.tree import is_sharded
 from hasten.resolve import runtime
-from hasten.strategies import DDPStrategy
+from hasten.strategies import DDPStrategy, FSDPStrategy
 from tests.models import Classifier, Numbered, quiet
 from tests.programs import call_in_file
 
@@ -37,6 +38,10 @@ class Ids(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return map(Numbered(SAMPLES).__getitem__, range(SAMPLES))
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if is_sharded(value) else value.clone()
 
 
 class Recorded(Classifier):
@@ -69,7 +74,7 @@ class Recorded(Classifier):
         values = {name: float(self.trainer.callback_metrics[name]) for name in ("mean", "most")}
         values |= {"sum": float(self.sum.compute()), "samples": self.numbers.compute().numel()}
         self.results[self.current_epoch] = values
-        self.weights[self.current_epoch] = {name: value.clone() for name, value in self.layers.state_dict().items()}
+        self.weights[self.current_epoch] = {name: whole(value) for name, value in self.layers.state_dict().items()}
         for metric in (self.sum, self.numbers, self.correlation):
             metric.reset()
 
@@ -81,6 +86,14 @@ class Twins(DDPStrategy):
     """All processes read the same data, as those of one tensor-parallel group do."""
 
     data_parallel_size, data_parallel_rank = 1, 0  # type: ignore[assignment]
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": DDPStrategy,
+    "twins": Twins,
+    "full": FSDPStrategy,
+    "sharded": lambda: FSDPStrategy(state_dict_type="sharded"),
+}
 
 
 class Interrupt(L.Callback):
@@ -121,7 +134,8 @@ def train(
     folder: Path, world: int, kind: str, chain: str, stage: int = 0, *, stops: bool, batch_size: int = BATCH,
     accumulate: int = 1,
     weighs: bool = False,
-    twins: bool = False,
+    strategy: str = "ddp",
+    same: bool = False,
 ) -> None:  # fmt: skip
     """Train one stage of a chain of runs, each of which goes on where the one before was interrupted.
 
@@ -131,7 +145,7 @@ def train(
     model, place = Recorded(weighs=weighs), folder / f"{kind}-{chain}"
     trainer = quiet(
         devices=world,
-        strategy=Twins() if twins else "ddp" if world > 1 else "auto",
+        strategy=STRATEGIES[strategy]() if world > 1 else "auto",
         max_epochs=3,
         callbacks=[Interrupt(Path(f"{place}-{stage}.ckpt"), 1, stops)] if stops else [],
         accumulate_grad_batches=accumulate,
@@ -142,7 +156,9 @@ def train(
         trainer.fit(model, loader(kind, batch_size), ckpt_path=f"{place}-{stage - 1}.ckpt" if stage else None)
     kept = {name: getattr(model, name) for name in ("seen", "results", "weights")}
     said = [str(each.message) for each in caught if "was written by" in str(each.message)]
-    torch.save({**kept, "said": said, "step": trainer.global_step}, f"{place}-{stage}-{trainer.global_rank}.pt")
+    torch.save(
+        {**kept, "said": said, "step": trainer.global_step}, f"{place}{'-same' * same}-{stage}-{trainer.global_rank}.pt"
+    )
     trainer.strategy.barrier()
 
 
@@ -177,22 +193,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return [{"kind": kind, "chain": chain, "stage": stage, "stops": 0} for kind in kinds]
 
     def large(stage: int, stops: int) -> list[dict[str, Any]]:
-        """Accumulate three batches, of which one is open."""
-        options = {"kind": "shuffled", "stage": stage, "stops": stops, "accumulate": 3}
+        """Accumulate three batches, of which one is open; weighed in one of the runs."""
         size = {"batch_size": 2 * BATCH if stage else BATCH}
-        return [{**options, **size, "chain": f"large-{w}", "weighs": bool(w)} for w in (0, 1)]
+        options = {"kind": "shuffled", "stage": stage, "stops": stops, "accumulate": 3, **size}
+        found = [{**options, "chain": f"large-{name}", "strategy": name} for name in ("ddp", "full", "sharded")]
+        return [*found, {**options, "chain": "large-weighed", "weighs": True}]
 
-    twins, whole = {"kind": "shuffled", "stops": 0}, {"kind": "shuffled", "stops": 0, "accumulate": 3}
+    one = {"kind": "shuffled", "stops": 0}
+    twins = {**one, "strategy": "twins"}
     launch(folder, 3, begun(FEW, "3-1-2"))
     launch(folder, 2, [
-        *begun(KINDS, "2-1"), *begun(FEW, "2-3", 3), *large(0, 4), {**whole, "chain": "whole"},
-        {**twins, "chain": "twins-whole", "twins": True}, {**twins, "chain": "twins-one", "twins": True, "stops": 4},
-        {**twins, "chain": "twins-ddp", "twins": True, "stops": 4},
-        {**twins, "chain": "twins-ddp", "stage": 1},
+        *begun(KINDS, "2-1"), *begun(FEW, "2-3", 3), *large(0, 4), {**one, "chain": "whole", "accumulate": 3},
+        {**twins, "chain": "twins-whole"}, {**twins, "chain": "twins-one", "stops": 4},
+        {**twins, "chain": "twins-ddp", "stops": 4}, {**one, "chain": "twins-ddp", "stage": 1},
+        *({**run, "batch_size": BATCH, "same": True} for run in large(1, 0)),
     ])  # fmt: skip
     launch(folder, 1, [
         *ended(KINDS, "2-1"), *begun(SOME, "1-2"), *({**run, "stage": 1} for run in begun(FEW, "3-1-2", 2)),
-        *large(1, 0), {**twins, "chain": "twins-one", "stage": 1},
+        *large(1, 0), {**one, "chain": "twins-one", "stage": 1},
     ])  # fmt: skip
     launch(folder, 2, [*ended(SOME, "1-2"), *ended(FEW, "3-1-2", 2)])
     launch(folder, 3, ended(FEW, "2-3"))
@@ -203,7 +221,7 @@ CHAINS = [(kind, "2-1") for kind in KINDS[:-1]] + [(kind, "1-2") for kind in SOM
 CHAINS += [(kind, chain) for kind in FEW for chain in ("2-3", "3-1-2")]
 
 
-@pytest.mark.parametrize(("kind", "chain"), [*CHAINS, ("shuffled", "large-0"), ("shuffled", "large-1")])
+@pytest.mark.parametrize(("kind", "chain"), [*CHAINS, ("shuffled", "large-ddp"), ("shuffled", "large-weighed")])
 def test_every_sample_of_the_interrupted_epoch_is_trained_on_once(folder: Path, kind: str, chain: str) -> None:
     stages = [read(folder, kind, chain, stage) for stage in range(max(2, len(chain.split("-"))))]
     seen = Counter(number for stage in stages for process in stage for number in process["seen"].get(1, []))
@@ -240,13 +258,15 @@ def test_an_order_that_is_not_known_is_said_to_begin_anew(folder: Path) -> None:
     assert not others
 
 
-@pytest.mark.parametrize("weighs", [0, 1])
-def test_the_same_batches_in_all_give_the_same_weights(folder: Path, weighs: int) -> None:
-    """Two processes with two samples each, and one with four; also where an accumulation was open."""
-    (whole, _), (resumed,) = read(folder, "shuffled", "whole", 0), read(folder, "shuffled", f"large-{weighs}", 1)
-    for name, value in whole["weights"][1].items():
-        torch.testing.assert_close(resumed["weights"][1][name], value, rtol=0, atol=1e-6)
-    assert whole["step"] == resumed["step"] == 12
+@pytest.mark.parametrize("how", ["ddp", "weighed", "full", "sharded"])
+def test_the_same_batches_in_all_give_the_same_weights(folder: Path, how: str) -> None:
+    """Two processes with two samples each, and one with four; the accumulation that was open is completed."""
+    expected = read(folder, "shuffled", "whole", 0)[0]
+    for chain in (f"large-{how}", f"large-{how}-same"):
+        resumed = read(folder, "shuffled", chain, 1)[0]
+        for name, value in expected["weights"][1].items():
+            torch.testing.assert_close(resumed["weights"][1][name], value, rtol=0, atol=1e-6)
+        assert resumed["step"] == expected["step"] == 12
 
 
 def test_processes_that_read_the_same_data_count_as_one(folder: Path) -> None:

@@ -401,11 +401,13 @@ def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], 
             return type(value)(walk(each, f"{place}.{index}", takes_all) for index, each in enumerate(value))
         return value
 
-    kept = {}
-    for name, value in contents.items():
-        takes_all = is_first and (name in _TENSOR_ENTRIES or _holds_shards(value))
-        kept[name] = walk(value, str(name), takes_all)
-    return kept, tensors
+    def split_entry(value: Any, place: str) -> Any:
+        if place == "hasten" and isinstance(value, dict):
+            # What it holds has nothing in common: of what each process had, the tensors stay.
+            return {name: split_entry(each, f"{place}.{name}") for name, each in value.items()}
+        return walk(value, place, is_first and (place in _TENSOR_ENTRIES or _holds_shards(value)))
+
+    return {name: split_entry(value, str(name)) for name, value in contents.items()}, tensors
 
 
 def _holds_shards(value: Any) -> bool:
