@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.tree import children, move_to
+from hasten._lib.tree import children, is_sharded, move_to
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
@@ -91,6 +91,8 @@ class LoggedValue:
     def add(self, value: Any, batch_size: int | float | Tensor | None) -> None:
         """Take one value; it stays on its device."""
         if isinstance(value, Tensor):
+            if type(value) is not Tensor and is_sharded(value):
+                value = value.full_tensor()  # type: ignore[attr-defined]
             if value.numel() != 1:
                 raise _not_scalar(self.name, value)
             # A copy: the caller may change the tensor in place before it is published.

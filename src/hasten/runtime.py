@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.tree import move_to
+from hasten._lib.tree import by_kind, move_to
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO, mapped_tensors
 from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.machine.collectives import numbers_as_tensors
@@ -254,6 +254,20 @@ class Runtime:
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
         self.strategy.take_optimizer(optimizer)
+        step = self._make_step(optimizer)
+        if not self.strategy.shards_parameters:
+            return step
+        reshard = self.strategy.reshard
+
+        def step_and_reshard(closure: Callable[[], Any] | None = None) -> Any:
+            result = step(closure)
+            # A forward that no backward followed has left the old weights gathered.
+            reshard()
+            return result
+
+        return step_and_reshard
+
+    def _make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         if "convert_optimizer" in self._changed:
             self.precision.convert_optimizer(optimizer)
         scaler = self.scaler
@@ -319,8 +333,11 @@ class Runtime:
         """Limit each element of the gradients to ``clip_val`` in size."""
         # torch raises if there are no gradients, as after batches that were all skipped.
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-        if parameters:
-            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        groups = (
+            by_kind(parameters, lambda parameter: parameter.grad) if self.strategy.shards_parameters else [parameters]
+        )
+        for alike in groups if parameters else ():
+            torch.nn.utils.clip_grad_value_(alike, clip_val)
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronize gradients."""

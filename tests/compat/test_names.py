@@ -215,7 +215,6 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
     ("home", "name", "base", "says"),
     [
         ("strategies", "DeepSpeedStrategy", "ParallelStrategy", "Write strategy='fsdp'"),
-        ("strategies", "ModelParallelStrategy", "Strategy", "Write strategy='fsdp'"),
         ("plugins", "DeepSpeedPrecision", "Precision", "Write precision='bf16-mixed'"),
         ("plugins", "KubeflowEnvironment", "ClusterEnvironment", "Start the program with torchrun"),
         ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
+from hasten.optim import in_backward
+from hasten.plugins import FSDPPrecision, MixedPrecision
 from hasten.strategies import FSDPStrategy
 
 
@@ -49,7 +52,7 @@ class Net(L.LightningModule):
         self.log("val_loss", nn.functional.mse_loss(self(x), y), sync_dist=True)
 
     def configure_gradient_clipping(self, optimizer: Any, **how: Any) -> None:
-        self.norms.append(self.trainer.runtime.clip_norm(self.parameters(), how["gradient_clip_val"]))
+        self.norms.append(self.trainer.runtime.clip_norm(self.parameters(), how["gradient_clip_val"] or 1e9))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer_class(self.parameters(), lr=0.01)
@@ -125,3 +128,249 @@ def test_four_processes_train_as_one_also_on_a_mesh_of_replicas() -> None:
     assert_equal(one, many)
     assert min(share(*many)) > 0.45
     assert many[0].strategy.plan.mesh == (2, 2)
+
+
+class Poisoned(Net):
+    """In one step, the gradients of one process alone are infinite."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 1:
+            for parameter in self.parameters():
+                parameter.grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.weights = [*getattr(self, "weights", []), whole(self)["head.weight"]]
+
+
+class InBackwardNet(Net):
+    configure_gradient_clipping = L.LightningModule.configure_gradient_clipping
+
+    def configure_optimizers(self) -> Any:
+        return in_backward(torch.optim.SGD, self.parameters(), lr=0.05)
+
+
+@pytest.mark.world_size(2)
+def test_precisions_compiled_blocks_and_optimizers() -> None:
+    one = fit(1, "auto")
+    compiled = fit(2, "fsdp", compile=True)
+    assert_equal(one, compiled)
+    assert compiled[0].compile_report.compiled == ("Block",)
+    assert not compiled[0].compile_report.graph_breaks
+    assert_equal(fit(1, "auto", precision="64-true"), fit(2, "fsdp", precision="64-true"))
+
+    sgd = fit(1, "auto", Net(optimizer=torch.optim.SGD))
+    short = fit(2, "fsdp", Net(optimizer=torch.optim.SGD), precision="bf16-mixed")
+    assert_equal(sgd, short, 2e-2)
+    assert {parameter.dtype for parameter in short[1].parameters()} == {torch.float32}
+    assert short[1].losses[0].dtype == torch.float32
+
+    once = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    clipped = fit(2, "fsdp", InBackwardNet(), **once)
+    torch.testing.assert_close(whole(clipped[1]), whole(fit(1, "auto", InBackwardNet(), **once)[1]))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    plugin = FSDPPrecision("16-mixed", scaler, device="cpu")
+    _, net = fit(2, "fsdp", Poisoned(), plugins=plugin, max_epochs=1, limit_train_batches=3, **once)
+    weights = net.weights
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    assert scaler.get_scale() == 2.0
+
+
+class Gan(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 5))
+        self.critic = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, losses = batch[0], (lambda: -self.critic(self.generator(batch[0])).mean(), self.critic_loss)
+        assert x.shape[1] == 5
+        self.batch = x
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def critic_loss(self) -> Tensor:
+        return self.critic(self.generator(self.batch).detach()).mean() - self.critic(self.batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.generator, self.critic)]
+
+
+class OnMeta(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.embed, self.head, self.blocks
+
+    def configure_model(self) -> None:
+        torch.manual_seed(3)
+        with self.trainer.init_module(empty_init=True):
+            self.embed, self.head = nn.Linear(5, 8), nn.Linear(8, 1)
+            self.blocks = nn.Sequential(*(Block(8) for _ in range(3)))
+        assert self.embed.weight.is_meta
+
+
+@pytest.mark.world_size(2)
+def test_manual_optimization_uneven_evaluation_and_the_start() -> None:
+    options: Any = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "limit_val_batches": 0}
+    expected = fit(1, "auto", Gan(), **options)[1]  # type: ignore[arg-type]
+    gan = fit(2, "fsdp", Gan(), **options)[1]  # type: ignore[arg-type]
+    torch.testing.assert_close(whole(gan), whole(expected))
+
+    one, net = fit(1, "auto", max_epochs=1)
+    many, sharded = fit(2, "fsdp", max_epochs=1)
+    for samples in (17, 9, 5):
+        theirs, ours = (t.validate(m, loader(4, samples), verbose=False) for t, m in ((one, net), (many, sharded)))
+        assert ours[0]["val_loss"] == pytest.approx(theirs[0]["val_loss"], abs=1e-5)
+    # A second fit with the weights of the first.
+    torch.testing.assert_close(whole(fit(2, "fsdp", sharded)[1]), whole(fit(1, "auto", net)[1]))
+
+    # Values are drawn as on one process, also where the module was made on the meta device; and the first process's
+    # count where they differ.
+    assert_equal(fit(1, "auto"), fit(2, "fsdp", OnMeta()))
+    other = Net()
+    if many.global_rank == 1:
+        with torch.no_grad():
+            other.head.weight.add_(1.0)
+    assert_equal(fit(1, "auto"), fit(2, "fsdp", other))
+
+
+class SavesInside(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 0 and trainer.fit_loop.batch_idx == 4:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.world_size(2)
+def test_a_file_saved_within_an_accumulation_resumes_under_every_strategy(tmp_path: Path) -> None:
+    path = tmp_path / "inside.ckpt"
+    whole_run = whole(fit(1, "auto", accumulate_grad_batches=4)[1])
+    for saves in ("fsdp", "ddp"):
+        saved = fit(2, saves, accumulate_grad_batches=4, callbacks=[SavesInside(path)])
+        torch.testing.assert_close(whole(saved[1]), whole_run)
+        for resumes in ("fsdp", "ddp"):
+            trainer, net = quiet_trainer(resumes), Net()
+            with torch.no_grad():
+                net.head.weight.add_(1.0)
+            trainer.fit(net, loader(4, 48), loader(4, 16), ckpt_path=path)
+            torch.testing.assert_close(whole(net), whole_run)
+        assert Net.load_from_checkpoint(path).state_dict().keys() == whole_run.keys()
+
+
+def quiet_trainer(strategy: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, accumulate_grad_batches=4, gradient_clip_val=0.5,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.blocks = nn.Linear(5, 8), nn.Sequential(Block(8), Block(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.embed(x))
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.blocks(self.embed(x))
+
+
+def train_with_fabric(devices: int, strategy: Any, folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
+    fabric = L.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    module = Plain()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+    model.mark_forward_method("score")
+    norms = []
+    for index, (x, y) in enumerate(fabric.setup_dataloaders(loader(8 // devices, 48))):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            fabric.backward((model(x) if index % 3 else model.score(x)).sub(y).pow(2).mean() / 2)
+        if index % 2:
+            norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {"model": model, "optimizer": optimizer, "steps": 3}
+    fabric.save(folder / f"{devices}.ckpt", state)
+    before = whole(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    # Also what the other run has written.
+    fabric.load(next(iter(sorted(folder.iterdir()))), state | {"steps": 0})
+    torch.testing.assert_close(whole(module), before)
+    return before, norms  # type: ignore[return-value]
+
+
+@pytest.mark.world_size(2)
+def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
+    expected = train_with_fabric(2, "ddp", tmp_path)
+    torch.testing.assert_close(train_with_fabric(2, "fsdp", tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"sharding_strategy": "FULL_SHART"}, ValueError, "Did you mean 'FULL_SHARD'"),
+        ({"sharding_strategy": "NO_SHARD"}, ValueError, "Use strategy='ddp'"),
+        ({"auto_wrap_polisy": {Block}}, TypeError, "auto_wrap_policy"),
+        ({"auto_wrap_policy": {"Block"}}, TypeError, "a set of module classes"),
+        ({"use_orig_params": False}, ValueError, "FSDP2 always has use_orig_params=True"),
+        ({"param_init_fn": len}, TypeError, "reset_parameters"),
+        ({"backward_prefetch": "BACKWARD_POST"}, ValueError, "Leave it out"),
+        ({"device_mesh": (2, 2)}, ValueError, "'HYBRID_SHARD'"),
+        ({"device_mesh": (2, 2, 2), "sharding_strategy": "HYBRID_SHARD"}, ValueError, "replicas, shards"),
+        ({"cpu_offload": "yes"}, TypeError, "True, False or torch's CPUOffloadPolicy"),
+        ({"mixed_precision": "bf16"}, TypeError, "MixedPrecisionPolicy"),
+        ({"state_dict_type": "local"}, ValueError, "'full'"),
+        ({"ignored_modules": [torch.ones(1)]}, TypeError, "Module"),
+        ({"timeout": 5}, TypeError, "timedelta"),
+        ({"parallel_devices": [torch.device("cpu")]}, TypeError, "devices="),
+    ],
+)
+def test_arguments_that_fsdp2_does_not_have_are_refused(arguments: Any, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        FSDPStrategy(**arguments)
+
+
+class Skips(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "net", "options", "says"),
+    [
+        (FSDPStrategy(auto_wrap_policy={nn.LSTM}), Net, {}, r"auto_wrap_policy=\{LSTM\}.* has no such module"),
+        ("fsdp", lambda: Net(optimizer=torch.optim.Adafactor), {}, "Adafactor and strategy='fsdp'"),
+        ("fsdp", Net, {"precision": "bf16-true"}, "Use 'bf16-mixed'"),
+        ("fsdp", Net, {"plugins": MixedPrecision("bf16-mixed", "cpu")}, r"FSDPPrecision\('bf16-mixed'\)"),
+        (FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), Net, {}, "a mesh of 4 processes"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_training(strategy: Any, net: Any, options: Any, says: str) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=says):
+        fit(1, strategy, model, **options)
+    assert not model.losses
+
+
+@pytest.mark.world_size(2)
+def test_what_processes_cannot_do_together_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match="training_step returned None in batch 1"):
+        fit(2, "fsdp", Skips())
+    with pytest.raises(ValueError, match="memory='auto'"):
+        fit(2, "fsdp", memory="auto")
+    sharded = fit(2, "fsdp", max_epochs=1)[1]
+    with pytest.raises(ValueError, match=r"strategy='ddp': the parameter .* is a DTensor"):
+        fit(2, "ddp", sharded)

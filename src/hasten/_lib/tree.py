@@ -151,7 +151,9 @@ _Item = TypeVar("_Item")
 
 
 def by_kind(items: Iterable[_Item], tensor_of: Callable[[_Item], Any] | None = None) -> list[list[_Item]]:
-    """Group items by device and type, in their order, for torch's ``_foreach`` operations.
+    """Group items by device and type, and DTensors by how they are split, for torch's ``_foreach`` operations.
+
+    Items of a group keep their order.
 
     Args:
         items: tensors, or objects that ``tensor_of`` maps to tensors.
@@ -164,10 +166,12 @@ def by_kind(items: Iterable[_Item], tensor_of: Callable[[_Item], Any] | None = N
         [2, 1]
 
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[_Item]] = {}
+    kinds: dict[tuple[object, ...], list[_Item]] = {}
     for item in items:
         tensor: Tensor = item if tensor_of is None else tensor_of(item)  # type: ignore[assignment]
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(item)
+        mesh = getattr(tensor, "device_mesh", None)
+        split = () if mesh is None else (mesh, tensor.placements)  # type: ignore[attr-defined]
+        kinds.setdefault((tensor.device, tensor.dtype, *split), []).append(item)
     return list(kinds.values())
 
 

@@ -391,7 +391,12 @@ Gradients = dict[str, dict[Any, Any]]
 
 
 def collect_gradients(
-    module: nn.Module, optimizers: Iterable[Any], gather: Callable[[Any], list[Any]], *, world_size: int
+    module: nn.Module,
+    optimizers: Iterable[Any],
+    gather: Callable[[Any], list[Any]],
+    *,
+    world_size: int,
+    whole: Callable[[Any], Any] | None = None,
 ) -> dict[str, list[Gradients]] | None:
     """Return the gradients of all processes, once where they are the same on each; None where there are none.
 
@@ -400,8 +405,16 @@ def collect_gradients(
         optimizers: those of the run.
         gather: returns the objects of all processes.
         world_size: the number of processes.
+        whole: returns a gradient of which each process has a part as the checkpoint holds it; None where each process
+            has whole gradients.
 
     """
+    if whole is not None:
+        shared = {
+            kind: {key: whole(p.grad.detach()) for key, p in parameters.items() if p.grad is not None}
+            for kind, parameters in _parameters(module, optimizers).items()
+        }
+        return {"ranks": [shared]} if any(shared.values()) else None
     # Zeros, as zero_grad(set_to_none=False) leaves them, need no room in the file.
     gradients: Gradients = {
         kind: {
@@ -418,7 +431,13 @@ def collect_gradients(
 
 
 def restore_gradients(
-    module: nn.Module, optimizers: Iterable[Any], stored: dict[str, list[Gradients]], *, rank: int, world_size: int
+    module: nn.Module,
+    optimizers: Iterable[Any],
+    stored: dict[str, list[Gradients]],
+    *,
+    rank: int,
+    world_size: int,
+    divided: Callable[[Any, Tensor], Any] | None = None,
 ) -> None:
     """Give parameters the gradients that ``collect_gradients`` returned.
 
@@ -428,14 +447,18 @@ def restore_gradients(
         stored: that.
         rank: the index of this process.
         world_size: the number of processes.
+        divided: returns a stored gradient as its parameter is divided; None where each process has whole parameters.
 
     """
     ranks = stored["ranks"]
     # On another number of processes each one has their mean, which is what they would have exchanged.
-    gradients = ranks[rank % len(ranks)] if len(ranks) in (1, world_size) else _mean_of(ranks)
+    own = len(ranks) == 1 or (len(ranks) == world_size and divided is None)
+    gradients = ranks[rank % len(ranks)] if own else _mean_of(ranks)
     for kind, parameters in _parameters(module, optimizers).items():
         for key, parameter in parameters.items():
             gradient = gradients[kind].get(key)
+            if divided is not None:
+                gradient = divided(gradient, parameter)
             if isinstance(gradient, Tensor):
                 parameter.grad = gradient.to(parameter.device).clone()
             else:

@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
-from hasten._lib.tree import leaves
+from hasten._lib.tree import is_sharded, leaves
 from hasten.compile.cuda_graphs import kept_outputs
 from hasten.compile.report import FROZEN, CompileCounters, brief
 from hasten.compile.settings import CompileSettings
@@ -62,11 +62,13 @@ class InstalledHooks:
 
     Args:
         module: the module.
+        inside: leave out the hooks on the module itself, which are called outside of its forward.
 
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, inside: bool = False) -> None:
         self._module = module
+        self._inside = inside
         self._next_id = -1
         self.ids: tuple[int, ...] = ()
 
@@ -79,6 +81,8 @@ class InstalledHooks:
         for name in _HOOK_TABLES:
             found += getattr(nn.modules.module, f"_global{name}", ())
         for part in self._module.modules():
+            if self._inside and part is self._module:
+                continue
             for name in _HOOK_TABLES:
                 found += part.__dict__.get(name) or ()
         self.ids = tuple(found)
@@ -208,17 +212,28 @@ class Compiled(ABC):
 
 
 class Region(Compiled):
-    """The compiled call of modules with the same structure: one graph to train and one to evaluate."""
+    """The compiled call of modules with the same structure: one graph to train and one to evaluate.
+
+    Args:
+        forward_only: compile ``forward`` without the hooks around it, which gather sharded parameters.
+        compiled: see ``Compiled``.
+
+    """
+
+    def __init__(self, *compiled: Any, forward_only: bool = False) -> None:
+        super().__init__(*compiled)
+        self.forward_only = forward_only
+        self._function = _forward if forward_only else _call
 
     def _compile(self) -> Callable[..., Any]:
-        return self._settings.compile(own_code(_call, self.name))
+        return self._settings.compile(own_code(self._function, self.name))
 
     def __call__(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], hooks: InstalledHooks
     ) -> object:
         """Call ``module``, which has these hooks, compiled."""
         if self._stays_python or self._counters.paused or must_stay_python():
-            return module._call_impl(*args, **kwargs)
+            return self._function(module, *args, **kwargs)
         # Apart, so that what one phase fixes (dropout, statistics, gradients) never invalidates the other's graph.
         phase = module.training, torch.is_grad_enabled()
         output, _ = self._run(
@@ -226,7 +241,7 @@ class Region(Compiled):
             hooks,
             (args, kwargs),
             lambda compiled: compiled(module, *args, **kwargs),
-            lambda: module._call_impl(*args, **kwargs),
+            lambda: self._function(module, *args, **kwargs),
         )
         return output
 
@@ -240,6 +255,15 @@ class Region(Compiled):
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = module.__dict__.get(_OWN_FORWARD)
+    return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+# The forward that an object had in its own dictionary.
+_OWN_FORWARD = "_own_forward"
 
 
 class CompiledParts:
@@ -279,27 +303,35 @@ class CompiledParts:
         if not groups:
             owner = type(module).__name__
             groups = [(owner, [module]), *((f"{owner}.{name}", [part]) for name, part in _parts(module))]
-        self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
+        # Module, where the compiled function goes in its dictionary, and that function.
+        self._calls: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         for name, parts in groups:
-            region = Region(name, settings, counters, dims)
-            self._calls += [(part, _compiled_call(part, region)) for part in parts]
+            sharded = any(is_sharded(parameter) for parameter in parts[0].parameters())
+            region = Region(name, settings, counters, dims, forward_only=sharded)
+            place = "forward" if sharded else "_compiled_call_impl"
+            self._calls += [(part, place, _compiled_call(part, region)) for part in parts]
 
     def enable(self) -> None:
         """Call the parts compiled from now on; one that the user compiled is left alone."""
-        for module, call in self._calls:
-            if module._compiled_call_impl is None:
-                module._compiled_call_impl = call
+        for module, place, call in self._calls:
+            if module._compiled_call_impl is not None:
+                continue
+            if place == "forward" and "forward" in module.__dict__:
+                module.__dict__[_OWN_FORWARD] = module.__dict__["forward"]
+            module.__dict__[place] = call
 
     def disable(self) -> None:
         """Call the parts uncompiled from now on."""
-        for module, call in self._calls:
-            if module.__dict__.get("_compiled_call_impl") is call:
-                del module.__dict__["_compiled_call_impl"]
+        for module, place, call in self._calls:
+            if module.__dict__.get(place) is call:
+                del module.__dict__[place]
+                if place == "forward" and _OWN_FORWARD in module.__dict__:
+                    module.__dict__["forward"] = module.__dict__.pop(_OWN_FORWARD)
 
 
 def _compiled_call(module: nn.Module, region: Region) -> Callable[..., Any]:
     """Return a replacement of ``module._compiled_call_impl``, which torch calls instead of ``module._call_impl``."""
-    hooks = InstalledHooks(module)
+    hooks = InstalledHooks(module, inside=region.forward_only)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return region(module, args, kwargs, hooks)

@@ -6,6 +6,7 @@ import math
 import os
 import urllib.request
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,9 @@ class Transformer(nn.Module):
     Source: https://arxiv.org/abs/1706.03762
 
     """
+
+    # Beside that of torch's layers, for ModelParallelStrategy(plan="auto").
+    tp_plan: ClassVar[dict[str, str]] = {"embedding": "embedding_rowwise", "decoder": "colwise_gather_output"}
 
     def __init__(
         self,

@@ -673,7 +673,9 @@ class Fabric(RuntimeView):
         return rest
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
-        if isinstance(target, nn.Module):
+        if isinstance(target, nn.Module) and not self.strategy.shards_parameters:
+            target.load_state_dict(saved, strict=strict)
+        elif isinstance(target, nn.Module):
             self.strategy.load_state_dict(target, saved, strict=strict, source=os.fspath(path))
         elif isinstance(target, Optimizer):
             self.strategy.load_optimizer_state(target, saved)

@@ -20,6 +20,7 @@ from hasten._lib.tree import by_kind, parameters_of
 from hasten.loops.saved_state import SavedBuffers, StepState
 from hasten.loops.user_code import with_batch_idx_if_taken
 from hasten.seed import isolate_rng
+from hasten.strategies.sharded import local_part
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -359,6 +360,7 @@ def _gradients(optimizer: Any) -> list[Tensor]:
 
 
 def _values(gradient: Tensor) -> Tensor:
+    gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

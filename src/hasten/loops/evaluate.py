@@ -12,6 +12,7 @@ from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.prepare import compiled_step, recorded_steps
+from hasten.loops.processes import in_step
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import LIMIT_OF, STEP_OF, StageData, make_transfer
@@ -119,7 +120,7 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
     suffix = (loader_idx,) if several else ()
     if several:
         logged.context_of(STEPS[name]).enter_loader(loader_idx)
-    for batch_idx, (batch, _) in enumerate(source.batches(loader_idx)):
+    for batch_idx, (batch, _) in enumerate(in_step(run, source.batches(loader_idx))):
         if transfer is not None:
             batch = transfer(batch)
         logged.batch, logged.batch_size = batch, 0
@@ -174,13 +175,14 @@ def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
 def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
     """Switch to eval mode; afterwards each sub-module has its former mode, or what the user's hook sets."""
     module = run.module
+    run.runtime.strategy.reshard()
     restore = remember_modes(module)
     testing = stage == "test"
     (module.on_test_model_eval if testing else module.on_validation_model_eval)()
     try:
         yield
     finally:
-        run.runtime.strategy.end_evaluation(module)
+        run.runtime.strategy.reshard()
         name = "on_test_model_train" if testing else "on_validation_model_train"
         if not overrides(module, LightningModule, name):
             restore()
@@ -203,6 +205,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     """
     run.enter(RunningStage.PREDICTING)
     hooks, module, several = run.hooks, run.module, len(run.predict.load()) > 1
+    run.runtime.strategy.reshard()
     restore = remember_modes(module)
     module.on_predict_model_eval()
     outputs: list[list[Any]] = []
@@ -220,7 +223,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             hooks.on_predict_epoch_end()
             hooks.on_predict_end()
     finally:
-        run.runtime.strategy.end_evaluation(module)
+        run.runtime.strategy.reshard()
         restore()
     run.leave_if_stopped()
     if not return_predictions:
@@ -242,7 +245,7 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
     stream: Any = run.predict.load()[loader_idx]
     if keeps_indices:
         stream.keep_indices()
-    for batch_idx, (batch, _) in enumerate(run.predict.batches(loader_idx)):
+    for batch_idx, (batch, _) in enumerate(in_step(run, run.predict.batches(loader_idx))):
         if keeps_indices:
             run.batch_indices = stream.batch_indices(batch_idx)
             if run.keeps_predictions:

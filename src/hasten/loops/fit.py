@@ -500,6 +500,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     weighs = weighs or run.progress.accumulation_index > 0
     # With several processes the last backward of an accumulation must not be skipped: the others wait for it.
     alone = runtime.world_size == 1
+    gathers = runtime.strategy.shards_parameters and not alone
     graphs = recorded_steps(run)
     take_loss = None if run.guard is None else run.guard.take
 
@@ -518,6 +519,8 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
             if loss is None:
+                if gathers:
+                    raise _loss_is_missing(run)
                 if window.is_start:
                     run.window_is_unweighed = False
                 return None
@@ -547,6 +550,13 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
         return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
 
     return forward_backward
+
+
+def _loss_is_missing(run: Run) -> RuntimeError:
+    return RuntimeError(
+        f"training_step returned None in batch {run.progress.batch} with strategy={run.runtime.strategy.name!r}: every "
+        "process takes part in the backward of the others. Return 0 * loss instead."
+    )
 
 
 def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_batches.ForwardBackward:

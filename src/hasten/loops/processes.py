@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +78,38 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
         batches.close()  # type: ignore[attr-defined]
 
 
+def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
+    """Yield batches; where a forward needs all processes, one without batches computes along until all are done."""
+    strategy = run.runtime.strategy
+    if strategy.computes_alone or run.runtime.world_size == 1:
+        yield from batches
+        return
+    group, batches, first = host_group(run), iter(batches), True
+    while True:
+        item = next(batches, _END)
+        have = torch.tensor(int(item is not _END))
+        dist.all_reduce(have, group=group)
+        if not have:
+            return
+        if item is not _END:
+            yield item
+        else:
+            strategy.compute_along(run.module)
+        if first and have < run.runtime.world_size:
+            # A process without any batch cannot have seen the order.
+            _check_order(run)
+        first = False
+
+
+def _check_order(run: Run) -> None:
+    orders = run.runtime.strategy.gather_objects(run.runtime.strategy.forward_order(run.module))
+    if len(set(orders)) > 1:
+        raise RuntimeError(
+            f"{run.state.fn}: a process has no batch, and the parts of {type(run.module).__name__} compute in another "
+            "order than they were assigned in. Use a smaller batch_size, so that each process has a batch."
+        )
+
+
 def host_group(run: Run) -> Group:
     """Return a group whose messages go from host to host; made once a run, by all processes at once."""
     if dist.get_backend() == "gloo":
@@ -122,12 +154,6 @@ def exchange_without_loss(run: Run) -> None:
 
     Where no process has any, they stay None, as alone: an optimizer leaves such parameters as they are.
     """
-    if run.runtime.strategy.shards_parameters:
-        raise RuntimeError(
-            f"training_step returned None in batch {run.progress.batch} with "
-            f"strategy={run.runtime.strategy.name!r}: every process takes part in the backward of the others. Return a "
-            "loss of 0 that depends on the parameters, such as 0 * loss."
-        )
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     place = f"no-loss/{run.number}/{run.progress.total_batches}"
     if all(parameter.grad is None for parameter in trained):

@@ -121,8 +121,13 @@ class RunState:
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
         gradients = None
         if run.gradients_may_count():
+            runtime.strategy.sync_gradients(run.module)
             gradients = contents.collect_gradients(
-                run.module, run.optimizers, runtime.strategy.gather_objects, world_size=runtime.world_size
+                run.module,
+                run.optimizers,
+                runtime.strategy.gather_objects,
+                world_size=runtime.world_size,
+                whole=runtime.strategy.stored if runtime.strategy.shards_parameters else None,
             )
         own: dict[str, Any] = {
             "gradients": gradients,
@@ -148,7 +153,12 @@ class RunState:
         if own:
             if own["gradients"] is not None:
                 contents.restore_gradients(
-                    run.module, run.optimizers, own["gradients"], rank=rank, world_size=world_size
+                    run.module,
+                    run.optimizers,
+                    own["gradients"],
+                    rank=rank,
+                    world_size=world_size,
+                    divided=runtime.strategy.restored if runtime.strategy.shards_parameters else None,
                 )
             state = contents.state_of(own["ranks"], rank, self._share())
             if state is not None:

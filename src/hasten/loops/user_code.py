@@ -19,7 +19,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import parameters_of
+from hasten._lib.tree import is_sharded, parameters_of
 from hasten.arguments import Arguments
 from hasten.hooks import overrides
 from hasten.module import LightningModule
@@ -447,7 +447,8 @@ def loss_of(output: object, run: Run) -> Tensor | None:
                 "computed from the parameters. Do not convert it with .item() or float()."
             )
     if isinstance(loss, Tensor):
-        return loss
+        # With ``loss_parallel`` it is a DTensor.
+        return loss.full_tensor() if is_sharded(loss) else loss  # type: ignore[attr-defined]
     if loss is not None:
         raise MisconfigurationException(
             f"{step} returned {_describe(loss)}; return the loss (a tensor), a dict with the key 'loss', or None to "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -64,6 +64,16 @@ def use_fused(optimizer: object, fused: bool = True, *, owner: str = "use_fused"
     _switch(optimizer, fused)
 
 
+def on_several_meshes(parameters: Iterable[Tensor]) -> bool:
+    """Return whether parameters are split over different processes, or some are not split at all."""
+    meshes: list[Any] = []
+    for parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh not in meshes:
+            meshes.append(mesh)
+    return len(meshes) > 1
+
+
 def why_not_fused(optimizer: Any) -> str | None:
     """Return why torch has no fused kernel for an optimizer; None if it has one."""
     # An optimizer that steps in backward has the arithmetic of another class.
@@ -78,6 +88,11 @@ def why_not_fused(optimizer: Any) -> str | None:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return f"a fused {kind.__name__} cannot be differentiated. Leave differentiable or fused_optimizer out."
+        if on_several_meshes(group["params"]):
+            return (
+                f"a fused {kind.__name__} needs parameters that are all split over the same processes, and some here "
+                "are not. Leave fused_optimizer out."
+            )
         for parameter in group["params"]:
             if not parameter.is_floating_point():
                 return (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 
@@ -14,8 +15,9 @@ from hasten.precision.builtin import check_bfloat16
 class FSDPPrecision(Precision):
     """Parameters and gradients in 32-bit floats, computation in 16-bit floats, for ``FSDPStrategy``.
 
-    The parameters are converted when they are gathered, and inputs with them; autocast is off. Gradients are reduced
-    in 32 bits. Losses and outputs of Fabric's modules come in torch's default type.
+    The parameters are converted when they are gathered, and inputs with them. Gradients are reduced in 32 bits.
+    Autocast converts what is left: a buffer of 32 bits may meet a converted parameter. Losses and outputs of Fabric's
+    modules come in torch's default type.
 
     Args:
         precision: "16-mixed" or "bf16-mixed". For others, write ``precision=`` alone.
@@ -48,12 +50,17 @@ class FSDPPrecision(Precision):
             scaler = torch.amp.GradScaler(device=device)
         self.precision = precision
         self.scaler = scaler
+        self.device = torch.device(device).type
         self.param_dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device supports bfloat16 if the precision needs it."""
         if self.precision == "bf16-mixed":
             check_bfloat16(device, self.precision, instead="16-mixed")
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return autocast."""
+        return torch.autocast(self.device, dtype=self.param_dtype)
 
     def convert_output(self, data: T) -> T:
         """Return ``data`` with floating tensors of torch's default type."""

@@ -8,6 +8,7 @@ from hasten._lib.errors import absent
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
 from hasten.strategies.fsdp import FSDPStrategy
+from hasten.strategies.model_parallel import ModelParallelStrategy
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
 
@@ -28,7 +29,6 @@ def _absent(name: str, instead: str, base: type = ParallelStrategy) -> Any:
 
 DataParallelStrategy = _absent("DataParallelStrategy", _THREADS)
 DeepSpeedStrategy = _absent("DeepSpeedStrategy", _SHARDED)
-ModelParallelStrategy = _absent("ModelParallelStrategy", _SHARDED)
 SingleDeviceXLAStrategy = _absent("SingleDeviceXLAStrategy", _TPU, SingleDeviceStrategy)
 XLAFSDPStrategy = _absent("XLAFSDPStrategy", _TPU)
 XLAStrategy = _absent("XLAStrategy", _TPU)

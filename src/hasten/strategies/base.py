@@ -212,8 +212,15 @@ class Strategy(ABC):
         """Return a function that calls a step of an evaluation, which no backward follows."""
         return function
 
-    def end_evaluation(self, module: nn.Module) -> None:  # noqa: B027 - most keep nothing
-        """Called after an evaluation, before the weights may change."""
+    def forward_order(self, module: nn.Module) -> tuple[str, ...]:
+        """Return what a step exchanges with other processes, in its order; nothing where processes compute alone."""
+        return ()
+
+    def compute_along(self, module: nn.Module) -> None:  # noqa: B027 - most compute alone
+        """Take part in a step of an evaluation on other processes, without a batch."""
+
+    def reshard(self) -> None:  # noqa: B027 - most keep nothing
+        """Free copies of the weights that forwards have left gathered; called when the weights have changed."""
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:  # noqa: B027 - most need none
         """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimization."""
@@ -259,6 +266,14 @@ class Strategy(ABC):
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
         """Restore the weights of the user's module; ``source`` names the file in messages."""
         load_weights(module, state, strict=strict, source=source)
+
+    def stored(self, value: object) -> Any:
+        """Return a tensor as a checkpoint holds it; all processes call it."""
+        return value
+
+    def restored(self, value: object, target: object) -> Any:
+        """Return a tensor of a checkpoint as ``target`` is divided."""
+        return value
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.memory import recomputed_blocks, repeated_blocks
-from hasten.precision.base import Precision, to_floating
+from hasten.precision.base import Precision
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
 from hasten.precision.fsdp import FSDPPrecision
-from hasten.strategies.sharded import ShardedStrategy
+from hasten.strategies.sharded import ShardedStrategy, keep_class_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,8 +170,6 @@ class FSDPStrategy(ShardedStrategy):
         self._options = _checked_options(kwargs)
         self.device_mesh: DeviceMesh | None = None
         self.plan: ShardingPlan | None = None
-        # In which the parameters are gathered; None for their own type.
-        self._param_dtype: torch.dtype | None = None
         self._recomputes: list[AbstractContextManager[Any]] = []
 
     def _checked_mesh(self, mesh: Any) -> Any:
@@ -212,7 +212,13 @@ class FSDPStrategy(ShardedStrategy):
                 f"gathered, without autocast. Write precision={name!r}, or plugins=[FSDPPrecision({name!r})]."
             )
         if isinstance(precision, FSDPPrecision):
-            self._param_dtype = precision.param_dtype
+            self.param_dtype = precision.param_dtype
+        elif isinstance(precision, HalfPrecision) and precision.keep_small_updates:
+            name = precision.precision
+            raise ValueError(
+                f"precision={name!r}, strategy='fsdp': the 32-bit copies of its parameters are not divided. "
+                f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)]."
+            )
         elif type(precision) not in (Precision, DoublePrecision, HalfPrecision):
             raise ValueError(
                 f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes. Use "
@@ -234,7 +240,6 @@ class FSDPStrategy(ShardedStrategy):
         mesh = self._mesh()
         self.device_mesh = mesh
         ignored = self._ignored(module)
-        names = {id(part): name for name, part in module.named_modules()}
         blocks = [block for block in self._blocks(module) if not isinstance(block, FSDPModule)]
         self._recompute(module)
         shard = partial(
@@ -244,28 +249,41 @@ class FSDPStrategy(ShardedStrategy):
             offload_policy=self._offload_policy,
             ignored_params=ignored,
         )
+        if self._policy.param_dtype is not None:
+            for part in module.modules():
+                # Running statistics of 32 bits need parameters of 32 bits.
+                if isinstance(part, _NormBase) and part.track_running_stats and not isinstance(part, FSDPModule):
+                    in_full = type(self._policy)(torch.float32, torch.float32, self._policy.param_dtype)
+                    fully_shard(part, mesh=mesh, mp_policy=in_full, offload_policy=self._offload_policy)
+                    keep_class_name(part)
         made: list[Any] = []
         # Inner blocks first: a block has the parameters that no block inside of it has.
         for block in reversed(blocks):
             shard(block, reshard_after_forward=self._reshards)
             made.insert(0, block)
         rest: list[nn.Module] = [module]
-        if _is_manual(module):
-            # Each backward of manual optimization ends a forward: that of one of the parts.
-            self._check_manual(module)
-            rest = [child for child in module.children() if any(True for _ in child.parameters())]
+        # Kept gathered between forward and backward, which begins with it.
+        after_forward = None if self._reshards else False
+        if is_manual(module):
+            # Each backward of manual optimization ends a forward: that of one of the parts. Parts that a toggled
+            # optimizer does not train may have no backward.
+            rest = children_apart(module, self.name)
+            after_forward = True
         for part in rest:
             if not isinstance(part, FSDPModule):
-                # Kept gathered between forward and backward: backward begins with it.
-                shard(part, reshard_after_forward=None if self._reshards else False)
+                shard(part, reshard_after_forward=after_forward)
         for part in (*made, *rest):
-            _keep_class_name(part)
+            keep_class_name(part)
         if self._options.get("forward_prefetch"):
             for block, following in itertools.pairwise(made):
                 block.set_modules_to_forward_prefetch([following])
-        in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+        outer = set(map(id, rest))
+        inner = [
+            name for name, part in module.named_modules() if isinstance(part, FSDPModule) and id(part) not in outer
+        ]
+        in_blocks = {id(parameter) for name in inner for parameter in module.get_submodule(name).parameters()}
         root = [name for name, parameter in module.named_parameters() if id(parameter) not in in_blocks]
-        self.plan = ShardingPlan(tuple(names[id(block)] for block in blocks), tuple(root), tuple(mesh.shape))
+        self.plan = ShardingPlan(tuple(inner), tuple(root), tuple(mesh.shape))
 
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -284,8 +302,8 @@ class FSDPStrategy(ShardedStrategy):
 
         if self.mixed_precision is not None:
             return self.mixed_precision
-        reduced = None if self._param_dtype is None else torch.float32
-        return MixedPrecisionPolicy(param_dtype=self._param_dtype, reduce_dtype=reduced)
+        reduced = None if self.param_dtype is None else torch.float32
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=reduced)
 
     def _ignored(self, module: nn.Module) -> set[nn.Parameter] | None:
         ignored = set(self._options.get("ignored_parameters", ()))
@@ -303,19 +321,7 @@ class FSDPStrategy(ShardedStrategy):
         """Return the parts to gather by themselves, outer ones before those inside of them."""
         policy = self._auto_wrap_policy
         found = repeated_blocks(module) if policy is None else _chosen(module, policy, "auto_wrap_policy")
-        order = {id(part): place for place, part in enumerate(module.modules())}
-        users = _users(module)
-        # fully_shard gathers a parameter in one place: one that is used elsewhere too stays with the root.
-        return sorted(
-            (
-                block
-                for block in found
-                if block is not module
-                and any(True for _ in block.parameters())
-                and all(users[id(p)] == _users(block)[id(p)] for p in block.parameters())
-            ),
-            key=lambda block: order[id(block)],
-        )
+        return gathered_apart(module, found)
 
     def _recompute(self, module: nn.Module) -> None:
         if self._recompute_policy is None:
@@ -325,99 +331,59 @@ class FSDPStrategy(ShardedStrategy):
         context.__enter__()
         self._recomputes.append(context)
 
-    def _check_manual(self, module: nn.Module) -> None:
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        users = _users(module)
-        for name, child in module.named_children():
-            shared = [key for key, p in child.named_parameters() if users[id(p)] != _users(child)[id(p)]]
-            own += [f"{name}.{key}" for key in shared]
-        if own:
-            raise ValueError(
-                f"strategy='fsdp' with manual optimization: the parameter {own[0]!r} does not belong to one child of "
-                f"{_name_of(module)}, and each child is gathered by itself. Move it into the child that uses it, or "
-                "use automatic optimization."
-            )
-
     def teardown(self) -> None:
         while self._recomputes:
             self._recomputes.pop().__exit__(None, None, None)
         super().teardown()
-
-    # -- a step
-
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
-        """Return a function that calls ``function`` as a forward of ``wrapped``: with its parameters gathered."""
-        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-
-        if not isinstance(wrapped, FSDPModule) or isinstance(function, nn.Module):
-            return function
-        name = "_step_of_strategy"
-        wrapped.__dict__[name] = function
-        try:
-            register_fsdp_forward_method(wrapped, name)
-            routed: Callable[..., Any] = wrapped.__dict__[name]
-        finally:
-            wrapped.__dict__.pop(name, None)
-        if self._policy.param_dtype is None:
-            return routed
-
-        def in_default_type(*args: Any, **kwargs: Any) -> Any:
-            return to_floating(routed(*args, **kwargs), torch.get_default_dtype())
-
-        return in_default_type
-
-    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        return self.route(function, module)
-
-    def end_evaluation(self, module: nn.Module) -> None:
-        """Free the parameters that a forward without backward has left gathered."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
-
-    @contextmanager
-    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
-        """Leave gradients unreduced in backward; the next backward outside of this context reduces their sum."""
-        roots = _roots(wrapped)
-        for root in roots:
-            root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for root in roots:
-                root.set_requires_gradient_sync(True)
-
-    def sync_gradients(self, module: nn.Module) -> None:
-        """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
-        for root in _roots(module):
-            # What torch does at the end of each backward.
-            root._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def _roots(module: nn.Module) -> list[Any]:
-    """Return the outermost parts that ``fully_shard`` was applied to."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(module, FSDPModule):
-        return [module]
-    return [root for child in module.children() for root in _roots(child)]
-
-
-def _keep_class_name(module: nn.Module) -> None:
-    """Give the class that ``fully_shard`` made the name that the user wrote: it is in messages and keys."""
-    made = type(module)
-    user = made.__mro__[2]
-    made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
 
 
 def _name_of(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _is_manual(module: nn.Module) -> bool:
+def is_manual(module: nn.Module) -> bool:
+    """Return whether a module steps its optimizers itself."""
     return getattr(module, "automatic_optimization", True) is False
+
+
+def gathered_apart(module: nn.Module, found: Collection[nn.Module]) -> list[nn.Module]:
+    """Return those of the parts ``found`` that can be gathered by themselves, outer ones before those inside of them.
+
+    A parameter is gathered in one place: a part with one that is used elsewhere too is left out.
+    """
+    order = {id(part): place for place, part in enumerate(module.modules())}
+    users = _users(module)
+    return sorted(
+        (
+            block
+            for block in found
+            if block is not module
+            and any(True for _ in block.parameters())
+            and all(users[id(p)] == _users(block)[id(p)] for p in block.parameters())
+        ),
+        key=lambda block: order[id(block)],
+    )
+
+
+def children_apart(module: nn.Module, strategy: str) -> list[nn.Module]:
+    """Return the children of a module with parameters, each of which is gathered by itself.
+
+    Raises:
+        ValueError: a parameter does not belong to one child.
+
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    users = _users(module)
+    for name, child in module.named_children():
+        shared = [key for key, p in child.named_parameters() if users[id(p)] != _users(child)[id(p)]]
+        own += [f"{name}.{key}" for key in shared]
+    if own:
+        raise ValueError(
+            f"strategy={strategy!r} with manual optimization: the parameter {own[0]!r} does not belong to one child of "
+            f"{_name_of(module)}, and each child is gathered by itself. Move it into the child that uses it, or use "
+            "automatic optimization."
+        )
+    return [child for child in module.children() if any(True for _ in child.parameters())]
 
 
 def _users(module: nn.Module) -> dict[int, int]:
@@ -496,7 +462,8 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
         if name in _REFUSED:
             raise TypeError(f"FSDPStrategy({name}=...): FSDP2 does not take it; {_REFUSED[name]}.")
         if name not in known:
-            raise TypeError(f"{given}: unknown argument.{did_you_mean(name, known)}")
+            named = [*inspect.signature(FSDPStrategy.__init__).parameters][1:-1]
+            raise TypeError(f"{given}: unknown argument.{did_you_mean(name, [*named, *known])}")
         if name in _ALWAYS and value is not _ALWAYS[name]:
             raise ValueError(f"{given}: FSDP2 always has {name}={_ALWAYS[name]}. Leave it out.")
         if name == "backward_prefetch" and getattr(value, "name", value) != "BACKWARD_PRE":

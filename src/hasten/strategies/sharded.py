@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hasten._lib import check
 from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
 from hasten.checkpoint.contents import load_optimizer, load_weights
+from hasten.precision.base import to_floating
 from hasten.seed import RandomGenerators
 from hasten.strategies.parallel import ParallelStrategy
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     pass
 
 # Optimizers of torch that compute with whole parameters, or with one of their dimensions.
-_NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+_NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
 
 
 class ShardedStrategy(ParallelStrategy):
@@ -53,6 +54,12 @@ class ShardedStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         check.one_of(type(self).__name__, "state_dict_type", state_dict_type, ("full", "sharded"))
+        # The type in which ``fully_shard`` gathers parameters; None for their own.
+        self.param_dtype: torch.dtype | None = None
+        # The parts that ``fully_shard`` was applied to, of all modules.
+        self._parts: list[Any] = []
+        # Names of the parts that ``fully_shard`` was applied to, as their forwards began in the last step seen.
+        self._order: tuple[str, ...] = ()
         self.saves_folders = state_dict_type == "sharded"
 
     # -- once
@@ -83,11 +90,17 @@ class ShardedStrategy(ParallelStrategy):
                 if not tensor.is_meta and not is_sharded(tensor):
                     self._broadcast(tensor.data)
         self.divide(module)
+        known = set(map(id, self._parts))
+        self._parts += [part for part in _sharded_parts(module).values() if id(part) not in known]
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             self._fill(module, stored)
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_sharded(tensor) and tensor.device != self.root_device:
                 tensor.data = tensor.data.to(self.root_device)
+
+    def teardown(self) -> None:
+        self._parts = []
+        super().teardown()
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return ``module``, which ``shard`` has divided."""
@@ -164,6 +177,84 @@ class ShardedStrategy(ParallelStrategy):
 
     # -- a step
 
+    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls ``function`` as a forward of ``wrapped``: with its parameters gathered."""
+        from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+        if not isinstance(wrapped, FSDPModule) or isinstance(function, nn.Module):
+            return function
+        name = "_step_of_strategy"
+        wrapped.__dict__[name] = function
+        try:
+            register_fsdp_forward_method(wrapped, name)
+            routed: Callable[..., Any] = wrapped.__dict__[name]
+        finally:
+            wrapped.__dict__.pop(name, None)
+        if self.param_dtype is None:
+            return routed
+
+        def in_default_type(*args: Any, **kwargs: Any) -> Any:
+            return to_floating(routed(*args, **kwargs), torch.get_default_dtype())
+
+        return in_default_type
+
+    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls ``function`` as a forward, and records the order of its first call."""
+        routed, recorded = self.route(function, module), False
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            nonlocal recorded
+            if recorded or self.world_size == 1:
+                return routed(*args, **kwargs)
+            recorded = True
+            begun: list[str] = []
+            with _begun(module, begun):
+                output = routed(*args, **kwargs)
+            self._order = tuple(begun)
+            return output
+
+        return recording
+
+    def reshard(self) -> None:
+        """Free the parameters that a forward without backward has left gathered."""
+        for part in self._parts:
+            part.reshard()
+            state = part._get_fsdp_state()
+            if state._is_root is None:
+                continue  # Before the first forward.
+            # The next backward would gather parameters in the order of these forwards, too.
+            state._comm_ctx.post_forward_order.clear()
+            for group in state._fsdp_param_groups:
+                group._post_forward_indices.clear()
+
+    def forward_order(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the parts in the order in which a step gathers them."""
+        return self._order or tuple(_sharded_parts(module))
+
+    def compute_along(self, module: nn.Module) -> None:
+        """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
+        parts = _sharded_parts(module)
+        for name in self.forward_order(module):
+            self.route(_nothing, parts[name])()
+
+    @contextmanager
+    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        """Leave gradients unreduced in backward; the next backward outside of this context reduces their sum."""
+        roots = _roots(wrapped)
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+    def sync_gradients(self, module: nn.Module) -> None:
+        """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
+        for root in _roots(module):
+            # What torch does at the end of each backward.
+            root._get_fsdp_state()._root_post_backward_final_callback()
+
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
@@ -181,7 +272,7 @@ class ShardedStrategy(ParallelStrategy):
                 "`error_if_nonfinite=False`"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        local = [local_part(parameter.grad) for parameter in with_gradients]
+        local = [local_part(p.grad) for p in with_gradients if p.grad is not None]
         for alike in by_kind(local):
             torch._foreach_mul_(alike, factor.to(alike[0].device))
         return total
@@ -236,8 +327,11 @@ class ShardedStrategy(ParallelStrategy):
             )
         load_optimizer(optimizer, {**state, "state": entries})
 
-    def whole(self, value: object) -> Any:
-        """Return a value for a file: of a shard the whole tensor in the first process, and None in the others."""
+    def stored(self, value: object) -> Any:
+        """Return a value for a folder; for a file of a shard the whole tensor in the first process, None in others."""
+        return value if self.saves_folders else self._gathered(value)
+
+    def _gathered(self, value: object) -> Any:
         if not is_sharded(value):
             return value
         full = value.full_tensor()  # type: ignore[attr-defined]
@@ -245,24 +339,23 @@ class ShardedStrategy(ParallelStrategy):
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         # One after the other: no process holds more than one whole tensor on its device.
-        gathered = {name: self.whole(value) for name, value in state.items()}
+        gathered = {name: self._gathered(value) for name, value in state.items()}
         return gathered if self.is_global_zero else {}
 
     def restored(self, value: object, target: object) -> Any:
         """Return a value of a checkpoint as ``target`` is divided; unchanged where their shapes differ."""
-        if not is_sharded(target) or getattr(value, "shape", None) != target.shape:  # type: ignore[attr-defined]
-            if hasattr(value, "read_into"):
-                return value.full()  # type: ignore[attr-defined]
+        kept: Any = value
+        like: Any = target
+        if not is_sharded(like) or getattr(kept, "shape", None) != like.shape:
+            if hasattr(kept, "read_into"):
+                return kept.full()
             # A copy: what a file holds may be mapped into memory.
-            return value.clone() if isinstance(value, Tensor) else value
-        if hasattr(value, "read_into"):
-            empty = torch.empty_like(target, dtype=value.dtype)  # type: ignore[arg-type, attr-defined]
-            value.read_into(empty)
+            return kept.clone() if isinstance(kept, Tensor) else kept
+        if hasattr(kept, "read_into"):
+            empty = torch.empty_like(like, dtype=kept.dtype)
+            kept.read_into(empty)
             return empty
-        return value if is_sharded(value) else shard_like(value, target)  # type: ignore[arg-type]
-
-    def sync_gradients(self, module: nn.Module) -> None:
-        """Exchange the gradients that ``no_sync`` has held back so far; all processes call it."""
+        return kept if is_sharded(kept) else shard_like(kept, like)
 
 
 def shard_like(whole: Tensor, target: Tensor) -> Tensor:
@@ -281,9 +374,10 @@ def shard_like(whole: Tensor, target: Tensor) -> Tensor:
     return divided.clone()
 
 
-def local_part(tensor: Any) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, sharing its memory."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    held: Any = tensor
+    part: Tensor = held.to_local() if is_sharded(held) else held
     return part
 
 
@@ -316,6 +410,48 @@ def _items(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield names and values; the tensors of a folder are not read yet."""
     stored = getattr(state, "stored", None)
     yield from (stored() if callable(stored) else state.items())
+
+
+def _roots(module: nn.Module) -> list[Any]:
+    """Return the outermost parts that ``fully_shard`` was applied to."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _roots(child)]
+
+
+def _sharded_parts(module: nn.Module) -> dict[str, Any]:
+    """Return the parts that ``fully_shard`` was applied to, by name."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return {name: part for name, part in module.named_modules() if isinstance(part, FSDPModule)}
+
+
+@contextmanager
+def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
+    """Append to ``names`` which parts begin a forward, in their order."""
+    parts = _sharded_parts(module)
+    if "" in parts:
+        # A step is a forward of the whole module, but not a call of it.
+        names.append("")
+    handles = [part.register_forward_pre_hook(lambda *_, name=name: names.append(name)) for name, part in parts.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing() -> None:
+    """Compute nothing, in a forward that gathers parameters for others."""
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """Give the class that ``fully_shard`` made the name that the user wrote: it is in messages and keys."""
+    made = type(module)
+    user = made.__mro__[2]
+    made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
 
 
 # -- initial values

@@ -1,0 +1,369 @@
+"""Model parallel: layers are split over the processes of a group, and groups read different data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.tree import is_sharded
+from hasten.memory import repeated_blocks
+from hasten.optim.fused import on_several_meshes
+from hasten.precision.base import Precision
+from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.seed import RandomGenerators
+from hasten.strategies.fsdp import children_apart, gathered_apart, is_manual
+from hasten.strategies.sharded import ShardedStrategy, keep_class_name
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+    from hasten.strategies.plans import Plan
+    from hasten.types import Group
+
+T = TypeVar("T")
+
+Size = int | Literal["auto"]
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+
+
+@final
+class ModelParallelStrategy(ShardedStrategy):
+    """Split layers over the processes of a group (tensor parallel), and data and parameters over groups (FSDP).
+
+    The processes form a mesh of ``data_parallel_size`` x ``tensor_parallel_size``. The module is divided by one of
+
+    - ``plan``: hasten applies it after ``configure_model``;
+    - ``configure_model`` of the LightningModule, with torch's ``parallelize_module`` and ``fully_shard`` on
+      ``self.device_mesh["tensor_parallel"]`` and ``self.device_mesh["data_parallel"]``;
+    - ``parallelize_fn``, in programs with Fabric.
+
+    What is not sharded over the groups by then, hasten shards with ``fully_shard``. All processes of a tensor-parallel
+    group read the same batches, and their random generators start equal.
+
+    Args:
+        parallelize_fn: called as ``parallelize_fn(module, device_mesh)``; divides the module in place and returns it.
+        data_parallel_size: the number of groups; "auto" means one for each machine, or what
+            ``tensor_parallel_size`` leaves.
+        tensor_parallel_size: the number of processes of a group; "auto" means the devices of a machine, or what
+            ``data_parallel_size`` leaves.
+        save_distributed_checkpoint: write checkpoints as folders to which each process writes its shards; False
+            writes one file with whole tensors.
+        process_group_backend: "gloo", "nccl", ...; what suits the device by default.
+        timeout: how long a collective waits for the other processes.
+        plan: a dict of name patterns, relative to the module and with ``*`` between dots, and torch's
+            ``ParallelStyle`` objects (or Hugging Face's names of them, such as ``"colwise"``); or "auto": the plan of
+            the Hugging Face model in it, and a plan of hasten's for ``nn.TransformerEncoderLayer`` and
+            ``nn.TransformerDecoderLayer``, whose feed-forward part is split and whose attention stays whole.
+        sequence_parallel: with ``plan="auto"``, split the activations between the blocks of a Hugging Face decoder
+            along the sequence.
+        loss_parallel: compute cross entropy from logits that stay split over the classes; with ``plan="auto"`` the
+            output layer leaves them so.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of processes, or two arguments contradict each other.
+        TypeError: an argument has a wrong type.
+
+    Example::
+
+        >>> strategy = ModelParallelStrategy(
+        ...     data_parallel_size=2, tensor_parallel_size=4, plan={"net.0": "colwise", "net.2": "rowwise"}
+        ... )
+        >>> strategy.name
+        'model_parallel'
+
+    Source: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053
+
+    """
+
+    name = "model_parallel"
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], nn.Module] | None = None,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        *,
+        plan: Plan | None = None,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+    ) -> None:
+        owner = type(self).__name__
+        if parallelize_fn is not None and not callable(parallelize_fn):
+            raise TypeError(
+                f"{owner}({parallelize_fn!r}): the first argument is parallelize_fn, a function of module and mesh. "
+                f"Write data_parallel_size={parallelize_fn!r}."
+            )
+        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if size != "auto":
+                check.whole(owner, name, size, at_least=1, allowed="a number of processes of at least 1, or 'auto'")
+        check.boolean(owner, "save_distributed_checkpoint", save_distributed_checkpoint)
+        check.boolean(owner, "sequence_parallel", sequence_parallel)
+        check.boolean(owner, "loss_parallel", loss_parallel)
+        if not (plan is None or plan == "auto" or (isinstance(plan, dict) and plan)):
+            raise check.wrong(owner, "plan", plan, "'auto', a dict {name pattern: ParallelStyle}, or None")
+        if plan is not None and parallelize_fn is not None:
+            raise MisconfigurationException(
+                f"{owner}(parallelize_fn, plan=...): both divide the module. Leave one out."
+            )
+        if plan is None and (sequence_parallel or loss_parallel):
+            given = "sequence_parallel" if sequence_parallel else "loss_parallel"
+            raise MisconfigurationException(
+                f"{owner}({given}=True): it belongs to a plan. Pass plan='auto' or plan={{...}}, or leave it out."
+            )
+        super().__init__(
+            state_dict_type="sharded" if save_distributed_checkpoint else "full",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._parallelize_fn = parallelize_fn
+        self._asked_sizes: tuple[Size, Size] = (data_parallel_size, tensor_parallel_size)
+        self._sizes = (1, 1)
+        self._plan = plan
+        self._options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        self._mesh: DeviceMesh | None = None
+        self._loss_context = ExitStack()
+        # The modules that the plan has split, and how; empty before.
+        self.styles: dict[str, ParallelStyle] = {}
+
+    def attach(
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
+    ) -> None:
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
+        self._sizes = _sizes(*self._asked_sizes, num_nodes=num_nodes, per_node=len(devices))
+
+    # -- facts
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The processes as a mesh with the dimensions "data_parallel" and "tensor_parallel".
+
+        Raises:
+            RuntimeError: the processes have not started.
+
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "ModelParallelStrategy.device_mesh: the processes have not started. Use it in configure_model(), or "
+                "after fabric.launch()."
+            )
+        return self._mesh
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._sizes[0]
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes over which layers are split."""
+        return self._sizes[1]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.global_rank // self.tensor_parallel_size
+
+    @property
+    def data_parallel_group(self) -> Group:
+        return None if self._mesh is None else self._mesh.get_group(DATA)
+
+    # -- once
+
+    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+        result: T = super().launch(self._with_mesh, function, args, kwargs, owner=owner)
+        return result
+
+    def _with_mesh(self, function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
+        if self._mesh is None:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
+            self._mesh = init_device_mesh(self.root_device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
+        return function(*args, **kwargs)
+
+    def divide(self, module: nn.Module) -> None:
+        """Split and shard ``module`` by the plan or the function, or complete what ``configure_model`` has done.
+
+        Raises:
+            ValueError: the plan does not fit the module, or nothing divides it.
+            TypeError: ``parallelize_fn`` returned something else than the module.
+
+        """
+        parameters = list(module.parameters())
+        self._check_earlier(module, parameters)
+        if self._plan is not None:
+            self._apply_plan(module)
+        elif self._parallelize_fn is not None and not any(map(is_sharded, parameters)):
+            self._call_function(module)
+        elif self._parallelize_fn is None and self.world_size > 1 and not any(map(is_sharded, parameters)):
+            raise MisconfigurationException(
+                f"ModelParallelStrategy(): nothing divides {type(module).__name__}. Pass plan='auto' or "
+                "plan={name: style}, or divide it in configure_model() with self.device_mesh."
+            )
+        if self.data_parallel_size > 1:
+            self._shard_over_groups(module)
+        if self._options["loss_parallel"] and self.tensor_parallel_size > 1:
+            from torch.distributed.tensor.parallel import loss_parallel
+
+            self._loss_context.close()
+            self._loss_context.enter_context(loss_parallel())
+        self._equal_generators()
+
+    def _check_earlier(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        """Refuse a module that an earlier run has divided over other sizes."""
+        for mesh in (getattr(parameter, "device_mesh", None) for parameter in parameters):
+            for name, size in zip((DATA, TENSOR), self._sizes, strict=True):
+                if mesh is not None and name in (mesh.mesh_dim_names or ()) and mesh[name].size() != size:
+                    raise MisconfigurationException(
+                        f"ModelParallelStrategy({name}_size={size}): an earlier run has divided "
+                        f"{type(module).__name__} with {name}_size={mesh[name].size()}. Use the same sizes, or a new "
+                        "module and a checkpoint."
+                    )
+
+    def _call_function(self, module: nn.Module) -> None:
+        assert self._parallelize_fn is not None
+        returned = self._parallelize_fn(module, self.device_mesh)
+        if returned is not module:
+            raise TypeError(
+                f"ModelParallelStrategy(parallelize_fn): it returned {type(returned).__name__}. Divide the module in "
+                "place, as parallelize_module and fully_shard do, and return the same module."
+            )
+
+    def _apply_plan(self, module: nn.Module) -> None:
+        from hasten.strategies.plans import apply_plan, resolve
+
+        assert self._plan is not None
+        if self.tensor_parallel_size == 1:
+            # Nothing to split, but a name that is wrong here is wrong on more processes, too.
+            resolve(module, self._plan, 1, **self._options)
+        else:
+            self.styles = apply_plan(module, self.device_mesh[TENSOR], self._plan, **self._options)
+
+    def _shard_over_groups(self, module: nn.Module) -> None:
+        """Shard over the groups what the user has not."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        whole = [name for name, parameter in module.named_parameters() if not _is_sharded_over_groups(parameter)]
+        if whole and isinstance(module, FSDPModule):
+            raise MisconfigurationException(
+                f"ModelParallelStrategy(): {type(module).__name__} was sharded before {whole[0]!r} was made, whose "
+                "gradient would be that of one group. Make all layers first, or a new module."
+            )
+        if not whole:
+            return
+        mesh = self.device_mesh[DATA]
+        parts: list[Any] = []
+        if not any(isinstance(part, FSDPModule) for part in module.modules()):
+            # Inner blocks first: a block has the parameters that no block inside of it has.
+            parts = gathered_apart(module, repeated_blocks(module))[::-1]
+        for part in parts:
+            fully_shard(part, mesh=mesh)
+        # Each backward of manual optimization ends a forward: that of one of the children.
+        rest = children_apart(module, self.name) if is_manual(module) else [module]
+        for part in rest:
+            if not isinstance(part, FSDPModule):
+                fully_shard(part, mesh=mesh, reshard_after_forward=True if is_manual(module) else None)
+        for part in (*parts, *rest):
+            keep_class_name(part)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        # Something may have drawn numbers on one process only.
+        self._equal_generators()
+        return super().wrap(module)
+
+    def take_precision(self, precision: Precision) -> None:
+        name = precision.precision
+        if precision.scaler is not None:
+            raise ValueError(
+                f"precision={name!r}, strategy='model_parallel': a gradient scaler sees the gradients of one process. "
+                "Use 'bf16-mixed'."
+            )
+        if isinstance(precision, HalfPrecision) and precision.keep_small_updates:
+            raise ValueError(
+                f"precision={name!r}, strategy='model_parallel': the 32-bit copies of its parameters are not divided. "
+                f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)]."
+            )
+        if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+            raise ValueError(
+                f"precision={name!r}, strategy='model_parallel': its layers cannot be divided over processes. Use "
+                "'bf16-mixed'."
+            )
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
+        super().check_optimizer(optimizer, owner)
+        for group in optimizer.param_groups:
+            asked = next((name for name in ("fused", "foreach") if group.get(name)), None)
+            if asked is not None and on_several_meshes(group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__}({asked}=True) and strategy='model_parallel': torch updates parameters "
+                    f"together only if all are split over the same processes, and some are not. Pass {asked}=False."
+                )
+
+    def _equal_generators(self) -> None:
+        """Give the processes of a tensor-parallel group the states of the random generators of its first."""
+        if self.tensor_parallel_size == 1:
+            return
+        import torch.distributed as dist
+
+        first = self.data_parallel_rank * self.tensor_parallel_size
+        generators = RandomGenerators()
+        box = [generators.state_dict() if self.global_rank == first else None]
+        device = self._collective_device
+        group = self.device_mesh.get_group(TENSOR)
+        dist.broadcast_object_list(box, src=first, group=group, device=None if device.type == "cpu" else device)
+        state = box[0]
+        assert state is not None
+        if self.global_rank != first:
+            generators.load_state_dict(state)
+
+    def teardown(self) -> None:
+        self._loss_context.close()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of this process make a mesh of their own.
+        return {**self.__dict__, "_mesh": None, "_loss_context": ExitStack()}
+
+
+def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[int, int]:
+    """Return the data-parallel and the tensor-parallel size.
+
+    Raises:
+        ValueError: they do not multiply to the number of processes.
+
+    """
+    world = num_nodes * per_node
+    if data == "auto" and tensor == "auto":
+        return num_nodes, per_node
+    found_data = world // int(tensor) if data == "auto" else int(data)
+    found_tensor = world // int(data) if tensor == "auto" else int(tensor)
+    if found_data * found_tensor != world:
+        raise MisconfigurationException(
+            f"ModelParallelStrategy(data_parallel_size={data!r}, tensor_parallel_size={tensor!r}): multiplied, they "
+            f"must be the number of processes, which is {world} (devices={per_node}, num_nodes={num_nodes})."
+        )
+    return found_data, found_tensor
+
+
+def _is_about_other_things(record: logging.LogRecord) -> bool:
+    """Return False for torch's advice to gather over both dimensions of the mesh at once, which it cannot itself."""
+    return not record.getMessage().startswith("While redistributing from")
+
+
+def _is_sharded_over_groups(parameter: nn.Parameter) -> bool:
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and DATA in (mesh.mesh_dim_names or ())

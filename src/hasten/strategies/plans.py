@@ -1,0 +1,564 @@
+"""Tensor-parallel plans: which layers are split over the processes of a group, and how each of them computes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from hasten._lib.names import did_you_mean
+from hasten._lib.tree import map_tensors
+
+OWNER = "ModelParallelStrategy"
+# The dimension of the mesh over which layers are split.
+TENSOR = "tensor_parallel"
+
+Plan = Mapping[str, ParallelStyle | str] | Literal["auto"]
+
+_SEQUENCE = Shard(1)
+
+
+class _SplitDropout(ParallelStyle):
+    """Dropout of features that are split: each process draws the mask of all features and takes its part.
+
+    So the masks are those of one process, and the generators of the group stay equal.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        vars(module)["forward"] = functools.partial(_dropped, module, device_mesh.get_local_rank(), device_mesh.size())
+        return module
+
+
+def _dropped(module: Any, rank: int, size: int, input: Tensor) -> Tensor:
+    if not module.training or module.p == 0:
+        return input
+    width = input.shape[-1]
+    factors = F.dropout(input.new_ones((*input.shape[:-1], width * size)), module.p)
+    return input * factors.narrow(-1, rank * width, width)
+
+
+class _GatherSequence(ParallelStyle):
+    """Gather activations that are split along the sequence before a module computes, once for all of its layers."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor) and tensor.placements == (_SEQUENCE,):
+                return tensor.redistribute(placements=[Replicate()])
+            return tensor
+
+        def gather(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return map_tensors(whole, args), map_tensors(whole, kwargs)
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+
+def _gathered_output() -> ParallelStyle:
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _split_input() -> ParallelStyle:
+    return RowwiseParallel(input_layouts=Replicate())
+
+
+def _per_head() -> ParallelStyle:
+    # The norm of each head: which dimension the heads are in changes neither its result nor the sum of its gradients.
+    return SequenceParallel(sequence_dim=-2, use_local_output=True)
+
+
+# The names that plans of Hugging Face models use, and those they used before.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": _gathered_output,
+    "colwise_rep": _gathered_output,
+    "rowwise_split_input": _split_input,
+    "rowwise_rep": _split_input,
+    "embedding_rowwise": _split_input,
+    "embedding_colwise": _gathered_output,
+    "sequence_parallel": functools.partial(SequenceParallel, use_local_output=True),
+    "replicated_with_grad_allreduce": _per_head,
+}
+_WHOLE = "replicate"
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+
+# Layers of torch, whose attention stays whole: one parameter holds the heads of query, key and value, one after the
+# other, and no range of its rows holds the same heads of all three.
+_TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_TORCH_PLAN: dict[str, Callable[[], ParallelStyle]] = {
+    "linear1": ColwiseParallel,
+    "dropout": _SplitDropout,
+    "linear2": RowwiseParallel,
+}
+
+# Plans for Hugging Face models that have none, relative to the base model.
+_READY = {
+    "bert": {
+        "encoder.layer.*.attention.self.query": "colwise",
+        "encoder.layer.*.attention.self.key": "colwise",
+        "encoder.layer.*.attention.self.value": "colwise",
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    },
+    "distilbert": {
+        "transformer.layer.*.attention.q_lin": "colwise",
+        "transformer.layer.*.attention.k_lin": "colwise",
+        "transformer.layer.*.attention.v_lin": "colwise",
+        "transformer.layer.*.attention.out_lin": "rowwise",
+        "transformer.layer.*.ffn.lin1": "colwise",
+        "transformer.layer.*.ffn.lin2": "rowwise",
+    },
+}
+
+
+# Modules that a plan has split.
+_split: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that a plan splits.
+
+    Args:
+        name: of the module in the model.
+        module: the module.
+        style: how torch splits it.
+        pattern: what the plan calls it.
+        owner: the module that holds it.
+
+    """
+
+    name: str
+    module: nn.Module
+    style: ParallelStyle
+    pattern: str
+    owner: nn.Module
+
+
+def apply_plan(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> dict[str, ParallelStyle]:
+    """Split the layers of ``model`` as ``plan`` says, in place.
+
+    Parameters become DTensors. Every process must hold the same values before (or have them on the meta device).
+    Parameters that were one tensor, as tied embeddings are, stay one.
+
+    Args:
+        model: the model.
+        mesh: the processes of one tensor-parallel group, a mesh of one dimension.
+        plan: name patterns and their styles, or "auto"; see ``resolve``.
+        sequence_parallel: see ``resolve``.
+        loss_parallel: see ``resolve``.
+
+    Returns:
+        the names of the modules that were split, and the style of each.
+
+    Raises:
+        ValueError: the plan does not fit the model or the size of the group; the message names the module.
+        TypeError: a style does not split this kind of module.
+
+    Source: `PyTorch, Tensor Parallelism <https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html>`_.
+
+    """
+    parts = resolve(model, plan, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    tied = _tied(model)
+    for part in parts:
+        if part.module in _split or any(map(_is_split, part.module.parameters())):
+            # An earlier run or the program itself has split it.
+            continue
+        # Values are equal everywhere: nothing has to be sent.
+        parallelize_module(part.module, mesh, _waiting(part.style), src_data_rank=None)
+        for parameter in part.module.parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
+                # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
+                parameter.register_hook(_summed)
+        _split.add(part.module)
+    _tie(tied)
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoder) and any(part.owner in layer.layers for part in parts):
+            # Its nested tensors are for a kernel that takes whole weights.
+            layer.use_nested_tensor = False
+    return {part.name: part.style for part in parts}
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return mesh is not None and TENSOR in (mesh.mesh_dim_names or ())
+
+
+def _waiting(style: ParallelStyle) -> ParallelStyle:
+    """Return a style whose layers return plain tensors: torch's are filled later, and no compiled block takes them."""
+    if type(style) not in (ColwiseParallel, RowwiseParallel):
+        return style
+    style = copy.copy(style)
+    vars(style)["_prepare_output_fn"] = _output
+    return style
+
+
+def _output(
+    layouts: tuple[Placement, ...], local: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh
+) -> Tensor:
+    if output.placements != layouts:
+        output = output.redistribute(placements=layouts)
+    return output.to_local() if local else output
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        return gradient.redistribute(placements=[Replicate()])
+    return gradient
+
+
+def resolve(
+    model: nn.Module, plan: Plan, size: int, *, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> list[Part]:
+    """Return the modules that ``plan`` splits, after checking that each can be split over ``size`` processes.
+
+    Args:
+        model: the model; it does not change.
+        plan: a dict of name patterns, such as ``"model.layers.*.mlp.up_proj"``, in which ``*`` stands for anything
+            between two dots, and torch's ``ParallelStyle`` objects, or the names of styles that Hugging Face uses
+            (``"colwise"``, ``"rowwise"``, ...). "auto" takes the plan that the model has.
+        size: the number of processes of a group.
+        sequence_parallel: split the activations between blocks along the sequence; with "auto" only.
+        loss_parallel: leave the logits split over the classes; with "auto", that of the output layer.
+
+    Raises:
+        ValueError: the plan does not fit the model or the size of the group; the message names the module.
+        TypeError: a style does not split this kind of module.
+
+    Example::
+
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> [part.name for part in resolve(model, {"0": "colwise", "2": "rowwise"}, size=2)]
+        ['0', '2']
+
+    """
+    if plan == "auto":
+        named = _automatic(model)
+        if sequence_parallel:
+            _split_sequence(model, named)
+        if loss_parallel:
+            _split_loss(model, named, sequence_parallel)
+    else:
+        if sequence_parallel:
+            raise ValueError(
+                f"{OWNER}(plan={{...}}, sequence_parallel=True): it completes plan='auto'. In a plan of your own, give "
+                "the norms SequenceParallel() and the layers beside them input_layouts and output_layouts of Shard(1)."
+            )
+        named = _written(model, plan)
+        if loss_parallel and not any(_returns_split_logits(style) for style, _ in named.values()):
+            raise ValueError(
+                f"{OWNER}(plan={{...}}, loss_parallel=True): no layer returns logits that are split over the classes. "
+                "Give the output layer ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)."
+            )
+    modules = dict(model.named_modules())
+    parts = [
+        Part(name, modules[name], style, pattern, modules[name.rpartition(".")[0]])
+        for name, (style, pattern) in named.items()
+    ]
+    for part in parts:
+        _check(part, size)
+    return parts
+
+
+# Module name -> its style, and what the plan calls it.
+_Named = dict[str, tuple[ParallelStyle, str]]
+
+
+def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Named:
+    named: _Named = {}
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        found = list(_matching(pattern, names))
+        if not found:
+            generic = sorted({_generic(name) for name in names if name})
+            raise ValueError(
+                f"{OWNER}(plan={{{pattern!r}: ...}}): {type(model).__name__} has no module of this name."
+                f"{did_you_mean(pattern, generic) or f' Its modules are, among others: {_some(generic)}.'}"
+            )
+        for name in found:
+            if name in named:
+                raise ValueError(
+                    f"{OWNER}(plan={{...}}): {named[name][1]!r} and {pattern!r} both name {name!r}. Leave one out."
+                )
+            if style != _WHOLE:
+                named[name] = (_style(style, pattern), pattern)
+    return named
+
+
+def _automatic(model: nn.Module) -> _Named:
+    named: _Named = {}
+    for prefix, module in model.named_modules():
+        own, base = _own_plan(module)
+        prefix = ".".join(filter(None, (prefix, base)))
+        inner = [name for name, _ in module.get_submodule(base).named_modules()] if own else []
+        for pattern, style in own.items():
+            full = ".".join(filter(None, (prefix, pattern)))
+            for name in _matching(pattern, inner):
+                whole = ".".join(filter(None, (prefix, name)))
+                # Outer plans hold those of their parts, and come first.
+                if style != _WHOLE and whole not in named:
+                    named[whole] = (_style(style, full), full)
+            # Experts are parameters, not modules.
+            if style not in (*_STYLES, _WHOLE) and any(_matching(pattern, [n for n, _ in module.named_parameters()])):
+                _style(style, full)
+        if isinstance(module, _TORCH_LAYERS):
+            for pattern, make in _TORCH_PLAN.items():
+                named.setdefault(f"{prefix}.{pattern}".lstrip("."), (make(), pattern))
+    if not named:
+        ready = ", ".join(_READY)
+        raise ValueError(
+            f"{OWNER}(plan='auto'): {type(model).__name__} has no plan: it holds neither a Hugging Face model with a "
+            f"tp_plan (or {ready}) nor an nn.TransformerEncoderLayer. Pass plan={{pattern: style}}."
+        )
+    return named
+
+
+def _own_plan(module: nn.Module) -> tuple[Mapping[str, str], str]:
+    """Return the plan that a module carries, and the name of the part of it that the plan is about ("" for itself)."""
+    for attribute in ("_tp_plan", "tp_plan"):
+        plan = getattr(module, attribute, None)
+        if isinstance(plan, Mapping) and plan:
+            return plan, ""
+    config = getattr(module, "config", None)
+    if config is None or not _is_base(module):
+        return {}, ""
+    plan = getattr(config, "base_model_tp_plan", None)
+    return plan or _READY.get(getattr(config, "model_type", ""), {}), ""
+
+
+def _is_base(module: nn.Module) -> bool:
+    return getattr(module, "base_model", None) is module
+
+
+def _style(style: object, pattern: str) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    if isinstance(style, str) and style in _STYLES:
+        return _STYLES[style]()
+    given = f"{OWNER}(plan=...): the style {style!r} of {pattern!r}"
+    if isinstance(style, str):
+        known = [*_STYLES, _WHOLE]
+        raise ValueError(
+            f"{given} has no counterpart in torch.distributed.tensor.parallel. hasten knows {', '.join(known)}."
+            f"{did_you_mean(style, known)}"
+        )
+    is_class = isinstance(style, type) and issubclass(style, ParallelStyle)
+    hint = f" Write {style.__name__}()." if is_class else ""  # type: ignore[attr-defined]
+    raise TypeError(f"{given} is not a torch ParallelStyle or the name of one.{hint}")
+
+
+def _matching(pattern: str, names: list[str]) -> Iterator[str]:
+    tokens = pattern.split(".")
+    for name in names:
+        own = name.split(".")
+        # The model itself, whose name is empty, is meant only by an empty pattern.
+        if len(own) == len(tokens) and all(map(fnmatchcase, own, tokens)) and bool(name) == bool(pattern):
+            yield name
+
+
+def _generic(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:4]))
+
+
+# -- what can be split
+
+
+def _check(part: Part, size: int) -> None:
+    module, style = part.module, part.style
+    where = f"{OWNER}(plan=...): {part.name!r}"
+    if isinstance(module, nn.MultiheadAttention) or isinstance(part.owner, nn.MultiheadAttention):
+        raise TypeError(
+            f"{where} is (in) an nn.MultiheadAttention, which computes with one parameter that holds the heads of "
+            "query, key and value. Leave it out of the plan: attention then computes whole in each process."
+        )
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise TypeError(
+            f"{where} is a {type(module).__name__}, and {type(style).__name__} splits nn.Linear and nn.Embedding only. "
+            "Name the layers inside it."
+        )
+    if isinstance(style, ColwiseParallel):
+        # A layer between DTensors may be split into unequal parts, as the words of a vocabulary are.
+        splits, field = style.use_local_output and style.output_layouts != (Replicate(),), "out_features"
+    else:
+        splits, field = style.input_layouts != (Replicate(),), "in_features"
+    width = getattr(module, field, size)
+    if splits and width % size:
+        raise ValueError(
+            f"{where} has {field}={width}, which {size} processes cannot share equally. Choose a tensor_parallel_size "
+            f"that divides {width}, or leave this layer out of the plan."
+        )
+    if splits and isinstance(style, ColwiseParallel):
+        _check_heads(part, size)
+
+
+def _check_heads(part: Part, size: int) -> None:
+    """Refuse a layer whose parts would not hold whole heads."""
+    dim = next((dim for name in ("head_dim", "attention_head_size") if (dim := getattr(part.owner, name, None))), None)
+    width = getattr(part.module, "out_features", 0)
+    if not isinstance(dim, int) or width % dim:
+        return
+    heads = width // dim
+    if heads % size:
+        config = getattr(part.owner, "config", None)
+        fields = ["num_attention_heads", "num_key_value_heads"]
+        if part.name.rpartition(".")[2][:1] in "kv":
+            fields.reverse()
+        field = next((field for field in fields if getattr(config, field, None) == heads), "heads")
+        raise ValueError(
+            f"{OWNER}(plan=...): {part.name!r} has {field}={heads}, which {size} processes cannot share equally. "
+            f"Choose a tensor_parallel_size that divides {heads}."
+        )
+
+
+# -- parameters that several modules share
+
+_Places = list[tuple[nn.Module, str, str]]
+
+
+def _tied(model: nn.Module) -> list[_Places]:
+    """Return, for each parameter that several modules hold, the modules, its names in them, and its full names."""
+    places: dict[int, _Places] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name, f"{prefix}.{name}".lstrip(".")))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie(tied: list[_Places]) -> None:
+    for (first, first_name, first_full), *others in tied:
+        shared = getattr(first, first_name)
+        for module, name, full in others:
+            own = getattr(module, name)
+            if own is shared:
+                continue
+            if getattr(own, "placements", None) != getattr(shared, "placements", None):
+                raise ValueError(
+                    f"{OWNER}(plan=...): {first_full!r} and {full!r} are one parameter, and the plan splits them "
+                    "differently. Name both with styles that split the same dimension, or leave both out."
+                )
+            module.register_parameter(name, shared)
+
+
+# -- sequence_parallel and loss_parallel with plan="auto"
+
+
+def _returns_split_logits(style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == (Shard(-1),)
+
+
+def _split_loss(model: nn.Module, named: _Named, sequence_parallel: bool) -> None:
+    """Have the output layer leave its logits split, as ``loss_parallel`` needs them."""
+    output = _output_layers(model, named)
+    if len(output) != 1:
+        found = _some(output) if output else "none"
+        raise ValueError(
+            f"{OWNER}(plan='auto', loss_parallel=True): it needs one output layer that the plan splits by columns, and "
+            f"{type(model).__name__} has {found}. Leave out loss_parallel, or pass plan={{...}}."
+        )
+    layout = _SEQUENCE if sequence_parallel else Replicate()
+    style = ColwiseParallel(input_layouts=layout, output_layouts=Shard(-1), use_local_output=False)
+    named[output[0]] = (style, named[output[0]][1])
+
+
+def _output_layers(model: nn.Module, named: _Named) -> list[str]:
+    """Return the names of the linear layers whose output the plan splits and gathers."""
+    modules = dict(model.named_modules())
+    return [
+        name
+        for name, (style, _) in named.items()
+        if isinstance(style, ColwiseParallel)
+        and style.output_layouts == (Replicate(),)
+        and isinstance(modules[name], nn.Linear)
+        and "." not in _inside_carrier(model, name)
+    ]
+
+
+def _inside_carrier(model: nn.Module, name: str) -> str:
+    """Return a module's name within the innermost module around it that has a plan or is the model."""
+    tokens = name.split(".")
+    for end in range(len(tokens) - 1, 0, -1):
+        plan, _ = _own_plan(model.get_submodule(".".join(tokens[:end])))
+        if plan:
+            return ".".join(tokens[end:])
+    return name
+
+
+def _split_sequence(model: nn.Module, named: _Named) -> None:
+    """Change the plan of Hugging Face decoders so that activations between blocks are split along the sequence."""
+    carriers = [(name, module) for name, module in model.named_modules() if _is_base(module) and _own_plan(module)[0]]
+    if not carriers:
+        raise _no_sequence(model, "no Hugging Face decoder in it")
+    for name, base in carriers:
+        _split_sequence_of(model, named, name, base)
+    outputs = _output_layers(model, named)
+    for name in outputs:
+        named[name] = (ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=Replicate()), named[name][1])
+    if not outputs:
+        raise _no_sequence(model, "no output layer that the plan splits, which would gather the sequence")
+
+
+def _split_sequence_of(model: nn.Module, named: _Named, name: str, base: nn.Module) -> None:
+    prefix = f"{name}." if name else ""
+    layers, last, words = (getattr(base, part, None) for part in ("layers", "norm", "embed_tokens"))
+    if not (isinstance(layers, nn.ModuleList) and _is_norm(last) and isinstance(words, nn.Embedding)):
+        raise _no_sequence(model, f"{type(base).__name__} is not built of embed_tokens, layers and norm")
+    if f"{prefix}embed_tokens" not in named:
+        raise _no_sequence(model, "its plan does not split embed_tokens")
+    gathers = RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE, use_local_output=False)
+    named[f"{prefix}embed_tokens"] = (gathers, "embed_tokens")
+    named[f"{prefix}norm"] = (SequenceParallel(), "norm")
+    for index, layer in enumerate(layers):
+        for child, module in layer.named_children():
+            place = f"{prefix}layers.{index}.{child}"
+            planned = [other for other in named if other.startswith(f"{place}.")]
+            if _is_norm(module):
+                named[place] = (SequenceParallel(), child)
+            elif planned:
+                named[place] = (_GatherSequence(), child)
+                for other in planned:
+                    style, pattern = named[other]
+                    if isinstance(style, RowwiseParallel):
+                        out = RowwiseParallel(
+                            input_layouts=style.input_layouts[0], output_layouts=_SEQUENCE, use_local_output=False
+                        )
+                        named[other] = (out, pattern)
+            elif next(module.parameters(), None) is not None or getattr(module, "p", None):
+                raise _no_sequence(model, f"{place} is neither a norm nor split by its plan")
+
+
+def _is_norm(module: object) -> bool:
+    return isinstance(module, nn.Module) and "Norm" in type(module).__name__ and not list(module.children())
+
+
+def _no_sequence(model: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"{OWNER}(plan='auto', sequence_parallel=True): {type(model).__name__}: {reason}. Leave out sequence_parallel, "
+        "or pass plan={...} with SequenceParallel() styles."
+    )

@@ -1,0 +1,323 @@
+"""ModelParallelStrategy on two and four processes, compared with one process."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models import dataset, loader, quiet
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+from hasten.resolve import runtime
+from hasten.strategies import ModelParallelStrategy
+
+PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+CLOSE = {"atol": 1e-5, "rtol": 1e-4}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Recorded(L.LightningModule):
+    """Keeps its losses and the norms of its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True, on_epoch=True)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(self.trainer.runtime.clip_norm(self.parameters(), 1e9)))
+
+    def loss(self, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Net(Recorded):
+    """Two blocks, whose norms no plan names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 2)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class ByHand(Net):
+    """Divides itself, as programs for Lightning do."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        if hasattr(self.head.weight, "device_mesh"):
+            return
+        parallelize_module(self, self.device_mesh["tensor_parallel"], PLAN)
+        for block in self.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+
+
+class Encoder(Recorded):
+    """Layers of torch, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0].unsqueeze(1).repeat(1, 3, 1)
+        return self.encoder(x).pow(3).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        padding = torch.zeros(len(batch[0]), 3, dtype=torch.bool)
+        padding[:, 2] = True
+        x = batch[0].unsqueeze(1).repeat(1, 3, 1)
+        self.log("val_loss", self.encoder(x, src_key_padding_mask=padding)[:, :2].pow(2).mean())
+
+
+class Llama(Recorded):
+    """A small language model of Hugging Face."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, **changes,
+        )  # fmt: skip
+        self.model = transformers.LlamaForCausalLM(config).train()
+
+    def loss(self, batch: Any) -> Tensor:
+        (tokens,) = batch
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def tokens(batch_size: int) -> DataLoader[Any]:
+    ids = torch.randint(0, 64, (8, 7), generator=torch.Generator().manual_seed(3))
+    return DataLoader(TensorDataset(ids), batch_size)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return whole copies of the parameters."""
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in module.named_parameters()
+    }
+
+
+def trained(module: Recorded, data: Any, strategy: Any = "auto", devices: int = 1, **options: Any) -> Recorded:
+    torch.manual_seed(5)
+    trainer = quiet(devices=devices, strategy=strategy, gradient_clip_val=0.1, **options)
+    trainer.fit(module, data)
+    module.logged = dict(trainer.callback_metrics)  # type: ignore[assignment]
+    return module
+
+
+def same(one: Recorded, other: Recorded, **tolerance: float) -> None:
+    tolerance = tolerance or CLOSE
+    for name, value in weights(one).items():
+        torch.testing.assert_close(
+            weights(other)[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    torch.testing.assert_close(torch.tensor(other.norms), torch.tensor(one.norms), **tolerance)
+    torch.testing.assert_close(other.logged["train_loss_epoch"], one.logged["train_loss_epoch"], **tolerance)
+
+
+def strategy(data: Any = "auto", tensor: Any = "auto", **options: Any) -> ModelParallelStrategy:
+    options = {"save_distributed_checkpoint": False, **options}
+    return ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor, **options)
+
+
+@pytest.mark.world_size(2)
+def test_layers_split_over_two_processes_train_as_on_one() -> None:
+    two = trained(Net(), loader(), strategy(plan=PLAN), 2, accumulate_grad_batches=2)
+    same(trained(Net(), loader(), accumulate_grad_batches=2), two)
+    assert tuple(two.blocks[0].up.weight.to_local().shape) == (8, 8)  # type: ignore[union-attr, operator]
+    encoders = [trained(Encoder(), loader(), *how) for how in ((), (strategy(plan="auto"), 2))]
+    # The same masks, too.
+    same(*encoders)
+    alone, split = (
+        quiet(devices=devices, strategy=how).validate(module, loader(), verbose=False)[0]["val_loss"]
+        for module, devices, how in ((encoders[0], 1, "auto"), (encoders[1], 2, strategy(plan="auto")))
+    )
+    assert split == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.world_size(2)
+def test_a_language_model_with_its_own_plan_trains_as_on_one() -> None:
+    alone = trained(Llama(), tokens(4))
+    compiled = {"regional": True, "backend": "aot_eager"}
+    same(alone, trained(Llama(), tokens(4), strategy(plan="auto"), 2, compile=compiled))
+    same(alone, trained(Llama(), tokens(4), strategy(plan="auto", sequence_parallel=True, loss_parallel=True), 2))
+    rough = {"atol": 2e-2, "rtol": 2e-2}
+    same(alone, trained(Llama(), tokens(4), strategy(plan="auto"), 2, precision="bf16-mixed"), **rough)
+    tied = trained(Llama(tie_word_embeddings=True), tokens(4), strategy(plan="auto"), 2)
+    assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight  # type: ignore[union-attr]
+    same(trained(Llama(tie_word_embeddings=True), tokens(4)), tied)
+
+
+@pytest.mark.world_size(2)
+def test_processes_of_a_group_draw_the_same_numbers() -> None:
+    module = Net()
+    for block in module.blocks:
+        block.dropout.p = 0.3  # type: ignore[union-attr]
+
+    class Disturbs(L.Callback):
+        def setup(self, *_: Any) -> None:
+            torch.manual_seed(dist.get_rank())
+            random.seed(dist.get_rank())
+
+    trained(module, loader(), strategy(plan=PLAN), 2, callbacks=[Disturbs()])
+    whole = [value for value in module.parameters() if not hasattr(value, "full_tensor")]
+    assert len(whole) == 6
+    for value in whole:
+        everywhere = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(everywhere, value.detach())
+        assert torch.equal(*everywhere)
+
+
+@pytest.mark.world_size(2)
+def test_what_cannot_train_is_refused_before_the_first_batch() -> None:
+    class Fused(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), fused=True)
+
+    class Whole(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters())
+
+    divided = trained(Net(), loader(), strategy(plan=PLAN), 2)
+    for module, how, options, message in (
+        (Net(), strategy(), {}, "nothing divides Net"),
+        (Net(), strategy(plan={"blocks.*.upp": "colwise"}), {}, "Did you mean 'blocks.*.up'?"),
+        (Fused(), strategy(plan=PLAN), {}, "Pass fused=False"),
+        (Net(), strategy(plan=PLAN), {"fused_optimizer": True}, "Leave fused_optimizer out"),
+        (Whole(), strategy(plan=PLAN), {}, "Adafactor"),
+        (divided, strategy(2, 1, plan=PLAN), {}, "with tensor_parallel_size=2"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            quiet(devices=2, strategy=how, **options).fit(module, loader())
+        assert module is divided or not module.losses
+    elsewhere = L.Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(lambda model, mesh: nn.ReLU()))
+    elsewhere.launch()
+    with pytest.raises(TypeError, match="it returned ReLU"):
+        elsewhere.setup_module(Block())
+
+
+@pytest.mark.world_size(4)
+def test_two_groups_of_two_train_as_one_process() -> None:
+    alone = trained(Net(), loader(batch_size=8))
+    for module in (Net(), ByHand()):
+        how = strategy(2, 2, plan=PLAN if type(module) is Net else None)
+        groups = trained(module, loader(), how, 4)
+        same(alone, groups)
+        assert how.distributed_sampler_kwargs == {"num_replicas": 2, "rank": dist.get_rank() // 2}
+        assert how.device_mesh["tensor_parallel"].get_local_rank() == dist.get_rank() % 2
+        # Every parameter is sharded over the groups.
+        assert all("data_parallel" in value.device_mesh.mesh_dim_names for value in module.parameters())  # type: ignore[attr-defined]
+    # 10 samples in batches of 4 on two groups: each counts once.
+    found = quiet(devices=4, strategy=strategy(2, 2, plan=PLAN)).validate(groups, loader(10), verbose=False)
+    expected = quiet().validate(alone, loader(10), verbose=False)
+    assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.world_size(4)
+def test_fabric_divides_by_a_function() -> None:
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        parallelize_module(model, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    def train(fabric: L.Fabric, batch_size: int) -> dict[str, Tensor]:
+        fabric.launch()
+        torch.manual_seed(0)
+        block = Block()
+        model = fabric.setup_module(block)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
+        for x, _ in fabric.setup_dataloaders(DataLoader(dataset(), batch_size)):
+            optimizer.zero_grad()
+            fabric.backward(model(x).pow(2).mean())
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+        return weights(block)
+
+    one = train(L.Fabric(accelerator="cpu", devices=1), 8)
+    own = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=2)
+    four = train(L.Fabric(accelerator="cpu", devices=4, strategy=own), 4)
+    for name, value in one.items():
+        torch.testing.assert_close(four[name], value, **CLOSE)
+
+
+def test_sizes_that_do_not_multiply_to_the_processes_are_refused() -> None:
+    def sizes(*given: Any, devices: int = 4, num_nodes: int = 1) -> tuple[int, int]:
+        how = strategy(*given, plan=PLAN)
+        runtime(accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=how)
+        return how.data_parallel_size, how.tensor_parallel_size
+
+    assert sizes() == (1, 4)
+    assert sizes(num_nodes=2) == (2, 4)
+    assert sizes("auto", 2) == sizes(2) == sizes(2, 2) == (2, 2)
+    for wrong in ((3, 2), (3, "auto"), ("auto", 3), (1, 8), ("auto", 8)):
+        message = rf"data_parallel_size={wrong[0]!r}, tensor_parallel_size={wrong[1]!r}\): multiplied, .* which is 4"
+        with pytest.raises(ValueError, match=message):
+            sizes(*wrong)
+
+
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    for arguments, message in (
+        ({"data_parallel_size": 0}, "data_parallel_size=0"),
+        ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all'"),
+        ({"plan": "atuo"}, "plan='atuo'"),
+        ({"plan": {}}, "plan={}"),
+        ({"plan": PLAN, "parallelize_fn": print}, "both divide the module"),
+        ({"sequence_parallel": True}, "it belongs to a plan"),
+        ({"loss_parallel": True}, "it belongs to a plan"),
+        ({"parallelize_fn": 2}, "Write data_parallel_size=2"),
+        ({"save_distributed_checkpoint": None}, "save_distributed_checkpoint=None"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            ModelParallelStrategy(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the processes have not started"):
+        strategy(plan=PLAN).device_mesh
+    for precision in ("bf16-true", "16-true"):
+        with pytest.raises(ValueError, match="keep_small_updates=False"):
+            quiet(devices=2, strategy=strategy(plan=PLAN), precision=precision)
