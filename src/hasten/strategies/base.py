@@ -192,6 +192,8 @@ class Strategy(ABC):
             stored: names of weights that a checkpoint is going to bring: they need no initial values.
 
         """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
         divided = next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)
         if divided is not None:
             raise ValueError(
