@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
@@ -25,6 +26,7 @@ from hasten.loops.user_code import with_batch_idx_if_taken
 from hasten.module.callback import Callback
 from hasten.optim import LRSchedulerConfig
 from hasten.seed import isolate_rng
+from hasten.strategies.sharded import as_shard, local_part
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -96,14 +98,12 @@ class WeightAveraging(Callback):
             raise error(f"{owner}: avg_fn and multi_avg_fn both define the average. Give one of them.")
         self._device = _check_device(owner, device)
         self._use_buffers = use_buffers
-        self._average_model: AveragedModel | None = None
-        # (parameters or buffers of a part of the module, those of its average, name)
-        self._slots: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None], str]] = []
+        self._average_model: ModelAverage | None = None
         # Whether the module holds the average for the time of a validation.
         self._swapped = False
         self._loaded: Any = None
-        # The training weights, once the module holds the average for good.
-        self._trained: dict[str, Any] | None = None
+        # The training weights, once the module holds the average for good: tensors by name.
+        self._trained: dict[str, Tensor] | None = None
         self._restarting = False
         self._latest_update_step = 0
         self._latest_update_epoch = -1
@@ -126,17 +126,16 @@ class WeightAveraging(Callback):
             self._restarting = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the average, a copy of the module: the module is complete and on its device now."""
-        # The count of updates stays on the host, where reading it does not wait for the device.
-        self._average_model = average = AveragedModel(pl_module)
-        if self._device is not None:
-            average.module.to(self._device)
+        """Make the average, a clone of each tensor: the module is complete and on its device now."""
+        self._average_model = average = ModelAverage(type(self).__name__, pl_module, self._device)
         if self._loaded is not None:
             weights, others = self._loaded
-            average.module.load_state_dict(weights, strict=pl_module.strict_loading is not False)
-            average.n_averaged.copy_(others["n_averaged"])
             self._loaded = None
-        self._find_slots(pl_module)
+            # Through the module, which knows how its weights are loaded; the average has those it trains with.
+            strict = pl_module.strict_loading is not False
+            trainer.strategy.load_state_dict(pl_module, weights, strict=strict, source="the average in the checkpoint")
+            average.exchange()
+            average.n_averaged.copy_(others["n_averaged"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do the updates that were still due when another callback saved the checkpoint."""
@@ -147,7 +146,8 @@ class WeightAveraging(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the parameters and buffers again: they may have changed."""
-        self._find_slots(pl_module)
+        if self._average_model is not None:
+            self._average_model.find()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
@@ -166,23 +166,20 @@ class WeightAveraging(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._swap_models(pl_module)
+            self._swap_models(trainer, pl_module)
 
     on_validation_epoch_end = on_validation_epoch_start  # back again
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put the training weights back if a validation failed: a checkpoint saved now must be right."""
         if self._swapped:
-            self._swap_models(pl_module)
+            self._swap_models(trainer, pl_module)
 
-    @torch.no_grad()
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the average into the module for good; keep the training weights for checkpoints."""
         if self._has_average and self._trained is None:
-            self._trained = {
-                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                for name, value in pl_module.state_dict().items()
-            }
+            trainer.strategy.reshard()
+            self._trained = _copies(pl_module)
             self._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -209,11 +206,11 @@ class WeightAveraging(Callback):
         if average is None or not self._has_average:
             return
         # The module holds the training weights, the average for a validation, or the average for good.
-        current, averaged = checkpoint["state_dict"], average.module.state_dict()
-        if self._swapped:
+        current = checkpoint["state_dict"]
+        with average.shown() if self._trained is None else _shown(pl_module, self._trained):
+            averaged = trainer.strategy.state_dict(pl_module)
+        if self._swapped or self._trained is not None:
             current, averaged = averaged, current
-        elif self._trained is not None:
-            current, averaged = self._trained, current
         checkpoint["state_dict"] = averaged
         if "optimizer_states" in checkpoint:
             checkpoint["current_model_state"] = current
@@ -243,53 +240,19 @@ class WeightAveraging(Callback):
     def _has_average(self) -> bool:
         return self._average_model is not None and bool(self._average_model.n_averaged)
 
-    def _find_slots(self, pl_module: nn.Module) -> None:
-        """List which tensors belong together: walking through the modules each step would cost more than averaging.
-
-        Tensors are looked up by name in each update, since programs assign new ones to their buffers.
-        """
-        assert self._average_model is not None
-        self._slots, seen = [], set()
-        for module, average in zip(pl_module.modules(), self._average_model.module.modules(), strict=False):
-            if module._parameters.keys() != average._parameters.keys():
-                raise RuntimeError(
-                    f"{type(self).__name__}: {type(module).__name__} has the parameters {list(module._parameters)}, "
-                    f"and had {list(average._parameters)} when the average was made. Make all parameters before "
-                    "training; pruning and averaging cannot be combined."
-                )
-            for current, averaged in ((module._parameters, average._parameters), (module._buffers, average._buffers)):
-                for name, tensor in current.items():
-                    if id(tensor) not in seen:
-                        if tensor is not None:
-                            seen.add(id(tensor))
-                        self._slots.append((current, averaged, name))  # type: ignore[arg-type]
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor, bool]]:
-        """Return (tensor of the module, its average, whether to average instead of copy), to use without grad."""
-        pairs = []
-        for tensors, averages, name in self._slots:
-            current, averaged = tensors.get(name), averages.get(name)
-            if current is None:
-                continue
-            if averaged is None or averaged.shape != current.shape:
-                # A buffer made or grown in a batch, as tables of positions are.
-                averaged = averages[name] = current.detach().clone()
-            is_averaged = isinstance(current, nn.Parameter) or self._use_buffers
-            is_averaged = is_averaged and (current.is_floating_point() or current.is_complex())
-            pairs.append((current, averaged, is_averaged))
-        return pairs
-
     @torch.no_grad()
     def _update(self, pl_module: LightningModule) -> None:
         assert self._average_model is not None
         count = self._average_model.n_averaged
         is_first = not count
         pairs: list[tuple[Tensor, Tensor]] = []
-        for current, averaged, is_averaged in self._pairs():
-            if is_first or not is_averaged:
-                averaged.copy_(current)
+        for current, averaged in self._average_model.pairs():
+            is_averaged = isinstance(current, nn.Parameter) or self._use_buffers
+            part = local_part(current)
+            if is_first or not (is_averaged and (part.is_floating_point() or part.is_complex())):
+                averaged.copy_(part)
             else:
-                pairs.append((averaged, current.to(averaged.device)))
+                pairs.append((averaged, part.to(averaged.device)))
         multi_avg_fn = self._multi_avg_fn or get_swa_multi_avg_fn()
         for group in by_kind(pairs, lambda pair: pair[0]):
             all_averaged, all_current = map(list, zip(*group, strict=True))
@@ -300,21 +263,134 @@ class WeightAveraging(Callback):
                     averaged.copy_(self._avg_fn(averaged, current, count))
         count += 1
 
-    @torch.no_grad()
-    def _swap_models(self, pl_module: nn.Module) -> None:
-        if not self._has_average:
-            return
-        for current, averaged, _ in self._pairs():
-            # One tensor at a time: a second copy of the whole model may not fit.
-            kept = averaged.clone()
-            averaged.copy_(current)
-            current.copy_(kept)
-        self._swapped = not self._swapped
+    def _swap_models(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_average:
+            assert self._average_model is not None
+            trainer.strategy.reshard()
+            self._average_model.exchange()
+            self._swapped = not self._swapped
 
     @torch.no_grad()
     def _copy_average_to_current(self, pl_module: LightningModule) -> None:
-        for current, averaged, _ in self._pairs():
-            current.copy_(averaged)
+        assert self._average_model is not None
+        for current, averaged in self._average_model.pairs():
+            local_part(current).copy_(averaged)
+
+
+class ModelAverage:
+    """The averages of a module's parameters and buffers: a clone of each, or of the part that this process holds.
+
+    Args:
+        owner: whose average it is, for messages.
+        module: the module, with all its parameters.
+        device: where the average lives; by default where the module does.
+
+    """
+
+    def __init__(self, owner: str, module: nn.Module, device: torch.device | None) -> None:
+        # On the host, where reading it does not wait for the device.
+        self.n_averaged = torch.tensor(0)
+        self._owner, self._module, self._device = owner, module, device
+        self._averages: dict[str, Tensor] = {}
+        self._names = {path: list(part._parameters) for path, part in module.named_modules()}
+        # (parameters or buffers of a part of the module, name there, name in the module)
+        self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
+        self.find()
+        self.pairs()
+
+    def find(self) -> None:
+        """List the tensors: walking through the modules in each step would cost more than averaging.
+
+        They are looked up by name in each update, since programs assign new ones to their buffers.
+        """
+        self._slots, seen = [], set()
+        for path, part, tensors in _tables(self._module):
+            before = self._names.get(path)
+            if before is not None and part._parameters.keys() != set(before):
+                raise RuntimeError(
+                    f"{self._owner}: {type(part).__name__} has the parameters {list(part._parameters)}, and had "
+                    f"{before} when the average was made. Make all parameters before training; pruning and averaging "
+                    "cannot be combined."
+                )
+            for name, tensor in tensors.items():
+                if id(tensor) not in seen:
+                    if tensor is not None:
+                        seen.add(id(tensor))
+                    self._slots.append((tensors, name, f"{path}.{name}".lstrip(".")))
+
+    @torch.no_grad()
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return (tensor of the module, average of the part of it that this process holds), to use without grad."""
+        pairs = []
+        for tensors, name, path in self._slots:
+            current = tensors.get(name)
+            if current is None:
+                continue
+            part, averaged = local_part(current), self._averages.get(path)
+            if averaged is None or averaged.shape != part.shape:
+                # Also a buffer made or grown in a batch, as tables of positions are.
+                averaged = self._averages[path] = part.detach().to(self._device or part.device, copy=True)
+            pairs.append((current, averaged))
+        return pairs
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the values of the module and the average."""
+        for current, averaged in self.pairs():
+            # One tensor at a time: a second copy of the whole model may not fit.
+            part = local_part(current)
+            kept = averaged.clone()
+            averaged.copy_(part)
+            part.copy_(kept)
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Return a context in which the module holds the average, for its ``state_dict()``; see ``_shown``."""
+        return _shown(self._module, self._averages)
+
+
+@contextmanager
+def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have ``module`` hold other tensors, by their names in it, for its ``state_dict()``.
+
+    Nothing is copied, and the module's own tensors stay as they are.
+    """
+    # By the tensor: several parts may share one.
+    stand_ins: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    for path, _, tensors in _tables(module):
+        for name, tensor in tensors.items():
+            value = values.get(f"{path}.{name}".lstrip("."))
+            if tensor is not None and value is not None and id(tensor) not in stand_ins:
+                stand_ins[id(tensor)] = as_shard(value, tensor)
+            if id(tensor) in stand_ins:
+                replaced.append((tensors, name, tensor))
+    try:
+        for tensors, name, tensor in replaced:
+            tensors[name] = stand_ins[id(tensor)]
+        yield
+    finally:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Yield (name of a part, the part, its parameters or its buffers)."""
+    for path, part in module.named_modules():
+        yield path, part, part._parameters
+        yield path, part, part._buffers
+
+
+@torch.no_grad()
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies in main memory of the tensors of a module, or of the parts of them that this process holds."""
+    named = {
+        f"{path}.{name}".lstrip("."): tensor
+        for path, _, tensors in _tables(module)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    once = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: local_part(named[name]).detach().to("cpu", copy=True) for name in once.values()}
 
 
 class EMAWeightAveraging(WeightAveraging):
@@ -430,7 +506,7 @@ class StochasticWeightAveraging(WeightAveraging):
     """
 
     runs_last: ClassVar[bool] = False
-    # The averages of all parameters, whose names are in ``_names``.
+    # The averages of the parameters in ``_named``, or of the parts of them that this process holds.
     _average_model: nn.ParameterList | None  # type: ignore[assignment]
 
     def __init__(
@@ -460,7 +536,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
         self._max_epochs: int | None = None
-        self._names: list[str] = []
+        self._named: dict[str, nn.Parameter] = {}
         self._initialized = False
         self.n_averaged = torch.tensor(0)
         self.momenta: dict[nn.Module, float | None] = {}
@@ -507,13 +583,13 @@ class StochasticWeightAveraging(WeightAveraging):
         """Check the run; restore the average of a resumed one before its schedulers are restored."""
         self._max_epochs = trainer.max_epochs
         self._check(trainer, pl_module)
-        self._names = [name for name, _ in pl_module.named_parameters()]
+        self._named = dict(pl_module.named_parameters())
         if self._initialized:
             self._begin(trainer, pl_module)
         if self._average_model is not None and self._loaded is not None:
             with torch.no_grad():
-                for name, average in zip(self._names, self._average_model, strict=True):
-                    average.copy_(self._loaded[name])
+                for (name, parameter), average in zip(self._named.items(), self._average_model, strict=True):
+                    average.copy_(local_part(trainer.strategy.restored(self._loaded[name], parameter)))
             self._loaded = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -531,7 +607,10 @@ class StochasticWeightAveraging(WeightAveraging):
             "latest_update_epoch": self._latest_update_epoch,
             "average_model_state": None
             if averages is None
-            else {name: each.detach() for name, each in zip(self._names, averages, strict=True)},
+            else {
+                name: as_shard(average.detach(), parameter)
+                for (name, parameter), average in zip(self._named.items(), averages, strict=True)
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -544,7 +623,8 @@ class StochasticWeightAveraging(WeightAveraging):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """After training, store the training weights beside the average that the module holds by then."""
         if self._trained is not None and "optimizer_states" in checkpoint:
-            checkpoint["current_model_state"] = self._trained
+            with _shown(pl_module, self._trained):
+                checkpoint["current_model_state"] = trainer.strategy.state_dict(pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue training with the training weights."""
@@ -565,7 +645,7 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> None:
         """Average the parameters of ``model`` into ``average_model``, and count that in ``n_averaged``."""
         for average, parameter in zip(average_model.parameters(), model.parameters(), strict=True):
-            current = parameter.detach().to(average.device)
+            current = local_part(parameter).detach().to(average.device)
             average.copy_(avg_fn(average.detach(), current, n_averaged) if n_averaged else current)
         n_averaged += 1
 
@@ -574,7 +654,7 @@ class StochasticWeightAveraging(WeightAveraging):
     def transfer_weights(src_pl_module: nn.Module, dst_pl_module: nn.Module) -> None:
         """Copy all parameters from one module to another."""
         for source, target in zip(src_pl_module.parameters(), dst_pl_module.parameters(), strict=True):
-            target.copy_(source)
+            local_part(target).copy_(local_part(source))
 
     def reset_batch_norm_and_save_state(self, pl_module: nn.Module) -> None:
         """Reset the statistics of the batch normalization that trains, and let it average over all batches."""
@@ -621,9 +701,9 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._initialized = True
+        parts = [local_part(parameter).detach() for parameter in pl_module.parameters()]
         self._average_model = nn.ParameterList(
-            nn.Parameter(parameter.detach().to(self._device or parameter.device, copy=True), requires_grad=False)
-            for parameter in pl_module.parameters()
+            nn.Parameter(part.to(self._device or part.device, copy=True), requires_grad=False) for part in parts
         )
         configs = trainer.lr_scheduler_configs
         rates: Any = self._swa_lrs

@@ -16,7 +16,7 @@ from torch import Tensor
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import move_to, parameters_of
+from hasten._lib.tree import map_tensors, move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
@@ -79,6 +79,7 @@ class RunState:
             }
             if not weights_only:
                 states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
+                states = map_tensors(run.runtime.strategy.stored, states)
                 checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
                 checkpoint |= self._collect_training()
             checkpoint |= StoredHyperParameters((run.module, self._datamodule)).state_dict()
@@ -135,7 +136,7 @@ class RunState:
         }
         # Where the weights are averages, those that training continues with.
         if run.averages.training_weights is not None:
-            own["training_weights"] = run.averages.training_weights
+            own["training_weights"] = [runtime.strategy.stored(weight) for weight in run.averages.training_weights]
         return {**checkpoint, "hasten": own}
 
     def _restore_training(self, checkpoint: dict[str, Any], source: str) -> None:
@@ -165,7 +166,11 @@ class RunState:
                 self._restore_process(state)
             else:
                 self._restore_moved(own["ranks"], source)
-        run.averages.resume_with(own.get("training_weights"))
+        weights = own.get("training_weights")
+        if weights is not None:
+            targets = parameters_of(*run.averages.optimizers)
+            weights = [runtime.strategy.restored(each, target) for each, target in zip(weights, targets, strict=True)]
+        run.averages.resume_with(weights)
 
     # -- what differs between processes: data position, values logged, metrics, random states
 

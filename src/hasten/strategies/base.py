@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hasten._lib.tree import is_sharded
 from hasten.checkpoint.contents import load_optimizer, load_weights
+from hasten.checkpoint.stored import StoredTensor
 from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class Strategy(ABC):
 
     def restored(self, value: object, target: object) -> Any:
         """Return a tensor of a checkpoint as ``target`` is divided."""
-        return value
+        return value.full() if isinstance(value, StoredTensor) else value
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer."""

@@ -381,6 +381,25 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def as_shard(part: Tensor, like: Tensor) -> Tensor:
+    """Return the ``DTensor`` that is divided as ``like`` is and of which ``part`` is this process's part.
+
+    Args:
+        part: what ``local_part`` returns for a tensor of the shape of ``like``; it is moved to its device.
+        like: a ``DTensor``; for another tensor, ``part`` is returned.
+
+    """
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    target: Any = like
+    local = part.to(target.to_local().device)
+    return DTensor.from_local(
+        local, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
+
+
 def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all gradients together, as a plain tensor.
 
