@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,35 @@ class Net(Recorded):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Words(Net):
+    """A vocabulary in front of the blocks, whose size is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(65, 8), nn.Linear(8, 65)
+
+    def loss(self, batch: Any) -> Tensor:
+        (ids,) = batch
+        return super().loss((self.words(ids).flatten(0, 1), ids.flatten()))
+
+
+class Manual(Net):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.1)
+        optimizer.step()
+        return loss
+
+
 class ByHand(Net):
     """Divides itself, as programs for Lightning do."""
 
@@ -147,7 +177,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 def trained(module: Recorded, data: Any, strategy: Any = "auto", devices: int = 1, **options: Any) -> Recorded:
     torch.manual_seed(5)
-    trainer = quiet(devices=devices, strategy=strategy, gradient_clip_val=0.1, **options)
+    trainer = quiet(**{"devices": devices, "strategy": strategy, "gradient_clip_val": 0.1, **options})
     trainer.fit(module, data)
     module.logged = dict(trainer.callback_metrics)  # type: ignore[assignment]
     return module
@@ -186,14 +216,21 @@ def test_layers_split_over_two_processes_train_as_on_one() -> None:
 @pytest.mark.world_size(2)
 def test_a_language_model_with_its_own_plan_trains_as_on_one() -> None:
     alone = trained(Llama(), tokens(4))
-    compiled = {"regional": True, "backend": "aot_eager"}
-    same(alone, trained(Llama(), tokens(4), strategy(plan="auto"), 2, compile=compiled))
+    same(alone, trained(Llama(), tokens(4), strategy(plan="auto"), 2))
     same(alone, trained(Llama(), tokens(4), strategy(plan="auto", sequence_parallel=True, loss_parallel=True), 2))
     rough = {"atol": 2e-2, "rtol": 2e-2}
     same(alone, trained(Llama(), tokens(4), strategy(plan="auto"), 2, precision="bf16-mixed"), **rough)
     tied = trained(Llama(tie_word_embeddings=True), tokens(4), strategy(plan="auto"), 2)
     assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight  # type: ignore[union-attr]
     same(trained(Llama(tie_word_embeddings=True), tokens(4)), tied)
+
+
+@pytest.mark.world_size(2)
+def test_blocks_compile_behind_an_embedding_that_is_split() -> None:
+    plan = {**PLAN, "words": "embedding_rowwise", "head": "colwise_gather_output"}
+    compiled = {"regional": True, "backend": "aot_eager"}
+    two = trained(Words(), tokens(4), strategy(plan=plan), 2, compile=compiled)
+    same(trained(Words(), tokens(4)), two)
 
 
 @pytest.mark.world_size(2)
@@ -255,10 +292,42 @@ def test_two_groups_of_two_train_as_one_process() -> None:
         assert how.device_mesh["tensor_parallel"].get_local_rank() == dist.get_rank() % 2
         # Every parameter is sharded over the groups.
         assert all("data_parallel" in value.device_mesh.mesh_dim_names for value in module.parameters())  # type: ignore[attr-defined]
+    manual = trained(Manual(), loader(), strategy(2, 2, plan=PLAN), 4, gradient_clip_val=None)
+    same(trained(Manual(), loader(batch_size=8), gradient_clip_val=None), manual)
     # 10 samples in batches of 4 on two groups: each counts once.
     found = quiet(devices=4, strategy=strategy(2, 2, plan=PLAN)).validate(groups, loader(10), verbose=False)
     expected = quiet().validate(alone, loader(10), verbose=False)
     assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.world_size(4)
+def test_a_folder_is_resumed_exactly_and_read_by_other_strategies(tmp_path: Path) -> None:
+    path = tmp_path
+    run = {"devices": 4, "limit_train_batches": 4}
+
+    def fit(how: Any, epochs: int, **options: Any) -> Net:
+        torch.manual_seed(5)
+        net = Net()
+        trainer = quiet(**{**run, "strategy": how, "max_epochs": epochs})
+        trainer.fit(net, loader(), **options)
+        if not options:
+            trainer.save_checkpoint(path / str(epochs))
+        return net
+
+    def folders(data: int, tensor: int) -> ModelParallelStrategy:
+        return strategy(data, tensor, plan=PLAN, save_distributed_checkpoint=True)
+
+    fit(folders(2, 2), 1)
+    uninterrupted = weights(fit(folders(2, 2), 2))
+    assert (path / "2").is_dir()
+    resumed = weights(fit(folders(2, 2), 2, ckpt_path=path / "1"))
+    for name, value in uninterrupted.items():
+        assert torch.equal(resumed[name], value), name
+    for how, devices in ((folders(1, 4), 4), (folders(4, 1), 4), ("fsdp", 4), ("ddp", 4), ("auto", 1)):
+        net = Net()
+        quiet(devices=devices, strategy=how).validate(net, loader(8), ckpt_path=path / "2", verbose=False)
+        for name, value in weights(net).items():
+            assert torch.equal(uninterrupted[name], value), name
 
 
 @pytest.mark.world_size(4)

@@ -64,6 +64,7 @@ def test_a_plan_that_does_not_fit_is_refused_by_name() -> None:
     assert "is not a torch ParallelStyle" in refusal(mlp(), {"0": 3})
     assert "'0' and '[02]' both name '0'" in refusal(mlp(), {"0": "colwise", "[02]": "rowwise"})
     assert "'1' is a ReLU" in refusal(mlp(), {"1": "colwise"})
+    assert "'1' is a ReLU, and 'split_dropout'" in refusal(mlp(), {"1": "split_dropout"})
     assert "out_features=8, which 3 processes" in refusal(mlp(), {"0": "colwise"}, 3)
     assert "in_features=8, which 3 processes" in refusal(mlp(), {"2": "rowwise"}, 3)
     # Whole at both ends, a layer may be split into unequal parts.

@@ -383,7 +383,13 @@ def children_apart(module: nn.Module, strategy: str) -> list[nn.Module]:
             f"{_name_of(module)}, and each child is gathered by itself. Move it into the child that uses it, or use "
             "automatic optimization."
         )
-    return [child for child in module.children() if any(True for _ in child.parameters())]
+    found = [child for child in module.children() if any(True for _ in child.parameters())]
+    # A list of modules has no forward of its own.
+    return [
+        part
+        for child in found
+        for part in (children_apart(child, strategy) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else [child])
+    ]
 
 
 def _users(module: nn.Module) -> dict[int, int]:

@@ -95,6 +95,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": _gathered_output,
     "sequence_parallel": functools.partial(SequenceParallel, use_local_output=True),
     "replicated_with_grad_allreduce": _per_head,
+    # hasten's own.
+    "split_dropout": _SplitDropout,
 }
 _WHOLE = "replicate"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -396,6 +398,8 @@ def _check(part: Part, size: int) -> None:
             f"{where} is (in) an nn.MultiheadAttention, which computes with one parameter that holds the heads of "
             "query, key and value. Leave it out of the plan: attention then computes whole in each process."
         )
+    if isinstance(style, _SplitDropout) and type(module) is not nn.Dropout:
+        raise TypeError(f"{where} is a {type(module).__name__}, and 'split_dropout' is for nn.Dropout only.")
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         return
     if not isinstance(module, (nn.Linear, nn.Embedding)):
