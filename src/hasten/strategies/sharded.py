@@ -252,8 +252,11 @@ class ShardedStrategy(ParallelStrategy):
     def sync_gradients(self, module: nn.Module) -> None:
         """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
         for root in _roots(module):
+            state = root._get_fsdp_state()
+            if state._is_root is None:
+                continue  # Before the first forward.
             # What torch does at the end of each backward.
-            root._get_fsdp_state()._root_post_backward_final_callback()
+            state._root_post_backward_final_callback()
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
