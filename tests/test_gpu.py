@@ -64,6 +64,26 @@ def test_one_process_speaks_nccl() -> None:
     assert seen == ["nccl"]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_cpu_offload"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_one_process_with_sharded_parameters_trains_to_the_same_weights(
+    tmp_path: Path, strategy: str, precision: Any
+) -> None:
+    def trained(strategy: str, ckpt: Any = None, **more: Any) -> Any:
+        torch.manual_seed(0)
+        module = Classifier()
+        trainer = on_gpu(devices=1, strategy=strategy, precision=precision, gradient_clip_val=0.5, **more)
+        trainer.fit(module, loader(), loader(), ckpt_path=ckpt)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        return torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+
+    whole = trained("auto", max_epochs=2)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if precision == "32-true" else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(trained(strategy, max_epochs=2), whole, **tolerance)
+    trained(strategy, max_epochs=1)
+    torch.testing.assert_close(trained(strategy, tmp_path / "a.ckpt", max_epochs=2), whole, **tolerance)
+
+
 def test_where_memory_really_runs_out_batches_are_split() -> None:
     class Wide(Classifier):
         def loss(self, batch: Any) -> Tensor:

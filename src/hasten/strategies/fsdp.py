@@ -226,6 +226,12 @@ class FSDPStrategy(ShardedStrategy):
             )
 
     @property
+    def process_group_backend(self) -> str:
+        """The backend of the process group; with ``cpu_offload`` on GPUs also one for tensors on the host."""
+        backend = super().process_group_backend
+        return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.cpu_offload else backend
+
+    @property
     def _device_of_shards(self) -> torch.device:
         return torch.device("cpu") if self.cpu_offload else self.root_device
 

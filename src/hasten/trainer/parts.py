@@ -120,7 +120,8 @@ def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> No
 
 def to_host(run: Run, *, failed: bool) -> None:
     """Move the module and the states of its optimizers back to the CPU, where the user's program expects them."""
-    if run.runtime.device.type == "cpu":
+    # The device of a mesh is that of its shards.
+    if run.runtime.device.type == "cpu" or run.runtime.strategy.shards_parameters:
         return
     # After a failure the device may not respond; that error must not hide the first one.
     with suppress(RuntimeError) if failed else nullcontext():
