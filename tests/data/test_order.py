@@ -213,6 +213,21 @@ def test_drop_last_leaves_out_what_an_epoch_of_the_rest_leaves_out() -> None:
     assert (none.stream.position, none.read()) == (2, [])
 
 
+def test_a_batch_that_was_not_done_comes_again() -> None:
+    before, (after,) = world(2, "shuffled", 2), world(1, "shuffled", 2)
+    seen = in_order([each.read(5, epoch=0)[:4] for each in before])
+    after.stream.load_state_dict(before[0].stream.state_dict(4), moved=True)
+    assert sorted(seen + in_order([after.read()])) == list(range(SAMPLES))
+
+
+def test_a_generator_of_the_user_goes_on_after_an_epoch() -> None:
+    (one,), halves = world(1, "shuffled by a generator", 2), world(2, "shuffled by a generator", 1)
+    one.read(epoch=0)
+    for each in halves:
+        each.resume(one.state())
+    assert in_order([each.read(epoch=1) for each in halves])[:SAMPLES] == in_order([one.read(epoch=1)])
+
+
 def test_a_distributed_sampler_of_the_user() -> None:
     def own(replicas: int, rank: int) -> Stream:
         sampler = DistributedSampler(range(SAMPLES), replicas, rank, seed=9, drop_last=replicas == 3)  # type: ignore[arg-type]

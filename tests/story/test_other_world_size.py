@@ -269,6 +269,34 @@ def test_the_same_batches_in_all_give_the_same_weights(folder: Path, how: str) -
         assert resumed["step"] == expected["step"] == 12
 
 
+def test_batches_count_as_in_an_epoch_of_the_new_size(tmp_path: Path) -> None:
+    class Counting(Recorded):
+        """Keeps the numbers of the batches of the second epoch, and after which of them validation ran."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batches.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.batches.append("validation")
+
+        def on_train_epoch_end(self) -> None: ...
+
+    path, options = tmp_path / "a.ckpt", {"val_check_interval": 0.25, "num_sanity_val_steps": 0, "max_epochs": 2}
+    validation = DataLoader(Numbered(2), 2)
+    first, second = Counting(), Counting()
+    quiet(**options, callbacks=[Interrupt(path, 1, 8)]).fit(first, loader("shuffled", 4), validation)
+    # 16 samples are left: four batches of ten. Validation runs after every second one, the sixth among them.
+    quiet(**options, limit_train_batches=9).fit(second, loader("shuffled", 5), validation, ckpt_path=path)
+    assert second.batches == ["validation", 6, 7, "validation", 8]
+    seen = first.seen[1] + second.seen[1]
+    assert len(seen) == len(set(seen)) == 32 + 15
+
+
 def test_processes_that_read_the_same_data_count_as_one(folder: Path) -> None:
     whole, begun, other = (read(folder, "shuffled", f"twins-{name}", 0)[0] for name in ("whole", "one", "ddp"))
     one, ddp = read(folder, "shuffled", "twins-one", 1)[0], read(folder, "shuffled", "twins-ddp", 1)

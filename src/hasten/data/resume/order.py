@@ -169,15 +169,14 @@ def rest_of(
         return None
     _check_same_data(drawn, now)
     with begins(drawn["start"]):
-        steps = _drawn_again(drawn, loader)
-    items = [item for step in steps for item in step]
+        items, per_step = _drawn_again(drawn, loader)
     if same and not is_first:
         return Rest([None] * order["begun"] + _divided(items[order["before"] :], loader), order)
     if is_first:
-        before = sum(map(len, steps[:done]))
+        before = sum(per_step[:done])
         if done and "last" in order:
-            part = steps[done - 1][:: drawn["replicas"]]
-            if order["last"] != _checksum(part if drawn["unit"] == "samples" else part[0]):
+            last = items[before - per_step[done - 1] : before : drawn["replicas"]]
+            if order["last"] != _checksum(last if drawn["unit"] == "samples" else last[0]):
                 raise NotKnown(f"its sampler {drawn['sampler']} draws another order than it did")
     else:
         before = order["before"] + (done - order["begun"]) * division["batch_size"] * division["replicas"]
@@ -197,15 +196,15 @@ def _check_same_data(drawn: State, now: State) -> None:
         raise NotKnown(f"its sampler is {now['sampler']}, and was {drawn['sampler']}")
 
 
-def _drawn_again(drawn: State, loader: DataLoader[Any]) -> list[list[Any]]:
-    """Return the samples or batches of all processes in each step of the epoch, none repeated to have enough."""
+def _drawn_again(drawn: State, loader: DataLoader[Any]) -> tuple[list[Any], list[int]]:
+    """Return the samples or batches of all processes, none repeated to have enough, and how many each step reads."""
     sampler, epoch = index_sampler(loader)[1], drawn["epoch"]
-    order: Any
     if isinstance(sampler, PlannedBatches):
         planned = sampler.with_settings(drawn["settings"])
         planned.set_epoch(epoch)
         _draw_seed(loader, drawn)
-        return planned.pieces()
+        steps = planned.pieces()
+        return list(itertools.chain.from_iterable(steps)), list(map(len, steps))
     count, order = drawn["items"], _samplers_of(loader)[1]
     if drawn["sampler"] == _DISTRIBUTED:
         order = DistributedSampler(range(count), 1, 0, shuffle=drawn["shuffle"], seed=drawn["seed"])  # type: ignore[arg-type]
@@ -219,14 +218,14 @@ def _drawn_again(drawn: State, loader: DataLoader[Any]) -> list[list[Any]]:
         order.set_epoch(epoch)
     if drawn["unit"] == "samples":
         # Draws nothing before the first batch, as that of the loader.
-        order = BatchSampler(order, 1, drop_last=False)
+        order = BatchSampler(order, 1024, drop_last=False)
     drawing = iter(order)
     _draw_seed(loader, drawn)
     items = list(iter(order) if drawn["iterations"] == 2 else drawing)
     if drawn["unit"] == "samples":
-        items = [sample for [sample] in items]
+        items = list(itertools.chain.from_iterable(items))
     each = drawn["batch_size"] * drawn["replicas"]
-    return [items[begin : begin + each] for begin in range(0, len(items), each)]
+    return items, [min(each, len(items) - begin) for begin in range(0, len(items), each)]
 
 
 def _draw_seed(loader: DataLoader[Any], drawn: State) -> None:
