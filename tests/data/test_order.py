@@ -309,3 +309,11 @@ def test_an_order_that_is_not_known_is_named(before: Any, after: Any, why: str) 
     other.load_state_dict(state, moved=True)
     assert why in other.not_known
     assert other.position == 2
+
+
+def test_another_kind_of_batches_is_said_to_have_other_samples() -> None:
+    before, after = Stream(made("shuffled", 1, 2)), Stream(made("length", 1, 2), name="changed_kind")
+    next(before.batches())
+    with pytest.warns(UserWarning, match="changed_kind: .* come from LengthBatchSampler, and came from samples"):
+        after.load_state_dict(before.state_dict(1))
+    assert (after.position, after.not_known) == (1, "")

@@ -153,14 +153,20 @@ def rest_of(
         moved: another number of processes shared the data.
 
     Raises:
-        NotKnown: the order cannot be drawn again.
+        NotKnown: the order cannot be drawn again, and the loader gives another one.
 
     """
-    now = described(loader)
-    if order is None:
-        raise NotKnown("an earlier version wrote the checkpoint")
-    if "unknown" in order:
-        raise NotKnown(order["unknown"])
+    try:
+        now = described(loader)
+        if order is None:
+            raise NotKnown("an earlier version wrote the checkpoint")
+        if "unknown" in order:
+            raise NotKnown(order["unknown"])
+    except NotKnown:
+        if moved:
+            raise
+        # As far as it is known, nothing has changed.
+        return None
     drawn, division = order["drawn"], order["division"]
     is_first = "before" not in order
     same = all(division[name] == now[name] for name in _DIVISION)

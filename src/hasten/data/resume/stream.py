@@ -353,10 +353,15 @@ class Stream:
         try:
             self._rest = rest_of(state.get("order"), self.loader, done, self._as_begun, moved=moved)
         except NotKnown as why:
-            if not moved:
-                return state
-            self.not_known = str(why)
-            return self._skipping(done)
+            if moved:
+                self.not_known = str(why)
+                return self._skipping(done)
+            warn_once(
+                f"resume-order-{self.name}",
+                f"{self.name}: the rest of the epoch in which the checkpoint was saved has other samples, because "
+                f"{why}. Resume with the same loader to train on each sample once.",
+            )
+            return state
         rest = self._rest
         if rest is None or rest.state is state["order"]:
             return state
