@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import hasten as L
 from hasten.checkpoint import files
 from hasten.checkpoint.stored import StoredTensor
 from hasten.plugins import AsyncCheckpointIO
 from hasten.resolve import runtime
-from hasten.strategies import DDPStrategy, FSDPStrategy
+from hasten.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from tests.models import quiet
 from tests.programs import call_in_file
-from tests.strategies.test_fsdp import Net, fit, whole
+from tests.strategies.test_fsdp import Net, fit, loader, whole
 
 Run = tuple[L.Trainer, Net]
 
@@ -183,3 +186,48 @@ def _go_on(source: str | None, target: str) -> None:
     if source is not None and Path(source).is_dir():
         check_same(state(run), flat(Path(source)))
     run[0].save_checkpoint(target)
+
+
+class Check(L.Callback):
+    """Checks that what was restored is what was saved."""
+
+    def __init__(self, expected: dict[str, Tensor]) -> None:
+        self.expected = expected
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        check_same(state((trainer, pl_module)), self.expected)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_every_strategy_goes_on_from_the_checkpoint_of_every_other(tmp_path: Path) -> None:
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    strategies: dict[str, tuple[Callable[[], Any], int]] = {
+        "one": (lambda: "auto", 1),
+        "ddp": (lambda: "ddp", 2),
+        "fsdp": (sharded, 2),
+        "tp": (lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, plan=plan), 2),
+        "zero": (lambda: "ddp_sharded", 2),
+    }
+
+    def train(name: str, epochs: int, path: Path | None = None, *callbacks: L.Callback) -> Run:
+        strategy, devices = strategies[name]
+        parts = 1 if name in ("one", "tp") else 2
+        trainer = quiet(max_epochs=epochs, devices=devices, strategy=strategy(), callbacks=list(callbacks))
+        net = Net()
+        trainer.fit(net, loader(8 // parts, 48), ckpt_path=path)
+        return trainer, net
+
+    expected = state(train("one", 4))
+    for source in strategies:
+        run = train(source, 2)
+        path = tmp_path / str(torch.distributed.get_rank() if source == "one" else 0) / source
+        run[0].save_checkpoint(path)
+        saved = {name: value.clone() for name, value in state(run).items()} if source != "zero" else None
+        torch.distributed.barrier()
+        assert path.is_dir() == (source in ("fsdp", "tp"))
+        for target in strategies:
+            checks = [] if saved is None or target == "zero" else [Check(saved)]
+            went_on = train(target, 4, path, *checks)
+            found = whole(went_on[1]) if target == "zero" else state(went_on)
+            check_same(found, {name: expected[name] for name in found}, 1e-5)
