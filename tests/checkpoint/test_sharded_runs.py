@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import hasten as L
 from hasten.checkpoint import files
-from hasten.checkpoint.stored import StoredTensor
+from hasten.checkpoint.stored import StoredTensor, StoredTensors
 from hasten.plugins import AsyncCheckpointIO
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -231,3 +231,31 @@ def test_every_strategy_goes_on_from_the_checkpoint_of_every_other(tmp_path: Pat
             went_on = train(target, 4, path, *checks)
             found = whole(went_on[1]) if target == "zero" else state(went_on)
             check_same(found, {name: expected[name] for name in found}, 1e-5)
+
+
+@pytest.mark.world_size(2)
+def test_callbacks_restore_sharded_and_other_tensors(tmp_path: Path) -> None:
+    def train(strategy: Any, devices: int, epochs: int, path: Any = None) -> tuple[Run, Any]:
+        best = L.callbacks.ModelCheckpoint(tmp_path, monitor="train_loss", save_last=True)
+        average = L.callbacks.EMAWeightAveraging(decay=0.9)
+        trainer = quiet(
+            max_epochs=epochs,
+            devices=devices,
+            strategy=strategy,
+            callbacks=[best, average],
+            enable_checkpointing=True,
+            gradient_clip_val=0.5,
+        )
+        net = Net()
+        trainer.fit(net, loader(8 // devices, 48), ckpt_path=path)
+        return (trainer, net), best
+
+    uninterrupted = state(train(sharded(), 2, 4)[0])
+    torch.distributed.barrier()
+    train(sharded(), 2, 2)
+    run, best = train(sharded(), 2, 4, "last")
+    check_same(state(run), uninterrupted)
+    assert type(best.best_model_score) is Tensor
+    assert isinstance(files.load(best.best_model_path)["current_model_state"], StoredTensors)
+    torch.distributed.barrier()
+    check_same(state(train("auto", 1, 4, best.best_model_path)[0]), uninterrupted, 1e-5)

@@ -375,8 +375,8 @@ class _Save:
 def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return ``contents`` with placeholders for the tensors that are stored beside them, and these tensors.
 
-    That is every DTensor and, in the first process, the tensors of weights and optimizers, and those in entries that
-    hold DTensors.
+    That is every DTensor and, in the first process, the tensors of weights and optimizers. Others stay: what restores
+    them expects tensors, and does not read them from a folder.
 
     Args:
         contents: the checkpoint.
@@ -401,21 +401,8 @@ def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], 
             return type(value)(walk(each, f"{place}.{index}", takes_all) for index, each in enumerate(value))
         return value
 
-    def split_entry(value: Any, place: str) -> Any:
-        if place == "hasten" and isinstance(value, dict):
-            # What it holds has nothing in common: of what each process had, the tensors stay.
-            return {name: split_entry(each, f"{place}.{name}") for name, each in value.items()}
-        return walk(value, place, is_first and (place in _TENSOR_ENTRIES or _holds_shards(value)))
-
-    return {name: split_entry(value, str(name)) for name, value in contents.items()}, tensors
-
-
-def _holds_shards(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_shards, value.values()))
-    if type(value) is list or type(value) is tuple:
-        return any(map(_holds_shards, value))
-    return is_sharded(value)
+    kept = {name: walk(value, str(name), is_first and name in _TENSOR_ENTRIES) for name, value in contents.items()}
+    return kept, tensors
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -11,7 +11,10 @@ from typing import Any
 from hasten.commands.parser import Parser
 
 # What only training needs; see RunState.collect in loops/resume.py.
-_OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "hasten")
+_OF_TRAINING = (
+    "optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "hasten", "current_model_state",
+    "averaging_state",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
