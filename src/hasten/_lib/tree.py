@@ -271,6 +271,11 @@ def parameters_of(*optimizers: Any) -> list[Any]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a plain tensor: of a ``DTensor`` the whole, which all processes must ask for; others as they are."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def is_sharded(value: object) -> bool:
     """Return whether a value is a ``DTensor``: a tensor of which each process may have a part."""
     # Nothing is one before this module is imported, and importing it takes long.

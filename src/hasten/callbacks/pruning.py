@@ -235,6 +235,11 @@ class ModelPruning(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if trainer.strategy.shards_parameters:
+            raise MisconfigurationException(
+                f"ModelPruning: with strategy={trainer.strategy.name!r} each process has a part of a parameter, and "
+                "what to prune depends on all of it. Use strategy='ddp'."
+            )
         found = self.sanitize_parameters_to_prune(pl_module, self._requested, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
         if not self._parameters_to_prune:

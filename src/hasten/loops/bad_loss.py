@@ -408,10 +408,11 @@ def _first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *
     found += [
         f"The parameter {name} was not finite before. "
         for name, parameter in run.module.named_parameters()
-        if not all(_are_finite([], [parameter.detach()] if parameter.numel() else []))
+        if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
     ]
-    if found:
-        return found[0]
+    # Of a divided module no process computes a batch alone.
+    if found or run.runtime.strategy.shards_parameters:
+        return found[0] if found else ""
 
     def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         if found or _bad_in(output, "") is None:

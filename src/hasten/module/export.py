@@ -13,7 +13,7 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
-from hasten._lib.tree import move_to, preserve_modes
+from hasten._lib.tree import is_sharded, move_to, preserve_modes
 
 if TYPE_CHECKING:
     from hasten.types import PathLike, Tensors
@@ -155,6 +155,12 @@ class ModelExport:
 
     def _as_module(self) -> nn.Module:
         assert isinstance(self, nn.Module)
+        if any(is_sharded(parameter) for parameter in self.parameters()):
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind}: its parameters are divided over processes and cannot be exported here. Save a checkpoint, "
+                f"and export {kind}.load_from_checkpoint(path)."
+            )
         return self
 
     def _inputs(self, call: str, argument: str, given: Any) -> tuple[Any, ...]:

@@ -326,6 +326,7 @@ class OptimizerShard:
     def keep(self) -> Callable[[], None]:
         """Return a function that gives the optimizer, in this process, the state it has now."""
         optimizer = self._optimizer
+        self._follow()
         with self.own_parts():
             kept = copy.deepcopy(type(optimizer).state_dict(optimizer))
 

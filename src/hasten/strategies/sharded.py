@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hasten._lib import check
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     pass
 
 # Optimizers of torch that compute with whole parameters, or with one of their dimensions.
-_NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
+_NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam")
 
 
 class ShardedStrategy(ParallelStrategy):
@@ -81,9 +82,15 @@ class ShardedStrategy(ParallelStrategy):
             stored: names of weights that a checkpoint is going to bring: they need no initial values.
 
         Raises:
-            ValueError: a part on the meta device has no ``reset_parameters``.
+            ValueError: a part on the meta device has no ``reset_parameters``, or a layer is lazy.
 
         """
+        lazy = next((name for name, tensor in _tensors(module) if is_lazy(tensor)), None)
+        if lazy is not None:
+            raise ValueError(
+                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided. Write the "
+                "layer with its input size, or run a batch through the module in configure_model()."
+            )
         tensors = [*module.parameters(), *module.buffers()]
         with torch.no_grad():
             for tensor in tensors:

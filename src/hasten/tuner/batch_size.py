@@ -95,6 +95,12 @@ class Search:
     _report = staticmethod(rank_zero_info)
 
     def __init__(self, probe: ProbeRun, method: Stage, options: BatchSizeOptions) -> None:
+        strategy = probe.run.runtime.strategy
+        if strategy.world_size > 1 and not strategy.computes_alone:
+            raise MisconfigurationException(
+                f"{self.caller}: with strategy={strategy.name!r} the processes exchange parts of the model inside a "
+                "forward, and one that runs out of memory would leave the others waiting. Set a batch size."
+            )
         self._probe, self._method, self._options = probe, method, options
         self._most = options.max_val
         self._trials_left = options.max_trials

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import absent
 from hasten._lib.optional import need
+from hasten._lib.tree import whole
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -122,7 +123,8 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         group_separator: between "grad_2.0_norm" and the parameter's name.
 
     Returns:
-        0-d tensors, by name; the last one is ``grad_<p>_norm_total``. Nothing is read from the device.
+        0-d tensors, by name; the last one is ``grad_<p>_norm_total``. Nothing is read from the device. Of a gradient
+        that is divided over processes it is the norm of the whole: all of them call this.
 
     Raises:
         ValueError: ``norm_type`` is not above 0.
@@ -142,7 +144,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
         raise ValueError(f"grad_norm(norm_type={norm_type!r}): the norm is a number above 0, or 'inf'.")
     name = f"grad_{power}_norm"
     norms = {
-        f"{name}{group_separator}{parameter}": torch.linalg.vector_norm(p.grad.detach(), power)
+        f"{name}{group_separator}{parameter}": whole(torch.linalg.vector_norm(p.grad.detach(), power))
         for parameter, p in module.named_parameters()
         if p.grad is not None
     }
