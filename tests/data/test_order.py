@@ -275,6 +275,11 @@ class Endless(IterableDataset[int]):
         return iter(range(8))
 
 
+class Unending(InRandomOrder):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(SAMPLES))
+
+
 class AsItGoes(InRandomOrder):
     def __iter__(self) -> Iterator[int]:
         for place in range(SAMPLES):
@@ -287,6 +292,11 @@ class AsItGoes(InRandomOrder):
         (list(range(6)), list(range(6)), "it is a list"),
         (DataLoader(Endless()), DataLoader(Endless()), "reads the IterableDataset Endless"),
         (DataLoader(range(6)), DataLoader(range(7)), "gives 7 samples an epoch, and gave 6"),  # type: ignore[arg-type]
+        (
+            DataLoader(range(47), 2, sampler=Unending()),  # type: ignore[arg-type]
+            DataLoader(range(47), sampler=Unending()),  # type: ignore[arg-type]
+            "its sampler Unending goes on after its length of 47",
+        ),
         (
             DataLoader(range(47), 2, sampler=AsItGoes()),  # type: ignore[arg-type]
             DataLoader(range(47), sampler=AsItGoes()),  # type: ignore[arg-type]

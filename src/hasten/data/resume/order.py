@@ -180,7 +180,7 @@ def rest_of(
         return Rest([None] * order["begun"] + _divided(items[order["before"] :], loader), order)
     if is_first:
         before = sum(per_step[:done])
-        if done and "last" in order:
+        if 0 < done <= len(per_step) and "last" in order:
             last = items[before - per_step[done - 1] : before : drawn["replicas"]]
             if order["last"] != _checksum(last if drawn["unit"] == "samples" else last[0]):
                 raise NotKnown(f"its sampler {drawn['sampler']} draws another order than it did")
@@ -227,9 +227,14 @@ def _drawn_again(drawn: State, loader: DataLoader[Any]) -> tuple[list[Any], list
         order = BatchSampler(order, 1024, drop_last=False)
     drawing = iter(order)
     _draw_seed(loader, drawn)
-    items = list(iter(order) if drawn["iterations"] == 2 else drawing)
+    if drawn["iterations"] == 2:
+        drawing = iter(order)
     if drawn["unit"] == "samples":
-        items = list(itertools.chain.from_iterable(items))
+        drawing = itertools.chain.from_iterable(drawing)
+    # Some give more than their length.
+    items = list(itertools.islice(drawing, 2 * count + 1))
+    if len(items) > 2 * count:
+        raise NotKnown(f"its sampler {drawn['sampler']} goes on after its length of {count}")
     each = drawn["batch_size"] * drawn["replicas"]
     return items, [min(each, len(items) - begin) for begin in range(0, len(items), each)]
 

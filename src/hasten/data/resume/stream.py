@@ -145,6 +145,8 @@ class Stream:
         A note at errors of the dataset names dataset, batch and sample.
 
         """
+        if self._loaded is None and self._opened is None:
+            self._rest = None
         certain = self.certain_length
         end = min((number for number in (certain, limit) if number is not None), default=None)
         return self._until(end, certain)
@@ -423,8 +425,10 @@ class Stream:
         before = {"generators": self._generator_states()}
         with isolate_rng(include_cuda=False):
             _set_random_state(self._generators, start)
-            yield
-        _set_random_state(self._generators, before)
+            try:
+                yield
+            finally:
+                _set_random_state(self._generators, before)
 
     def _begin(self) -> Iterator[Any]:
         self.open()
