@@ -79,7 +79,8 @@ class RunState:
             }
             if not weights_only:
                 states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
-                states = map_tensors(run.runtime.strategy.stored, states)
+                if run.runtime.strategy.shards_parameters:
+                    states = map_tensors(run.runtime.strategy.stored, states)
                 checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
                 checkpoint |= self._collect_training()
             checkpoint |= StoredHyperParameters((run.module, self._datamodule)).state_dict()
