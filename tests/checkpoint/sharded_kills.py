@@ -1,6 +1,7 @@
 """A program that starts processes which save one sharded checkpoint together, and kills one at a random moment.
 
 ``python sharded_kills.py FOLDER KILLS`` prints the number of the last checkpoint, and how many kills left files behind.
+With a third word, ``background``, they save as AsyncCheckpointIO does.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hasten.checkpoint import files
+from hasten.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 WORLD = 2
 ROWS = 20_000
 
 
-def save_for_ever(path: Path, number: int, rank: int, meeting: Path) -> None:
+def save_for_ever(io: CheckpointIO, path: Path, number: int, rank: int, meeting: Path) -> None:
     """Save checkpoints that can be told from one another, until this process or another one is killed."""
     store = dist.FileStore(str(meeting), WORLD)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store)
@@ -32,22 +34,22 @@ def save_for_ever(path: Path, number: int, rank: int, meeting: Path) -> None:
     while True:
         number += 1
         weight = DTensor.from_local(torch.full((ROWS, 2), float(number)), mesh, [Shard(0)])
-        files.save_folder({"number": number, "state_dict": {"weight": weight}}, path)
+        io.save_folder({"number": number, "state_dict": {"weight": weight}}, path)
 
 
-def start(path: Path, number: int, rank: int, meeting: Path) -> int:
+def start(io: CheckpointIO, path: Path, number: int, rank: int, meeting: Path) -> int:
     """Start one of the processes; return its id."""
     child = os.fork()
     if not child:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            save_for_ever(path, number, rank, meeting)
+            save_for_ever(io, path, number, rank, meeting)
         finally:
             os._exit(1)
     return child
 
 
-def main(folder: Path, kills: int) -> None:
+def main(folder: Path, kills: int, io: CheckpointIO) -> None:
     """Kill one process of those that save, again and again; the newest checkpoint is whole each time."""
     torch.set_num_threads(1)
     chance = random.Random(0)
@@ -57,7 +59,7 @@ def main(folder: Path, kills: int) -> None:
     files.save_folder({"number": 0, "state_dict": {"weight": torch.zeros(ROWS * WORLD, 2)}}, path)
     for kill in range(kills):
         meeting = folder.with_name(f"meeting-{kill}")
-        children = [start(path, number, rank, meeting) for rank in range(WORLD)]
+        children = [start(io, path, number, rank, meeting) for rank in range(WORLD)]
         began = time.monotonic()
         # Until they have begun to save, which takes longest.
         before = set(folder.iterdir())
@@ -86,4 +88,5 @@ def main(folder: Path, kills: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    in_background = sys.argv[3:] == ["background"]
+    main(Path(sys.argv[1]), int(sys.argv[2]), AsyncCheckpointIO() if in_background else TorchCheckpointIO())

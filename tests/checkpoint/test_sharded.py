@@ -491,10 +491,11 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: P
     dist.barrier()
 
 
-def test_kills_leave_whole_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["at once", "background"])
+def test_kills_leave_whole_checkpoints(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
-    result = run_python(Path(__file__).with_name("sharded_kills.py"), folder, 6)
+    result = run_python(Path(__file__).with_name("sharded_kills.py"), folder, 6, how)
     assert result.returncode == 0, result.stderr
     _, in_the_middle = map(int, result.stdout.split())
     assert in_the_middle >= 2, "the kills missed the saves"

@@ -599,7 +599,7 @@ class Fabric(RuntimeView):
         """Write a checkpoint; all processes must call it.
 
         Args:
-            path: a path or a URL.
+            path: a path or a URL: of a folder with strategies that save sharded checkpoints, else of a file.
             state: names and objects: modules, optimizers and others with ``state_dict``, or plain values.
             filter: for a name of ``state``, a function of (key, value) that says which entries to keep.
 

@@ -439,7 +439,8 @@ class Trainer(TrainerView):
         and a resumed run computes the batch again. States of callbacks are the current ones.
 
         Args:
-            filepath: path or URL of the file; an existing one stays until the new one is complete.
+            filepath: path or URL of the file, or of the folder with strategies that save sharded checkpoints; an
+                existing one stays until the new one is complete.
             weights_only: leave out what only training needs.
             storage_options: passed to the file system of a URL.
 
