@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, wrap
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
@@ -239,6 +241,61 @@ def test_manual_optimization_uneven_evaluation_and_the_start() -> None:
         with torch.no_grad():
             other.head.weight.add_(1.0)
     assert_equal(fit(1, "auto"), fit(2, "fsdp", other))
+
+
+class ShardsItself(Net):
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            fully_shard(block)
+
+
+class Tied(Net):
+    """The weights of the embedding are those of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.Sequential(Block(5), Block(5))
+
+
+class BareParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.world_size(2)
+def test_what_is_gathered_together_can_be_chosen() -> None:
+    one = fit(1, "auto")
+    for policy in (
+        functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=200),
+        functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        wrap.ModuleWrapPolicy({Block}),
+        wrap.CustomPolicy(lambda module: isinstance(module, Block)),
+        [Block],
+    ):
+        many = fit(2, FSDPStrategy(auto_wrap_policy=policy, forward_prefetch=True))
+        assert_equal(one, many)
+        assert many[0].strategy.plan.blocks
+    assert_equal(one, fit(2, "fsdp", ShardsItself()))
+    assert_equal(one, fit(2, "fsdp_cpu_offload"))
+    everywhere = FSDPStrategy(auto_wrap_policy={Block, nn.Linear})
+    assert_equal(fit(1, "auto", Tied()), fit(2, everywhere, Tied()))
+    assert "embed.weight" in everywhere.plan.root
+
+    net = Net()
+    with pytest.raises(ValueError, match=r"'embed\.(weight|bias)' trains"):
+        fit(2, FSDPStrategy(ignored_modules=[net.embed]), net)
+    net = Net()
+    net.embed.requires_grad_(False)
+    _, net = fit(2, FSDPStrategy(ignored_modules=[net.embed]), net)
+    assert not hasattr(net.embed.weight, "full_tensor")
+    other = Net()
+    with torch.device("meta"):
+        other.extra = BareParameter()
+    with pytest.raises(ValueError, match=r"'extra.weight' is on the meta device, .* BareParameter.reset_param"):
+        fit(2, "fsdp", other)
 
 
 class SavesInside(L.Callback):

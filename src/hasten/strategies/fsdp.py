@@ -321,6 +321,13 @@ class FSDPStrategy(ShardedStrategy):
                     "module. Pass modules of the model that is trained."
                 )
             ignored |= set(part.parameters())
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        trains = next((names.get(id(parameter), "") for parameter in ignored if parameter.requires_grad), None)
+        if trains is not None and self.world_size > 1:
+            raise ValueError(
+                f"FSDPStrategy(ignored_modules or ignored_parameters): {trains!r} trains, and gradients of ignored "
+                "parameters stay on each process. Freeze it with requires_grad_(False), or do not ignore it."
+            )
         return ignored or None
 
     def _blocks(self, module: nn.Module) -> list[nn.Module]:
@@ -412,7 +419,8 @@ def _users(module: nn.Module) -> dict[int, int]:
 
 
 def _checked_policy(argument: str, policy: Any) -> Any:
-    if policy is None or (callable(policy) and not isinstance(policy, type)):
+    # Some objects of torch.distributed.fsdp.wrap are no functions.
+    if policy is None or hasattr(policy, "_run_policy") or (callable(policy) and not isinstance(policy, type)):
         return policy
     given = [policy] if isinstance(policy, type) else policy
     is_listed = isinstance(given, (set, frozenset, list, tuple))
