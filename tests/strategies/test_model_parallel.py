@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,15 @@ def test_what_cannot_train_is_refused_before_the_first_batch() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adafactor(self.parameters())
 
+    class Little(Net):
+        tp_plan = {"head": "colwise_gather_output"}  # noqa: RUF012
+
+    with (
+        pytest.warns(UserWarning, match="splits 3% of the parameters of Little")
+        if not dist.get_rank()
+        else nullcontext()
+    ):
+        quiet(devices=2, strategy=strategy(plan="auto")).validate(Little(), loader(8), verbose=False)
     divided = trained(Net(), loader(), strategy(plan=PLAN), 2)
     for module, how, options, message in (
         (Net(), strategy(), {}, "nothing divides Net"),

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded
 from hasten.memory import repeated_blocks
 from hasten.optim.fused import on_several_meshes
@@ -252,6 +253,21 @@ class ModelParallelStrategy(ShardedStrategy):
             resolve(module, self._plan, 1, **self._options)
         else:
             self.styles = apply_plan(module, self.device_mesh[TENSOR], self._plan, **self._options)
+        if self._plan == "auto" and self.styles:
+            self._warn_of_little(module)
+
+    def _warn_of_little(self, module: nn.Module) -> None:
+        """Warn if the plan of a model leaves most of it whole, as those of some models name their output layer only."""
+        parameters = list(module.parameters())
+        split = sum(p.numel() for p in parameters if any(place.is_shard() for place in getattr(p, "placements", ())))
+        total = sum(p.numel() for p in parameters)
+        if split < total / 2:
+            warn_once(
+                f"model parallel auto {type(module).__name__}",
+                f"ModelParallelStrategy(plan='auto') splits {split / total:.0%} of the parameters of "
+                f"{type(module).__name__}; the others are whole in each process of a group. trainer.strategy.styles "
+                "names what is split. To split more, pass plan={name: style}.",
+            )
 
     def _shard_over_groups(self, module: nn.Module) -> None:
         """Shard over the groups what the user has not."""

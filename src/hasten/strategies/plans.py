@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -220,6 +221,9 @@ def _output(
 ) -> Tensor:
     if output.placements != layouts:
         output = output.redistribute(placements=layouts)
+    if layouts == (_SEQUENCE,) and isinstance(module, nn.Embedding):
+        # Of unequal parts torch returns views with gaps, which the next layer may not take.
+        output = output.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
     return output.to_local() if local else output
 
 
