@@ -603,3 +603,9 @@ def test_optimizers_over_parts_several_modules_and_tensors_are_fine(fabric: L.Fa
     fabric.setup_optimizers(torch.optim.SGD([image], lr=0.1), torch.optim.SGD([alone], lr=0.1))
     compiled = torch.compile(Model(), backend="eager")
     fabric.setup(compiled, sgd(compiled))
+
+
+def test_a_fabric_can_be_sent_to_other_processes() -> None:
+    sent = pickle.loads(pickle.dumps(L.Fabric(accelerator="cpu")))
+    model = sent.setup(nn.Linear(2, 1))
+    assert model(torch.ones(1, 2)).shape == (1, 1)

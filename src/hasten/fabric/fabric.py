@@ -137,8 +137,9 @@ class Fabric(RuntimeView):
             raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
-        # Parameters that optimizers still have, and the shards that have taken their place.
-        self._replaced: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        # Parameters that optimizers still have, and the shards that have taken their place. Made when there are some,
+        # because it cannot be sent to other processes.
+        self._replaced: MutableMapping[Tensor, Tensor] = {}
         self._launched = False
         self._inside_run = False
         if type(self).backward is Fabric.backward:
@@ -348,6 +349,7 @@ class Fabric(RuntimeView):
         self.strategy.shard(original)
         for name, parameter in original.named_parameters():
             if before[name] is not parameter:
+                self._replaced = self._replaced or WeakTensorKeyDictionary()
                 self._replaced[before[name]] = parameter
         self._runtime.place(original, move=move_to_device)
         if self._speed.compile is not None and compiled is None:
