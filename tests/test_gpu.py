@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
+from hasten.checkpoint import files
+from hasten.plugins import AsyncCheckpointIO
+from hasten.strategies import FSDPStrategy
 from tests.models import Classifier, loader, quiet, same_weights
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +85,31 @@ def test_one_process_with_sharded_parameters_trains_to_the_same_weights(
     torch.testing.assert_close(trained(strategy, max_epochs=2), whole, **tolerance)
     trained(strategy, max_epochs=1)
     torch.testing.assert_close(trained(strategy, tmp_path / "a.ckpt", max_epochs=2), whole, **tolerance)
+
+
+@pytest.mark.parametrize("plugin", [None, AsyncCheckpointIO])
+def test_one_process_saves_its_shards_from_the_device_and_resumes(tmp_path: Path, plugin: Any) -> None:
+    def trained(folder: str, epochs: int, ckpt: Any = None) -> Any:
+        torch.manual_seed(0)
+        trainer = on_gpu(
+            devices=1,
+            max_epochs=epochs,
+            strategy=FSDPStrategy(state_dict_type="sharded"),
+            plugins=None if plugin is None else plugin(),
+            enable_checkpointing=True,
+            callbacks=[L.callbacks.ModelCheckpoint(tmp_path / folder, save_last=True, every_n_train_steps=3)],
+        )
+        trainer.fit(Classifier(), loader(), loader(), ckpt_path=ckpt)
+        return files.load(tmp_path / folder / "last.ckpt").whole()
+
+    whole = trained("whole", 2)
+    trained("parts", 1)
+    resumed = trained("resumed", 2, tmp_path / "parts" / "last.ckpt")
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value)
+    for index, entries in whole["optimizer_states"][0]["state"].items():
+        for name, value in entries.items():
+            assert torch.equal(resumed["optimizer_states"][0]["state"][index][name], value)
 
 
 def test_where_memory_really_runs_out_batches_are_split() -> None:
