@@ -165,12 +165,17 @@ def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
 def test_folders_behind_urls(tmp_path: Path) -> None:
     for root in (f"memory://{tmp_path.name}", f"local://{tmp_path}/run"):
         url = f"{root}/a.ckpt"
+        system, inner = fsspec.core.url_to_fs(url)
         for number in (1, 2):
             saved(root, number=number)
             files.verify(url)
             assert files.load(url).whole()["state_dict"]["weight"][0, 0] == number
             assert files.load(url)["number"] == number
-        system, inner = fsspec.core.url_to_fs(url)
+            # What killed writers leave.
+            system.makedirs(f"{inner}/shards-0123abcd", exist_ok=True)
+            for name in ("shards-0123abcd/__0_0.distcp", "meta.pt.0123abcd.hasten-tmp"):
+                system.pipe_file(f"{inner}/{name}", b"half")
+        saved(root, number=2)
         (shards,) = (each for each in system.ls(inner, detail=False) if "shards-" in each)
         assert sorted(each.rpartition("/")[2] for each in system.ls(shards, detail=False)) == [
             ".metadata",
@@ -180,6 +185,8 @@ def test_folders_behind_urls(tmp_path: Path) -> None:
         for save, name, message in ((files.save, "a", "is a folder"), (files.save_folder, "b", "a file is there")):
             with pytest.raises(OSError, match=message):
                 save({"number": 4}, f"{root}/{name}.ckpt")
+        with pytest.raises(IsADirectoryError, match=r"is a folder with other files \(.+\); a checkpoint needs a name"):
+            files.save_folder({"number": 4}, root)
         with pytest.raises(TypeError, match="builtin_function"):
             files.save_folder({"f": len}, url)
         found = checkpoint_files.find(root, ".ckpt")

@@ -10,6 +10,7 @@ import atexit
 import errno
 import hashlib
 import os
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hasten._lib.files import put_in_place, replacing_folder, sync_folder, why_not_written
+from hasten._lib.files import TEMPORARY, put_in_place, replacing_folder, sync_folder, why_not_written
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import engine
@@ -35,6 +36,8 @@ from hasten.machine.collectives import joined
 
 # Entries whose tensors are stored beside the contents, whether they are sharded or not.
 _TENSOR_ENTRIES = ("state_dict", "optimizer_states")
+# The folder of a save behind a URL, and what a writer that was killed leaves there.
+_OF_A_SAVE = re.compile(rf"shards-[0-9a-f]{{8}}|{re.escape(CONTENTS_FILE)}\..*{re.escape(TEMPORARY)}")
 # How long a process that writes in the background may wait for the others. One that dies is noticed at once.
 _PATIENCE = timedelta(hours=2)
 
@@ -136,6 +139,10 @@ class RemoteTarget(_Target):
             raise FileExistsError(
                 errno.EEXIST, "a file is there; remove it, or give the folder another name", str(self)
             )
+        others = [name for name in self._names() if name != CONTENTS_FILE and not _OF_A_SAVE.fullmatch(name)]
+        if others:
+            text = f"{self} is a folder with other files ({others[0]}); a checkpoint needs a name"
+            raise IsADirectoryError(errno.EISDIR, text, str(self))
         self._prepared = f"shards-{secrets.token_hex(4)}"
         self._system.makedirs(f"{self._place.path}/{self._prepared}", exist_ok=True)
         return self._prepared
@@ -147,11 +154,16 @@ class RemoteTarget(_Target):
         self._files.save({**contents, SHARDS: prepared}, f"{self._place}/{CONTENTS_FILE}")
         self._prepared = ""
         # Shards of earlier saves, also of those that were killed.
-        self._system.invalidate_cache()
-        for path in self._system.ls(self._place.path, detail=False):
-            if str(path).rstrip("/").rpartition("/")[2] not in (prepared, CONTENTS_FILE):
+        for name in self._names():
+            if _OF_A_SAVE.fullmatch(name) and name != prepared:
                 with suppress(Exception):
-                    self._system.rm(path, recursive=True)
+                    self._system.rm(f"{self._place.path}/{name}", recursive=True)
+
+    def _names(self) -> list[str]:
+        """Return the names of the files and folders that are there."""
+        self._system.invalidate_cache()
+        paths = self._system.ls(self._place.path, detail=False) if self._system.isdir(self._place.path) else []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def end(self) -> None:
         prepared, self._prepared = self._prepared, ""
