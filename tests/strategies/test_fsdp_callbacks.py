@@ -15,6 +15,7 @@ from hasten.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -204,3 +205,48 @@ def test_what_needs_whole_parameters_is_refused_by_name() -> None:
     # The gradient is that of all processes.
     with pytest.raises(BadLossError, match=r"is nan|its gradient is not"):
         fit(2, "fsdp", Bad(), on_bad_loss="stop")
+
+
+class SavesInside(Net):
+    """Saves a checkpoint after the last backward of an accumulation."""
+
+    path = ""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 2 and not Path(self.path).exists():
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpoint_inside_a_batch_has_what_was_accumulated_before(tmp_path: Path) -> None:
+    for strategy in ("fsdp", "ddp_sharded"):
+        SavesInside.path = str(tmp_path / f"{strategy}.ckpt")
+        _, expected = fit(2, strategy, SavesInside(), max_epochs=3)
+        close(resumed(2, strategy, SavesInside.path, None), expected, 1e-7)
+
+
+class WithRate(Net):
+    lr = 0.01
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.world_size(2)
+def test_a_search_for_a_learning_rate_leaves_all_as_it_was() -> None:
+    for strategy in ("fsdp", "ddp_sharded"):
+        _, expected = fit(2, strategy, WithRate())
+        searched, before = WithRate(), WithRate().state_dict()
+        trainer, _ = fit(2, strategy, max_epochs=1)
+        Tuner(trainer).lr_find(searched, loader(4, 48), num_training=8, update_attr=False)
+        assert all(torch.equal(value, before[name]) for name, value in searched.state_dict().items())
+        _, ours = fit(2, strategy, searched)
+        close(ours, expected, 1e-7)
+        # Inside of fit, the module is divided already.
+        finders = [LearningRateFinder(num_training_steps=8) for _ in range(2)]
+        (_, one), (_, two) = (
+            fit(devices, name, WithRate(), callbacks=finder)
+            for devices, name, finder in zip((1, 2), ("auto", strategy), finders, strict=True)
+        )
+        assert one.lr == pytest.approx(two.lr)
+        close(two, one, 1e-4)

@@ -123,7 +123,9 @@ class RunState:
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
         gradients = None
         if run.gradients_may_count():
-            runtime.strategy.sync_gradients(run.module)
+            if not is_inside(run):
+                # Inside a batch, the parameters show the gradients with which it began.
+                runtime.strategy.sync_gradients(run.module)
             gradients = contents.collect_gradients(
                 run.module,
                 run.optimizers,
@@ -388,7 +390,11 @@ class BatchStart:
         run = self._run
         for item in batches:
             # The gradients of a step that is done are cleared before they are needed.
-            self._state.save(gradients=run.gradients_may_count())
+            may_count = run.gradients_may_count()
+            if may_count:
+                # What is held back outside of the parameters belongs to them, too.
+                run.runtime.strategy.sync_gradients(run.module)
+            self._state.save(gradients=may_count)
             self._metrics = run.metrics.state_dict(copied=True)
             self._versions = self._weight_versions()
             # A step may change its batch, and the resumed run needs it whole.

@@ -166,7 +166,10 @@ class SavedObjects:
         if isinstance(thing, (*_SIMPLE, Tensor, list, dict, set, deque, tuple)):
             self._visit(thing, "", _DEPTH, values)
         elif not self._was_seen(thing):
-            self._visit_attributes(thing, "", _DEPTH, values)
+            if isinstance(thing, nn.Module):
+                self._save_training_object(thing, "", _DEPTH, values)
+            else:
+                self._visit_attributes(thing, "", _DEPTH, values)
 
     def restore(self) -> None:
         """Restore everything; as often as needed."""
@@ -220,6 +223,9 @@ class SavedObjects:
                 self._visit(each, f"{where}[{key!r}]", depth - 1, values)
 
     def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
+        if isinstance(thing, nn.Module):
+            # A strategy that shards gives parts other classes.
+            self._note(thing, _class_in_list, _put_class_back)
         # The sub-modules of a module are parts of it, however deep they are.
         self._visit_attributes(thing, where, _DEPTH if isinstance(thing, nn.Module) else depth, values)
 
@@ -443,6 +449,17 @@ def _put_attributes_back(thing: Any, before: dict[str, Any]) -> None:
             object.__setattr__(thing, key, value)
         else:
             own[key] = value
+
+
+def _class_in_list(thing: Any) -> list[type]:
+    return [type(thing)]
+
+
+def _put_class_back(thing: Any, before: list[type]) -> None:
+    thing.__class__ = before[0]
+    # torch remembers beside the module that it was sharded, and would not shard it again.
+    composable = sys.modules.get("torch.distributed._composable_state")
+    getattr(composable, "_module_state_mapping", {}).pop(thing, None)
 
 
 def _class_of(thing: Any) -> Any:
