@@ -15,7 +15,7 @@ from tests.models import dataset, loader, quiet
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hasten as L
 from hasten.resolve import runtime
@@ -245,13 +245,23 @@ def test_processes_of_a_group_draw_the_same_numbers() -> None:
             torch.manual_seed(dist.get_rank())
             random.seed(dist.get_rank())
 
-    trained(module, loader(), strategy(plan=PLAN), 2, callbacks=[Disturbs()])
+        def on_train_epoch_start(self, *_: Any) -> None:
+            torch.rand(1 + dist.get_rank())
+
+    class OwnPart(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(list(dataset())[dist.get_rank() :: 2])
+
+    trained(module, loader(shuffle=True), strategy(plan=PLAN), 2, callbacks=[Disturbs()], max_epochs=2)
     whole = [value for value in module.parameters() if not hasattr(value, "full_tensor")]
     assert len(whole) == 6
     for value in whole:
         everywhere = [torch.empty_like(value) for _ in range(2)]
         dist.all_gather(everywhere, value.detach())
         assert torch.equal(*everywhere)
+    for call in ("fit", "validate"):
+        with pytest.raises(RuntimeError, match="Processes 0 and 1 of one tensor-parallel group read different batches"):
+            getattr(quiet(devices=2, strategy=strategy(plan=PLAN)), call)(Net(), DataLoader(OwnPart(), 4))
 
 
 @pytest.mark.world_size(2)

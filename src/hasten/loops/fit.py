@@ -17,7 +17,14 @@ from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.prepare import compiled_step, follow_arguments, recorded_steps
-from hasten.loops.processes import agree_after_batch, agree_on_end, batch_by_batch, exchange_without_loss, skip_epoch
+from hasten.loops.processes import (
+    agree_after_batch,
+    agree_on_end,
+    batch_by_batch,
+    checked_in_group,
+    exchange_without_loss,
+    skip_epoch,
+)
 from hasten.loops.progress import RunningStage
 from hasten.loops.resume import batch_start
 from hasten.loops.run import Run, Stopped
@@ -124,7 +131,10 @@ def train_epoch(run: Run) -> None:
         train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
         ends_unknown = several_processes and agree_on_end(run)
+        run.runtime.strategy.begin_epoch()
         batches = train.start_epoch()
+    if run.runtime.strategy.shares_batches:
+        batches = checked_in_group(run, batches)
     if ends_unknown and not progress.last_batch:
         batches = batch_by_batch(run, batches)
 

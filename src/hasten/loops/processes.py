@@ -78,13 +78,26 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
         batches.close()  # type: ignore[attr-defined]
 
 
+def checked_in_group(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
+    """Yield batches, after a check of the first one where several processes must read the same."""
+    batches, strategy = iter(batches), run.runtime.strategy
+    if strategy.shares_batches:
+        first = next(batches, _END)
+        strategy.check_batch(None if first is _END else first[0])
+        if first is _END:
+            return
+        yield first
+    yield from batches
+
+
 def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
     """Yield batches; where a forward needs all processes, one without batches computes along until all are done."""
     strategy = run.runtime.strategy
     if strategy.computes_alone or run.runtime.world_size == 1:
         yield from batches
         return
-    group, batches, first = host_group(run), iter(batches), True
+    strategy.begin_epoch()
+    group, batches, first = host_group(run), checked_in_group(run, batches), True
     while True:
         item = next(batches, _END)
         have = torch.tensor(int(item is not _END))

@@ -54,6 +54,8 @@ class Strategy(ABC):
     computes_alone: bool = True
     # Whether ``shard`` replaces parameters by parts of them, which compute in a forward of the whole module only.
     shards_parameters: bool = False
+    # Whether some processes must read the same batches: those over which layers are split.
+    shares_batches: bool = False
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False
     # The Trainer that runs with this strategy.
@@ -259,6 +261,15 @@ class Strategy(ABC):
 
     def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:  # noqa: B027 - most train with all
         """Raise ValueError if the strategy cannot train with an optimizer; ``owner`` is "Trainer" or "Fabric"."""
+
+    def begin_epoch(self) -> None:  # noqa: B027 - most read different data in each process
+        """Called before each pass over data, on all processes."""
+
+    def check_batch(self, batch: object) -> None:  # noqa: B027 - most read different data in each process
+        """Raise RuntimeError if the first batch of a pass differs from those of processes that must read the same.
+
+        All processes call it, with None where there is no batch.
+        """
 
     # -- state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,13 +10,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import warn_once
-from hasten._lib.tree import is_sharded
+from hasten._lib.tree import is_sharded, leaves
 from hasten.memory import repeated_blocks
 from hasten.optim.fused import on_several_meshes
 from hasten.precision.base import Precision
@@ -301,6 +302,34 @@ class ModelParallelStrategy(ShardedStrategy):
         self._equal_generators()
         return super().wrap(module)
 
+    @property
+    def shares_batches(self) -> bool:  # type: ignore[override]
+        """Whether some processes must read the same batches."""
+        return self.tensor_parallel_size > 1
+
+    def begin_epoch(self) -> None:
+        """Have the processes of a tensor-parallel group read and drop out alike."""
+        self._equal_generators()
+
+    def check_batch(self, batch: object) -> None:
+        """Compare the first batch of a pass within a tensor-parallel group.
+
+        Raises:
+            RuntimeError: its processes read different batches.
+
+        """
+        import torch.distributed as dist
+
+        found: list[str] = [""] * self.tensor_parallel_size
+        dist.all_gather_object(found, _digest(batch), group=self.device_mesh.get_group(TENSOR))
+        if len(set(found)) > 1:
+            first = self.data_parallel_rank * self.tensor_parallel_size
+            other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
+            raise RuntimeError(
+                f"Processes {first} and {other} of one tensor-parallel group read different batches. Give both the "
+                "same seeds, and divide an IterableDataset by trainer.strategy.data_parallel_rank."
+            )
+
     def take_precision(self, precision: Precision) -> None:
         name = precision.precision
         if precision.scaler is not None:
@@ -373,6 +402,20 @@ def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[
             f"must be the number of processes, which is {world} (devices={per_node}, num_nodes={num_nodes})."
         )
     return found_data, found_tensor
+
+
+def _digest(batch: object) -> str:
+    """Return a text that is the same for equal batches."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            if leaf.layout is torch.strided and not leaf.is_nested:
+                values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(values.numpy().data if values.numel() else b"")
+        elif isinstance(leaf, (str, bytes, int, float, type(None))):
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()
 
 
 def _is_about_other_things(record: logging.LogRecord) -> bool:
