@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from hasten.checkpoint.places import Place
 
-# Of each tensor: {"dtype": ..., "shape": (...), "chunks": [(offsets, sizes, file, start, length), ...]}
+# Of each tensor: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, start, length], ...]}, as JSON
 Layout = dict[str, dict[str, Any]]
 # Of each file: (bytes, CRC-32)
 Sums = dict[str, tuple[int, int]]
@@ -123,20 +123,27 @@ class _Summed:
     """A file that adds up the checksum of what is written to it, and keeps the error that ended the writing."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self._file, self._write = file, file.write
         self.checksum = self.size_bytes = 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        with self._noted():
-            count: int = self._file.write(data)
+        # Called about 40 times for each tensor.
+        try:
+            count: int = self._write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.checksum = zlib.crc32(data, self.checksum)
         self.size_bytes += count
         return count
 
     def flush(self) -> None:
-        with self._noted():
+        try:
             self._file.flush()
+        except OSError as error:
+            self.error = error
+            raise
 
     def tell(self) -> int:
         return self.size_bytes
@@ -145,16 +152,7 @@ class _Summed:
         return cast("int", self._file.fileno())
 
     def close(self) -> None:
-        with self._noted():
-            self._file.close()
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = error
-            raise
+        self.flush()
 
 
 def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
@@ -258,9 +256,10 @@ def _layout(metadata: Metadata) -> Layout:
         chunks = []
         for chunk in stored.chunks:
             place: _StorageInfo = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            chunks.append((offsets, sizes, place.relative_path, place.offset, place.length))
-        layout[key] = {"dtype": stored.properties.dtype, "shape": tuple(stored.size), "chunks": chunks}
+            offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+            chunks.append([offsets, sizes, place.relative_path, place.offset, place.length])
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        layout[key] = {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
     return layout
 
 
@@ -274,7 +273,7 @@ def _metadata(layout: Layout) -> Metadata:
             # Only the name: a path could lead out of the folder.
             places[MetadataIndex(key, offsets, index)] = _StorageInfo(os.path.basename(file), start, length)
         tensors[key] = TensorStorageMetadata(
-            TensorProperties(dtype=stored["dtype"]), torch.Size(stored["shape"]), chunks
+            TensorProperties(dtype=getattr(torch, stored["dtype"])), torch.Size(stored["shape"]), chunks
         )
     return Metadata(tensors, storage_data=places)
 

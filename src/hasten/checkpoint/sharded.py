@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -361,7 +362,8 @@ class _Save:
                 together = {name: each for one in sums for name, each in one.items()}
                 if missing(place, together) is not None:
                     raise RuntimeError(engine.not_shared(str(self._target)))
-                contents = {FORMAT: 1, "contents": self._contents, "tensors": writer.layout, "files": together}
+                layout = json.dumps(writer.layout).encode()
+                contents = {FORMAT: 1, "contents": self._contents, "tensors": layout, "files": together}
                 self._target.commit(self._prepared, contents)
             except Exception as caught_here:
                 error = caught_here
