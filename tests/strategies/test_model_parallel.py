@@ -295,6 +295,11 @@ def test_what_cannot_train_is_refused_before_the_first_batch() -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             quiet(devices=2, strategy=how, **options).fit(module, loader())
         assert module is divided or not module.losses
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(plan=PLAN))
+    fabric.launch()
+    own = fabric.setup_dataloaders(DataLoader(torch.arange(4) + dist.get_rank(), 2))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="read different batches"):
+        next(iter(own))
     elsewhere = L.Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(lambda model, mesh: nn.ReLU()))
     elsewhere.launch()
     with pytest.raises(TypeError, match="it returned ReLU"):

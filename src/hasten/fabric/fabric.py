@@ -330,7 +330,8 @@ class Fabric(RuntimeView):
                 )
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
-            made.append(FabricDataLoader(ready, self.device if move_to_device else None))
+            group = self.strategy if self.strategy.shares_batches else None
+            made.append(FabricDataLoader(ready, self.device if move_to_device else None, group))
         return made[0] if len(made) == 1 else made
 
     def _wrapped_module(self, module: Any, method: str, move_to_device: bool) -> FabricModule:

@@ -21,6 +21,7 @@ from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
+    from hasten.strategies.base import Strategy
 
 # Always run through the strategy: the steps of a LightningModule.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
@@ -295,8 +296,10 @@ def _class_like(kind: Any) -> Any:
 class FabricDataLoader:
     """The user's loader, with batches on the device of the run and ``set_epoch`` called on its samplers."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None, strategy: Strategy | None = None) -> None:
         self._dataloader = loader
+        # Given where some processes must read the same batches.
+        self._strategy = strategy
         # Where batches are moved to; None for nowhere.
         self.device = device
         self._epoch = 0
@@ -312,6 +315,13 @@ class FabricDataLoader:
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(self._epoch)
         self._epoch += 1
+        strategy = self._strategy
+        if strategy is None:
+            return self._moved(loader)
+        strategy.begin_epoch()
+        return _checked(self._moved(loader), strategy)
+
+    def _moved(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self.device is None or self.device.type == "cpu":
             return iter(loader)
         if self.device.type == "cuda":
@@ -322,6 +332,18 @@ class FabricDataLoader:
         if name == "_dataloader":
             raise AttributeError(name)
         return getattr(self._dataloader, name)
+
+
+_END: Any = object()
+
+
+def _checked(batches: Iterator[Any], strategy: Strategy) -> Iterator[Any]:
+    """Yield batches, after a check that all processes that must read the same have the same first one."""
+    first = next(batches, _END)
+    strategy.check_batch(None if first is _END else first)
+    if first is not _END:
+        yield first
+    yield from batches
 
 
 def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
