@@ -306,7 +306,15 @@ class Runtime:
 
     def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return ``zero_grad()`` for ``optimizer``."""
-        return fast_step.make_zero_grad(optimizer)
+        zero_grad, strategy = fast_step.make_zero_grad(optimizer), self.strategy
+        if not strategy.shards_parameters:
+            return zero_grad
+
+        def zero_all() -> None:
+            zero_grad()
+            strategy.drop_held_gradients(optimizer)
+
+        return zero_all
 
     def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None

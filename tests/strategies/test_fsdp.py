@@ -431,3 +431,43 @@ def test_what_processes_cannot_do_together_is_refused_by_name() -> None:
     sharded = fit(2, "fsdp", max_epochs=1)[1]
     with pytest.raises(ValueError, match=r"strategy='ddp': the parameter .* is a DTensor"):
         fit(2, "ddp", sharded)
+
+
+class Fails(Net):
+    """Raises once, in the middle of a forward or of an accumulation."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where: str | None = where
+
+    def fail(self, where: str) -> None:
+        if self.where == where and self.trainer.total_batch_idx == 2:
+            self.where = None
+            raise RuntimeError("on purpose")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.blocks[0](self.embed(batch[0]))
+        self.fail("forward")
+        return nn.functional.mse_loss(self.head(self.blocks[2](self.blocks[1](hidden))), batch[1])
+
+    def on_after_backward(self) -> None:
+        self.fail("backward")
+
+
+class LeavesEpoch(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+
+def after_failure(devices: int, strategy: str, where: str) -> dict[str, Tensor]:
+    net = Fails(where)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(devices, strategy, net)
+    return whole(fit(devices, strategy, net)[1])
+
+
+@pytest.mark.world_size(2)
+def test_nothing_is_left_of_a_step_that_failed_or_an_accumulation_that_was_dropped() -> None:
+    for where in ("forward", "backward"):
+        torch.testing.assert_close(after_failure(2, "fsdp", where), after_failure(1, "auto", where))
+    assert_equal(fit(1, "auto", LeavesEpoch()), fit(2, "fsdp", LeavesEpoch()))

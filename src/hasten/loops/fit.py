@@ -625,7 +625,13 @@ def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:
     if optimizer is None:
         return module.zero_grad
     if overrides(module, LightningModule, "optimizer_zero_grad"):
-        return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
+        strategy = run.runtime.strategy
+
+        def zero_grad() -> None:
+            module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
+            strategy.drop_held_gradients(optimizer)
+
+        return zero_grad
     return run.runtime.make_zero_grad(optimizer)
 
 

@@ -252,6 +252,9 @@ class Strategy(ABC):
     def sync_gradients(self, module: nn.Module) -> None:  # noqa: B027 - most hold nothing back
         """Exchange gradients that ``no_sync`` holds back outside of the parameters; all processes call it."""
 
+    def drop_held_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027 - most hold nothing back
+        """Forget gradients of an optimizer's parameters that ``no_sync`` holds back; called with ``zero_grad``."""
+
     def precision_of(self, name: str, device: str) -> Precision | None:
         """Return the precision for ``Trainer(precision=name)``, if this strategy has one of its own."""
         return None

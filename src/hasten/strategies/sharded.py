@@ -59,6 +59,8 @@ class ShardedStrategy(ParallelStrategy):
         self.param_dtype: torch.dtype | None = None
         # The parts that ``fully_shard`` was applied to, of all modules.
         self._parts: list[Any] = []
+        # Whether some part may have gradients that ``no_sync`` has held back.
+        self._holds_gradients = False
         # Names of the parts that ``fully_shard`` was applied to, as their forwards began in the last step seen.
         self._order: tuple[str, ...] = ()
         self.saves_folders = state_dict_type == "sharded"
@@ -105,7 +107,15 @@ class ShardedStrategy(ParallelStrategy):
             if not is_sharded(tensor) and tensor.device != self.root_device:
                 tensor.data = tensor.data.to(self.root_device)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Have the module begin its next step anew: the exception may have ended a forward or backward half-way."""
+        for part in self._parts:
+            if part._get_fsdp_state()._is_root:
+                part.reset_iter_state()
+
     def teardown(self) -> None:
+        # Another run may go on with the same module.
+        self._drop_held_gradients()
         self._parts = []
         super().teardown()
 
@@ -253,8 +263,27 @@ class ShardedStrategy(ParallelStrategy):
         try:
             yield
         finally:
+            self._holds_gradients = True
             for root in roots:
                 root.set_requires_gradient_sync(True)
+
+    def drop_held_gradients(self, optimizer: Optimizer) -> None:
+        """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees those of the shards alone."""
+        if self._holds_gradients:
+            self._drop_held_gradients(set(map(id, parameters_of(optimizer))))
+
+    def _drop_held_gradients(self, of: set[int] | None = None) -> None:
+        """Forget the gradients held back, of all parameters or those with these ids."""
+        self._holds_gradients = False
+        for part in self._parts:
+            for group in part._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    if of is not None and id(parameter.sharded_param) not in of:
+                        self._holds_gradients = True
+                        continue
+                    parameter.unsharded_accumulated_grad = None
+                    if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                        whole.grad = None
 
     def sync_gradients(self, module: nn.Module) -> None:
         """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
