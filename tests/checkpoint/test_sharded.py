@@ -669,9 +669,14 @@ def test_consolidated_checkpoints_equal_whole_files(tmp_path: Path, capsys: pyte
         ([folder.parent], "is not a sharded checkpoint. Did you mean"),
         ([folder], "exists. Remove it, or name another file with -o."),
         ([tmp_path / "other.ckpt", "--weights-only"], "has no 'state_dict' (it has 'a', 'b')"),
+        (["memory://a.ckpt"], "name the file to write with -o"),
     ):
         assert command(["consolidate", *map(str, words)]) == 1
         assert message in capsys.readouterr().err, message
+    url = f"local://{tmp_path}/remote.ckpt"
+    files.save_folder({"state_dict": STATE}, url)
+    assert command(["consolidate", url, "-o", str(tmp_path / "local.ckpt")]) == 0
+    assert same(files.load(tmp_path / "local.ckpt")["state_dict"], dict(STATE))
     (folder / ".metadata").unlink()
     assert command(["consolidate", str(folder), "-o", str(tmp_path / "no.ckpt")]) == 1
     assert ".metadata is missing" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hasten.checkpoint.places import Place
+from hasten.machine.collectives import joined
 
 # Of each tensor: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, start, length], ...]}, as JSON
 Layout = dict[str, dict[str, Any]]
@@ -168,7 +169,8 @@ def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
 
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _without_warnings():
+    # Not where torch would not warn: filters of warnings belong to all threads, and this may run in one of its own.
+    with nullcontext() if joined() else _without_warnings():
         save_tensors(cast("Any", tensors), storage_writer=writer, planner=planner, process_group=group)
 
 

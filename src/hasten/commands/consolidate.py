@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="hasten consolidate",
         description="Make one file of a sharded checkpoint, which is a folder. This takes memory for all its tensors.",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint")
+    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint, or its URL")
     parser.add_argument(
         "-o",
         "--output",
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def consolidate(folder: Path, output: Path | None = None, *, weights_only: bool = False) -> Path:
+def consolidate(folder: str, output: Path | None = None, *, weights_only: bool = False) -> Path:
     """Write one file of a sharded checkpoint.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint, or its URL.
         output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` beside ``folder``.
         weights_only: leave out what only training needs.
 
@@ -58,22 +58,22 @@ def consolidate(folder: Path, output: Path | None = None, *, weights_only: bool 
         CheckpointDamaged: ``folder`` is not whole.
 
     """
-    from hasten._lib.names import did_you_mean
+    from hasten._lib.files import is_url
     from hasten.checkpoint import files
-    from hasten.checkpoint.stored import is_checkpoint_folder, whole
+    from hasten.checkpoint.stored import StoredCheckpoint, whole
 
-    folder = Path(os.path.abspath(folder))
-    if not files.present(folder):
-        raise ValueError(f"{folder}: {files.not_found(folder)}")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is one file already. A sharded checkpoint is a folder.")
-    if not is_checkpoint_folder(folder):
-        inside = [str(each) for each in sorted(folder.iterdir()) if is_checkpoint_folder(each)]
-        raise ValueError(f"{folder} is not a sharded checkpoint.{did_you_mean(str(folder), inside) if inside else ''}")
-    target = output if output is not None else folder.with_name(f"{folder.stem}-consolidated.ckpt")
+    if is_url(folder):
+        if output is None:
+            raise ValueError(f"{folder}: name the file to write with -o.")
+        target = output
+    else:
+        path = _checked(folder)
+        folder, target = str(path), output or path.with_name(f"{path.stem}-consolidated.ckpt")
     if target.exists():
         raise ValueError(f"{target} exists. Remove it, or name another file with -o.")
     checkpoint = files.load(folder)
+    if not isinstance(checkpoint, StoredCheckpoint):
+        raise ValueError(f"{folder} is one file already. A sharded checkpoint is a folder.")
     if target.suffix == ".safetensors":
         _write_safetensors(_weights(checkpoint, folder), target)
         return target
@@ -85,7 +85,24 @@ def consolidate(folder: Path, output: Path | None = None, *, weights_only: bool 
     return target
 
 
-def _weights(checkpoint: Any, folder: Path) -> dict[str, Any]:
+def _checked(folder: str) -> Path:
+    """Return the path of a folder that is a sharded checkpoint."""
+    from hasten._lib.names import did_you_mean
+    from hasten.checkpoint import files
+    from hasten.checkpoint.stored import is_checkpoint_folder
+
+    path = Path(os.path.abspath(folder))
+    if not files.present(path):
+        raise ValueError(f"{path}: {files.not_found(path)}")
+    if not path.is_dir():
+        raise ValueError(f"{path} is one file already. A sharded checkpoint is a folder.")
+    if not is_checkpoint_folder(path):
+        inside = [str(each) for each in sorted(path.iterdir()) if is_checkpoint_folder(each)]
+        raise ValueError(f"{path} is not a sharded checkpoint.{did_you_mean(str(path), inside) if inside else ''}")
+    return path
+
+
+def _weights(checkpoint: Any, folder: str) -> dict[str, Any]:
     from hasten.checkpoint.stored import StoredTensors, whole
 
     found = [value for value in checkpoint.values() if isinstance(value, StoredTensors)]
@@ -95,7 +112,7 @@ def _weights(checkpoint: Any, folder: Path) -> dict[str, Any]:
     return weights
 
 
-def _unknown_weights(checkpoint: Any, folder: Path) -> ValueError:
+def _unknown_weights(checkpoint: Any, folder: str) -> ValueError:
     names = ", ".join(map(repr, checkpoint))
     return ValueError(f"{folder} has no 'state_dict' (it has {names}): write all of it into a .ckpt file.")
 
