@@ -112,6 +112,14 @@ def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, stora
         OSError: a process could not write.
         RuntimeError: the processes do not hold the same sharded tensors.
 
+    Example::
+
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp() + "/a.ckpt"
+        >>> save_folder({"state_dict": {"weight": torch.ones(2)}}, folder)
+        >>> load(folder)["state_dict"]["weight"]
+        tensor([1., 1.])
+
     Source: `torch.distributed.checkpoint <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_.
 
     """
