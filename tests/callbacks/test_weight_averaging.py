@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -192,6 +193,11 @@ def test_tied_parameters_are_averaged_once() -> None:
 
 
 def test_when_the_moving_average_is_updated() -> None:
+    # Also after it was sent to another process, as ddp_spawn does.
+    average = pickle.loads(pickle.dumps(EMAWeightAveraging(decay=0.5)))
+    averaged = [torch.zeros(2)]
+    average._multi_avg_fn(averaged, [torch.ones(2)], torch.tensor(1))
+    assert averaged[0].tolist() == [0.5, 0.5]
     average = EMAWeightAveraging(update_every_n_steps=5, update_starting_at_step=10, update_starting_at_epoch=2)
     assert [step for step in range(22) if average.should_update(step_idx=step)] == [10, 15, 20]
     assert [epoch for epoch in range(4) if average.should_update(epoch_idx=epoch)] == [2, 3]

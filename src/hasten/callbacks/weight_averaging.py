@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -445,7 +446,9 @@ class EMAWeightAveraging(WeightAveraging):
             ("update_starting_at_epoch", update_starting_at_epoch),
         ):
             check.whole(name, argument, value, at_least=0, allow_none=True, error=error)
-        super().__init__(device, use_buffers, **kwargs, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[arg-type]
+        # Without functions inside functions, so that it can be sent to other processes.
+        average = functools.partial(_average_exponentially, decay)
+        super().__init__(device, use_buffers, **kwargs, multi_avg_fn=average)  # type: ignore[arg-type]
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
@@ -458,6 +461,10 @@ class EMAWeightAveraging(WeightAveraging):
             return True
         first_epoch = self.update_starting_at_epoch
         return epoch_idx is not None and first_epoch is not None and epoch_idx >= first_epoch
+
+
+def _average_exponentially(decay: float, averaged: list[Tensor], current: list[Tensor], count: Tensor) -> None:
+    get_ema_multi_avg_fn(decay)(averaged, current, count)
 
 
 def _check_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
