@@ -290,6 +290,7 @@ def test_what_cannot_train_is_refused_before_the_first_batch() -> None:
         (Fused(), strategy(plan=PLAN), {}, "Pass fused=False"),
         (Net(), strategy(plan=PLAN), {"fused_optimizer": True}, "Leave fused_optimizer out"),
         (Whole(), strategy(plan=PLAN), {}, "Adafactor"),
+        (Net(), strategy(plan=PLAN), {"detect_anomaly": True}, "use on_bad_loss='stop'"),
         (divided, strategy(2, 1, plan=PLAN), {}, "with tensor_parallel_size=2"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

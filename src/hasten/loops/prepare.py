@@ -75,6 +75,11 @@ def prepare(
         # One that cannot write says so now, and paths that hold its version are known from here on.
         getattr(logger, "experiment", None)
     owners = [owner for owner in (datamodule, module) if owner is not None]
+    if fitting and run.arguments.detect_anomaly and runtime.strategy.shares_batches:
+        raise MisconfigurationException(
+            f"Trainer(detect_anomaly=True, strategy={runtime.strategy.name!r}): torch's anomaly mode does not know "
+            "tensors that are split over processes. Leave it out, or use on_bad_loss='stop'."
+        )
     once_a_machine = all(owner.prepare_data_per_node for owner in owners)
     if (runtime.local_rank if once_a_machine else runtime.global_rank) == 0:
         hooks.prepare_data()
