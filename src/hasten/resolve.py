@@ -58,6 +58,16 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 _SINGLE_DEVICE = "single_device"
 # Names of strategies that shard parameters: the arguments of FSDPStrategy.
 SHARDED: dict[str, dict[str, Any]] = {"fsdp": {}, "fsdp2": {}, "fsdp_cpu_offload": {"cpu_offload": True}}
+_MODEL_PARALLEL = "To split layers, pass ModelParallelStrategy(plan='auto') of hasten.strategies."
+# A part of a strategy's name in other libraries, and what to write here; the first that fits.
+_ELSEWHERE = {
+    "stage_3": "What divides parameters is 'fsdp'.",
+    "zero3": "What divides parameters is 'fsdp'.",
+    "zero": "What divides optimizer states is 'ddp_sharded'.",
+    "deepspeed": "What divides optimizer states is 'ddp_sharded'; what divides parameters, too, is 'fsdp'.",
+    "model_parallel": _MODEL_PARALLEL,
+    "tensor_parallel": _MODEL_PARALLEL,
+}
 
 
 def runtime(
@@ -221,7 +231,12 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
         chosen = FSDPStrategy(**SHARDED[name])
     elif name:
         allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES, *SHARDED)
-        raise ValueError(f"{owner}(strategy={strategy!r}): use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
+        listed = _listed(one for one in allowed if "_find_unused" not in one)
+        instead = next((f" {advice}" for part, advice in _ELSEWHERE.items() if part in name), "")
+        raise ValueError(
+            f"{owner}(strategy={strategy!r}): use one of {listed}, or a Strategy. Names with 'ddp' can end in "
+            f"'_find_unused_parameters_true'.{instead or did_you_mean(name, allowed)}"
+        )
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
     else:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard, wrap
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -391,6 +394,9 @@ def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
         ({"mixed_precision": "bf16"}, TypeError, "MixedPrecisionPolicy"),
         ({"state_dict_type": "local"}, ValueError, "'full'"),
         ({"ignored_modules": [torch.ones(1)]}, TypeError, "Module"),
+        ({"ignored_modules": nn.Linear(1, 1)}, TypeError, "use a list"),
+        ({"activation_checkpointing": True}, TypeError, "activation_checkpointing=True.*a set of module classes"),
+        ({"find_unused_parameters": True}, TypeError, "without a gradient are allowed anyway"),
         ({"timeout": 5}, TypeError, "timedelta"),
         ({"parallel_devices": [torch.device("cpu")]}, TypeError, "devices="),
     ],
@@ -398,6 +404,28 @@ def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
 def test_arguments_that_fsdp2_does_not_have_are_refused(arguments: Any, error: type, says: str) -> None:
     with pytest.raises(error, match=says):
         FSDPStrategy(**arguments)
+
+
+def test_an_offload_policy_that_offloads_nothing_is_no_offload() -> None:
+    for nothing in (fsdp.CPUOffload(offload_params=False), fsdp.OffloadPolicy(), False, None):
+        assert not FSDPStrategy(cpu_offload=nothing).cpu_offload  # type: ignore[arg-type]
+    for everything in (fsdp.CPUOffload(offload_params=True), fsdp.CPUOffloadPolicy(), True):
+        assert FSDPStrategy(cpu_offload=everything).cpu_offload  # type: ignore[arg-type]
+
+
+def hooked() -> Net:
+    net = Net()
+    net.embed.weight.register_hook(torch.zeros_like)
+    return net
+
+
+class EarlyOptimizer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.AdamW(self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.early
 
 
 class Skips(Net):
@@ -413,6 +441,7 @@ class Skips(Net):
         ("fsdp", Net, {"precision": "bf16-true"}, "Use 'bf16-mixed'"),
         ("fsdp", Net, {"plugins": MixedPrecision("bf16-mixed", "cpu")}, r"FSDPPrecision\('bf16-mixed'\)"),
         (FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), Net, {}, "a mesh of 4 processes"),
+        ("fsdp", hooked, {}, "'embed.weight' has a hook.*on_after_backward"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_training(strategy: Any, net: Any, options: Any, says: str) -> None:
@@ -428,9 +457,60 @@ def test_what_processes_cannot_do_together_is_refused_by_name() -> None:
         fit(2, "fsdp", Skips())
     with pytest.raises(ValueError, match="memory='auto'"):
         fit(2, "fsdp", memory="auto")
+    with pytest.raises(ValueError, match=r"make optimizers and lists of parameters there, not in __init__\(\)"):
+        fit(2, "fsdp", EarlyOptimizer())
     sharded = fit(2, "fsdp", max_epochs=1)[1]
     with pytest.raises(ValueError, match=r"strategy='ddp': the parameter .* is a DTensor"):
         fit(2, "ddp", sharded)
+
+
+class Tagged(Net):
+    """Parameters have attributes that say how they are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm.weight.is_fixed = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        fixed = [parameter for parameter in self.parameters() if getattr(parameter, "is_fixed", False)]
+        others = [parameter for parameter in self.parameters() if not getattr(parameter, "is_fixed", False)]
+        return torch.optim.AdamW([{"params": fixed, "lr": 0.0}, {"params": others}], lr=0.01)
+
+
+class TaggedOnMeta(Tagged):
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+
+
+def test_attributes_of_parameters_are_those_of_their_shards() -> None:
+    for net in (Tagged(), TaggedOnMeta()):
+        trainer = fit(1, "fsdp", net, max_epochs=1)[0]
+        assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [3, 19]
+        torch.testing.assert_close(whole(net)["blocks.0.norm.weight"], torch.ones(8))
+
+
+class ReadsPart(Net):
+    """Does with a shard what only a whole tensor can."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__()
+        self.does = does
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.does(self)
+
+
+def test_errors_of_torch_on_shards_say_what_to_do() -> None:
+    for does, says in (
+        (lambda net: net.embed.weight.detach().numpy(), "full_tensor"),
+        (lambda net: copy.deepcopy(net), "Copy it in setup"),
+        (lambda net: net.embed(torch.ones(1, 5)), r"Call a part itself, part\(x\)"),
+    ):
+        with pytest.raises((RuntimeError, AssertionError)) as caught:
+            fit(1, "fsdp", ReadsPart(does))
+        assert re.search(says, "".join(caught.value.__notes__))
 
 
 class Fails(Net):

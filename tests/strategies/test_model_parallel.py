@@ -296,6 +296,9 @@ def test_what_cannot_train_is_refused_before_the_first_batch() -> None:
         with pytest.raises(ValueError, match=re.escape(message)):
             quiet(devices=2, strategy=how, **options).fit(module, loader())
         assert module is divided or not module.losses
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        quiet(devices=2, strategy=strategy(plan={"blocks.*.up": "colwise"})).fit(Net(), loader())
+    assert "which the next 'rowwise' layer takes" in "".join(caught.value.__notes__)
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy(plan=PLAN))
     fabric.launch()
     own = fabric.setup_dataloaders(DataLoader(torch.arange(4) + dist.get_rank(), 2))  # type: ignore[arg-type]

@@ -182,6 +182,11 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
         )
         if module.automatic_optimization and not copies:
             if run.runtime.syncs_gradients:
+                if run.runtime.strategy.shards_parameters:
+                    instead += (
+                        f" strategy={run.runtime.strategy.name!r} replaces parameters by parts of them before "
+                        "configure_optimizers(): make optimizers and lists of parameters there, not in __init__()."
+                    )
                 raise MisconfigurationException(
                     f"{problem}, so their gradients would not be averaged over the processes. {instead}"
                 )

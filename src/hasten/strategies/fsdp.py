@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +44,7 @@ _MAPPED = ("ignored_modules", "ignored_parameters", "ignored_states", "forward_p
 _REFUSED = {
     "param_init_fn": "parts on the meta device get their values from reset_parameters()",
     "device_id": "each process has one device, Trainer(devices=...)",
+    "find_unused_parameters": "parameters without a gradient are allowed anyway",
     "process_group": "write device_mesh=(replicas, shards) or a DeviceMesh",
 }
 
@@ -152,8 +153,8 @@ class FSDPStrategy(ShardedStrategy):
         self._hybrid = "HYBRID" in sharding
         self._reshards = sharding in ("FULL_SHARD", "HYBRID_SHARD")
         self._mesh_given = self._checked_mesh(device_mesh)
-        self.cpu_offload = cpu_offload if isinstance(cpu_offload, bool) else cpu_offload is not None
         self._offload_policy = _offload_policy(cpu_offload)
+        self.cpu_offload = _offloads(self._offload_policy)
         self.mixed_precision: Any = _mixed_precision(mixed_precision)
         self._auto_wrap_policy = _checked_policy("auto_wrap_policy", auto_wrap_policy)
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
@@ -161,10 +162,9 @@ class FSDPStrategy(ShardedStrategy):
                 "FSDPStrategy(activation_checkpointing=..., activation_checkpointing_policy=...): both say which "
                 "modules to recompute. Leave one out."
             )
-        recomputes = activation_checkpointing_policy
+        recomputes: Any = activation_checkpointing_policy
         if activation_checkpointing is not None:
-            one = isinstance(activation_checkpointing, type)
-            recomputes = {activation_checkpointing} if one else set(activation_checkpointing)  # type: ignore[arg-type]
+            recomputes = activation_checkpointing
         which = "activation_checkpointing" + ("_policy" if activation_checkpointing is None else "")
         self._recompute_policy = _checked_policy(which, recomputes)
         self._options = _checked_options(kwargs)
@@ -489,6 +489,11 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
         if name == "backward_prefetch" and getattr(value, "name", value) != "BACKWARD_PRE":
             raise ValueError(f"{given}: FSDP2 gathers the next block before backward needs it. Leave it out.")
     taken = dict(options)
+    for argument in ("ignored_states", "ignored_modules", "ignored_parameters"):
+        value = taken.get(argument)
+        # A module or a tensor may be iterable, too.
+        if value is not None and (isinstance(value, (nn.Module, torch.Tensor)) or not isinstance(value, Iterable)):
+            raise TypeError(f"FSDPStrategy({argument}={type(value).__name__}(...)): use a list.")
     states = list(taken.pop("ignored_states", None) or ())
     modules = [*(taken.pop("ignored_modules", None) or ()), *(one for one in states if isinstance(one, nn.Module))]
     parameters = [
@@ -519,6 +524,12 @@ def _offload_policy(cpu_offload: Any) -> Any:
             f"{type(cpu_offload).__name__}."
         )
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+
+
+def _offloads(policy: Any) -> bool:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return isinstance(policy, CPUOffloadPolicy)
 
 
 def _mixed_precision(given: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from hasten.precision.base import Precision
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
 from hasten.seed import RandomGenerators
 from hasten.strategies.fsdp import children_apart, gathered_apart, is_manual
-from hasten.strategies.sharded import ShardedStrategy, keep_class_name
+from hasten.strategies.sharded import ADVICE, ShardedStrategy, keep_class_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +39,12 @@ T = TypeVar("T")
 Size = int | Literal["auto"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
+
+_OF_PLAN = (
+    "if the layer is one that the plan splits or follows one, name both: 'colwise' leaves a part of the features in "
+    "each process, which the next 'rowwise' layer takes. For a layer alone, write 'colwise_rep' or 'rowwise_rep'; in "
+    "forward(), take the number of heads from the tensor (view(..., -1, head_size))."
+)
 
 
 @final
@@ -91,6 +97,12 @@ class ModelParallelStrategy(ShardedStrategy):
     """
 
     name = "model_parallel"
+    _advice: ClassVar[dict[str, str]] = {
+        **ADVICE,
+        "shapes cannot be multiplied": _OF_PLAN,
+        "must have same reduction dim": _OF_PLAN,
+        "is invalid for input of size": _OF_PLAN,
+    }
 
     def __init__(
         self,

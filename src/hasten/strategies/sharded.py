@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hasten._lib import check
 from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
 from hasten.checkpoint.contents import load_optimizer, load_weights
+from hasten.machine import collectives
 from hasten.precision.base import to_floating
 from hasten.seed import RandomGenerators
 from hasten.strategies.parallel import ParallelStrategy
@@ -25,6 +26,27 @@ if TYPE_CHECKING:
 
 # Optimizers of torch that compute with whole parameters, or with one of their dimensions.
 _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam")
+
+_ALL_CALL = (
+    "a process has ended, or the processes have called different things. What exchanges parameters, such as a forward, "
+    "full_tensor(), save_checkpoint() or fabric.save(), has to be called by all processes, not inside `if rank == 0:`."
+)
+ADVICE = {
+    "got mixed torch.Tensor and DTensor": (
+        "parameters are whole only inside the forward of the part that gathers them (trainer.strategy.plan names the "
+        "parts). Call a part itself, part(x), not a method of it and not the layers inside of it; or name the part "
+        "with FSDPStrategy(auto_wrap_policy={...}). For a term of the loss that reads parameters, such as a norm, use "
+        "weight_decay, or add its gradient in on_before_optimizer_step."
+    ),
+    "numpy() is not supported for tensor subclasses": (
+        "this process has a part of the tensor. Write tensor.full_tensor().detach().cpu().numpy(); all processes call "
+        "full_tensor()."
+    ),
+    "FSDP does not support deepcopy": (
+        "a divided module cannot be copied. Copy it in setup() or before, or save a checkpoint and load it into a new "
+        "module."
+    ),
+}
 
 
 class ShardedStrategy(ParallelStrategy):
@@ -45,6 +67,8 @@ class ShardedStrategy(ParallelStrategy):
     syncs_gradients = True
     computes_alone = False
     shards_parameters = True
+    # A part of torch's message, and what usually mends it.
+    _advice: ClassVar[dict[str, str]] = ADVICE
 
     def __init__(
         self,
@@ -84,7 +108,8 @@ class ShardedStrategy(ParallelStrategy):
             stored: names of weights that a checkpoint is going to bring: they need no initial values.
 
         Raises:
-            ValueError: a part on the meta device has no ``reset_parameters``, or a layer is lazy.
+            ValueError: a part on the meta device has no ``reset_parameters``, a layer is lazy, or a parameter has a
+                hook.
 
         """
         lazy = next((name for name, tensor in _tensors(module) if is_lazy(tensor)), None)
@@ -93,6 +118,9 @@ class ShardedStrategy(ParallelStrategy):
                 f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided. Write the "
                 "layer with its input size, or run a batch through the module in configure_model()."
             )
+        _refuse_hooks(module, self.name)
+        # ``fully_shard`` and ``parallelize_module`` make new parameters: what the program has noted on one is kept.
+        notes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
         tensors = [*module.parameters(), *module.buffers()]
         with torch.no_grad():
             for tensor in tensors:
@@ -106,9 +134,21 @@ class ShardedStrategy(ParallelStrategy):
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_sharded(tensor) and tensor.device != self.root_device:
                 tensor.data = tensor.data.to(self.root_device)
+        for name, parameter in module.named_parameters():
+            for attribute, value in notes.get(name, {}).items():
+                vars(parameter).setdefault(attribute, value)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Have the module begin its next step anew: the exception may have ended a forward or backward half-way."""
+        """Add what usually mends an error of torch, and have the module begin its next step anew.
+
+        The exception may have ended a forward or backward half-way.
+        """
+        text = str(exception)
+        advice = next((advice for part, advice in self._advice.items() if part in text), None)
+        if advice is None and collectives.lost_partner(exception):
+            advice = _ALL_CALL
+        if advice is not None:
+            exception.add_note(f"strategy={self.name!r}: {advice}")
         for part in self._parts:
             if part._get_fsdp_state()._is_root:
                 part.reset_iter_state()
@@ -510,6 +550,22 @@ def keep_class_name(module: nn.Module) -> None:
     made = type(module)
     user = made.__mro__[2]
     made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
+
+
+# -- what a program has noted on its parameters
+
+
+def _refuse_hooks(module: nn.Module, strategy: str) -> None:
+    """Refuse hooks on parameters, which would not run: dividing a module makes new parameters."""
+    for name, parameter in module.named_parameters():
+        if is_sharded(parameter):
+            continue
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"strategy={strategy!r}: the parameter {name!r} has a hook (register_hook), which would not run: its "
+                "gradient is computed on parts of it. Change gradients in on_after_backward or "
+                "on_before_optimizer_step, or use strategy='ddp'."
+            )
 
 
 # -- initial values
