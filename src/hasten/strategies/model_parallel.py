@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 from collections.abc import Callable
@@ -207,6 +208,8 @@ class ModelParallelStrategy(ShardedStrategy):
 
             logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
             self._mesh = init_device_mesh(self.root_device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
+            # Modules refer to the mesh, and it to its groups: those that outlive the program's end may abort it.
+            atexit.register(getattr(self._mesh, "_pg_registry", {}).clear)
         return function(*args, **kwargs)
 
     def divide(self, module: nn.Module) -> None:
