@@ -201,7 +201,8 @@ class Strategy(ABC):
         if divided is not None:
             raise ValueError(
                 f"strategy={self.name!r}: the parameter {divided!r} is a DTensor, of which this process has a part. "
-                "Pass the module before it is sharded, or use strategy='fsdp' or a ModelParallelStrategy."
+                "After a run with shards, save a checkpoint and load it into a new module; before one, pass the module "
+                "whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
             )
 
     def wrap(self, module: nn.Module) -> nn.Module:
