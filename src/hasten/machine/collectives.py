@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OPERATIONS = ("mean", "sum", "max", "min", "product")
+# Long enough for a thread that only waits for the interpreter's lock, also on a busy machine.
+_EXIT_SECONDS = 0.1
 
 
 def joined() -> bool:
@@ -268,8 +271,16 @@ def join(
         # gloo connects every pair of processes: one that left early would break the connections of the others.
         dist.barrier()
     # With a group that still exists, the destructors of the backend's threads may abort the process.
-    atexit.unregister(leave)
-    atexit.register(leave)
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)
+
+
+def _leave_at_exit() -> None:
+    if joined() and "gloo" in dist.get_backend():
+        # The thread that has done the last exchange frees its tensors, for which it waits for the interpreter's lock.
+        # One that waits when the interpreter ends would abort the process.
+        time.sleep(_EXIT_SECONDS)
+    leave()
 
 
 def leave() -> None:
