@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -91,9 +92,9 @@ class ShardedStrategy(ParallelStrategy):
 
     # -- once
 
+    @abstractmethod
     def divide(self, module: nn.Module) -> None:
         """Replace parameters of ``module`` by this process's shards."""
-        raise NotImplementedError
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
