@@ -298,6 +298,19 @@ def test_a_change_between_epochs_is_seen_from_the_next_batch_on(kind: str, neste
 
 
 @pytest.mark.filterwarnings("ignore:.*changes between epochs")
+class Allocating(Changing):
+    """Takes shared memory beside that of the dataset, in the middle of an epoch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.others = [*getattr(self, "others", []), multiprocessing.Value("d", 1.0)]
+
+
+def test_other_values_in_shared_memory_are_not_the_datasets() -> None:
+    make, change = CHANGES["shared memory"]
+    assert seen(make(), Allocating(change)) == seen(make(), Changing(change))
+
+
 def test_a_change_by_way_of_the_loader_is_one_of_the_users_dataset() -> None:
     data = Curriculum()
     assert seen(data, Changing(set_level)) == [0, 1, 2]

@@ -30,7 +30,9 @@ _ELEMENTS, _MOST_HASHED, _MOST_NUMBERS = 32, 10_000, 4096
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _OPAQUE = (types.ModuleType, threading.Thread, io.IOBase, DataLoader, type(threading.Lock()))
-_LEAVES = (Tensor, type, os.PathLike, types.BuiltinFunctionType, *_OPAQUE)
+# Values in shared memory are compared by their bytes; what is behind them belongs to all such values of the process.
+_SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+_LEAVES = (Tensor, type, os.PathLike, types.BuiltinFunctionType, *_SHARED, *_OPAQUE)
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "abc", "collections", "functools", "random", "enum")
 _RUNS = ("hasten", "lightning", "pytorch_lightning")
 _MISSING = object()
@@ -109,7 +111,7 @@ def _value(part: Any) -> Any:
         return kind, str(part)  # As text, NaN equals NaN.
     if isinstance(part, _PLAIN):
         return kind, part
-    if isinstance(part, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)):
+    if isinstance(part, _SHARED):
         return "shared", bytes(part)
     if isinstance(part, (dict, set, frozenset)):
         return kind, len(part)
