@@ -169,7 +169,7 @@ def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
 
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Not where torch would not warn: filters of warnings belong to all threads, and this may run in one of its own.
+    # Not where torch would not warn: all threads share the filters of warnings, and this may run in another one.
     with nullcontext() if joined() else _without_warnings():
         save_tensors(cast("Any", tensors), storage_writer=writer, planner=planner, process_group=group)
 
@@ -202,7 +202,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class _TensorReader(FileSystemReader):
-    """Reads tensors; where they are it is told in plain data, so that nothing is unpickled.
+    """Reads tensors at places given as plain data, so that nothing is unpickled.
 
     Args:
         place: the folder.

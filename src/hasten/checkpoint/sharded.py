@@ -118,7 +118,7 @@ class LocalTarget(_Target):
 
 
 class RemoteTarget(_Target):
-    """A folder behind a URL: each save has a folder of its own in it, and the contents, written last, name it.
+    """A folder behind a URL: each save writes to a new subfolder, and the contents, written last, name that subfolder.
 
     Args:
         url: the folder.

@@ -343,8 +343,8 @@ class ShardedStrategy(ParallelStrategy):
         The norm is that of all gradients together, whatever meshes they are divided over: those of each mesh are
         reduced over it.
         """
-        with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
-        total = total_norm([p.grad for p in with_gradients if p.grad is not None], norm_type)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        total = total_norm(gradients, norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -352,8 +352,7 @@ class ShardedStrategy(ParallelStrategy):
                 "`error_if_nonfinite=False`"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        local = [local_part(p.grad) for p in with_gradients if p.grad is not None]
-        for alike in by_kind(local):
+        for alike in by_kind(map(local_part, gradients)):
             torch._foreach_mul_(alike, factor.to(alike[0].device))
         return total
 
@@ -548,8 +547,7 @@ def _nothing() -> None:
 
 def keep_class_name(module: nn.Module) -> None:
     """Give the class that ``fully_shard`` made the name that the user wrote: it is in messages and keys."""
-    made = type(module)
-    user = made.__mro__[2]
+    made, user = type(module), _user_class(module)
     made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
 
 

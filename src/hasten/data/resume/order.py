@@ -1,4 +1,4 @@
-"""The order of an epoch over all processes: drawn again as it was begun, and its rest divided in another way."""
+"""The order of an epoch over all processes: redraw it as the epoch began, and divide what is left of it."""
 
 from __future__ import annotations
 
