@@ -58,6 +58,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _collector_sees_one_module() -> Iterator[None]:
+    """Keep the garbage collector away from what the tests of a module have imported, as after the collection."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test marked ``world_size(n)`` in n processes that are in one process group on gloo.
