@@ -152,7 +152,7 @@ class ShardedStrategy(ParallelStrategy):
             exception.add_note(f"strategy={self.name!r}: {advice}")
         for part in self._parts:
             if part._get_fsdp_state()._is_root:
-                part.reset_iter_state()
+                _begin_anew(part)
 
     def teardown(self) -> None:
         # Another run may go on with the same module.
@@ -282,7 +282,7 @@ class ShardedStrategy(ParallelStrategy):
                 continue  # Before the first forward.
             # The next backward would gather parameters in the order of these forwards, too.
             state._comm_ctx.post_forward_order.clear()
-            for group in state._fsdp_param_groups:
+            for group in _groups(state):
                 group._post_forward_indices.clear()
 
     def forward_order(self, module: nn.Module) -> tuple[str, ...]:
@@ -317,7 +317,7 @@ class ShardedStrategy(ParallelStrategy):
         """Forget the gradients held back, of all parameters or those with these ids."""
         self._holds_gradients = False
         for part in self._parts:
-            for group in part._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups(part._get_fsdp_state()):
                 for parameter in group.fsdp_params:
                     if of is not None and id(parameter.sharded_param) not in of:
                         self._holds_gradients = True
@@ -654,3 +654,37 @@ def _user_class(module: nn.Module) -> Any:
 
     kind = type(module)
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
+
+
+# -- what differs between versions of torch
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return the groups of parameters that ``fully_shard`` gathers together for one part; before torch 2.11 one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _begin_anew(root: Any) -> None:
+    """Forget a forward or backward that an exception has ended half-way."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    # Before torch 2.13 it has no function for this. Collectives under way have ended with the exception.
+    context, shared = root._get_fsdp_state()._state_ctx, root._get_fsdp_state()._comm_ctx
+    shared.all_gather_state = shared.reduce_scatter_state = None
+    shared.post_forward_order.clear()
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _groups(state):
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
