@@ -76,7 +76,7 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        # Before torch 2.10 it sets this in a copy.
+        # torch 2.9 sets this in a copy.
         metadata.storage_data = {written.index: written.storage_data for of_rank in results for written in of_rank}
         self.layout = _layout(metadata)
 

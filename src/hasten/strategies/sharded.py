@@ -660,7 +660,7 @@ def _user_class(module: nn.Module) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that ``fully_shard`` gathers together for one part; before torch 2.11 one."""
+    """Return the groups of parameters that ``fully_shard`` gathers together for one part: one group in torch 2.9."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -673,7 +673,7 @@ def _begin_anew(root: Any) -> None:
         return
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    # Before torch 2.13 it has no function for this. Collectives under way have ended with the exception.
+    # torch 2.9 has no function for this. Collectives under way have ended with the exception.
     context, shared = root._get_fsdp_state()._state_ctx, root._get_fsdp_state()._comm_ctx
     shared.all_gather_state = shared.reduce_scatter_state = None
     shared.post_forward_order.clear()
