@@ -33,7 +33,7 @@ def test_a_signal_is_noted_and_the_handlers_are_put_back() -> None:
 def test_the_first_ctrl_c_says_what_a_second_does_and_the_second_does_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "_SAME_PRESS_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "SAME_PRESS_SECONDS", 0.0)
     with StopRequests() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal == signal.SIGINT

@@ -36,6 +36,7 @@ from hasten.fabric.wrappers import (
     unwrapped,
 )
 from hasten.loggers.base import Logger
+from hasten.machine import same_program
 from hasten.machine.collectives import first_one_first, numbers_as_tensors
 from hasten.module import LightningModule
 from hasten.optim.backward import InBackward, to_clip
@@ -347,6 +348,7 @@ class Fabric(RuntimeView):
         if move_to_device and not self.strategy.shards_parameters:
             check_devices(original, method)
         before = dict(original.named_parameters())
+        self._check_same(original, method)
         self.strategy.shard(original)
         for name, parameter in original.named_parameters():
             if before[name] is not parameter:
@@ -363,6 +365,11 @@ class Fabric(RuntimeView):
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
         return wrapped
+
+    def _check_same(self, module: nn.Module, method: str) -> None:
+        # One without parameters to train may be that of a process alone.
+        if self.world_size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
+            same_program.require_same_module(f"Fabric.{method}()", module)
 
     def _set_matmul_precision(self) -> None:
         if self._speed.matmul_precision is not None:

@@ -112,7 +112,7 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
 
 
 def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: bool) -> None:
-    hooks, logged, stage = run.hooks, run.logged, source.stage
+    hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
     testing = stage == "test"
     name = STEP_OF[stage]
     step = _step(run, name, loader_idx if several else None)
@@ -130,6 +130,7 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
         end(output, batch, batch_idx, *suffix)
         if logged.logs_evaluation_steps:
             logged.publish_evaluation_step(stage, batch_idx)
+        progress.evaluated += 1
         _leave_if_stopped(run)
 
 
@@ -261,4 +262,5 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
         if kept is not None:
             kept.append(output if on_host else move_to(output, "cpu"))
+        run.progress.evaluated += 1
         _leave_if_stopped(run)

@@ -25,6 +25,7 @@ from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
 from hasten.hooks import nothing, overrides
 from hasten.loops import micro_batches
+from hasten.loops.processes import check_module, check_optimizers
 from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState, check_left_to_train
 from hasten.loops.run import Run
@@ -89,6 +90,7 @@ def prepare(
         hooks.configure_model()
         if overrides(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
+    check_module(run)
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
         normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
         if fitting and runtime.device.type == "cpu" and normalizes:
@@ -117,6 +119,7 @@ def prepare(
     change_module(run)
     if fitting:
         configure_optimizers(run)
+        check_optimizers(run)
         run.wrapped = runtime.wrap(module)
     compile_module(run)
     if fitting:

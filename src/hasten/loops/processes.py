@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten._lib.rank_zero import warn_once
-from hasten.machine import agreement
+from hasten.machine import agreement, same_program
 
 if TYPE_CHECKING:
+    from hasten.arguments import Arguments
     from hasten.loops.run import Run
+    from hasten.runtime import Runtime
     from hasten.types import Group
 
 Batches = Iterator[tuple[Any, bool]]
@@ -27,6 +29,64 @@ _END: Any = object()
 _numbers = itertools.count(1)
 # The state of each process's current batch; the largest counts.
 _MORE, _LAST, _NONE = range(3)
+
+
+# Arguments that may differ: folders, what is shown, how data is read on a machine, and what a process reports alone.
+_MAY_DIFFER = (
+    "callbacks", "logger", "speed", "default_root_dir", "enable_progress_bar", "enable_model_summary",
+    "enable_autolog_hparams", "detect_anomaly", "benchmark", "max_epochs_assumed",
+)  # fmt: skip
+_SPEED_MAY_DIFFER = ("num_workers", "resident", "allocator")
+
+
+def check_program(
+    call: str, runtime: Runtime, module: object, arguments: Arguments, accumulate: int, callbacks: Iterable[object]
+) -> int:
+    """Check that all processes call the same function of a Trainer with the same arguments; return the run's number."""
+    if runtime.world_size == 1:
+        return 0
+    number = next(_numbers)
+    strategy = runtime.strategy
+    facts = {
+        **same_program.versions(),
+        "the module": same_program.name_of(type(module)),
+        "`strategy`": [strategy.name, same_program.name_of(type(strategy))],
+        "`precision`": str(runtime.precision.precision),
+        **same_program.of_fields(arguments, but=_MAY_DIFFER),
+        **same_program.of_fields(arguments.speed, but=_SPEED_MAY_DIFFER),
+        "`accumulate_grad_batches`": accumulate,
+        "callbacks that all processes must have": [kind for one in callbacks if (kind := _shared_kind(one))],
+    }
+    same_program.require_same(f"program/{number}", f"Trainer.{call}()", facts)
+    return number
+
+
+# Callbacks that only write or show something; a process may have them alone.
+_ALONE = ("progress", "rich_progress", "monitors", "model_summary", "lambda_function", "prediction_writer")
+
+
+def _shared_kind(callback: object) -> str:
+    """Return the name of a callback of hasten that exchanges something with other processes, else ""."""
+    for kind in type(callback).__mro__[:-1]:
+        if kind.__module__.startswith("hasten.callbacks."):
+            file = kind.__module__.rpartition(".")[2]
+            return "" if file in _ALONE else type(callback).__qualname__
+    return ""
+
+
+def check_module(run: Run) -> None:
+    """Check that all processes train modules of the same parameters."""
+    if run.runtime.world_size > 1:
+        same_program.require_same(
+            f"module/{run.number}", f"Trainer.{run.state.fn}()", same_program.of_module(run.module)
+        )
+
+
+def check_optimizers(run: Run) -> None:
+    """Check that all processes train with the same optimizers and schedulers."""
+    if run.runtime.world_size > 1:
+        facts = same_program.of_optimizers(run.optimizers, [config.scheduler for config in run.schedulers])
+        same_program.require_same(f"optimizers/{run.number}", f"Trainer.{run.state.fn}()", facts)
 
 
 def agree_on_end(run: Run) -> bool:

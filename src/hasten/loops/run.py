@@ -81,6 +81,8 @@ class Progress:
 
     # Between the first and the last hook of an epoch; no counter, since checkpoints do not need it.
     in_epoch = False
+    # Batches that were evaluated or predicted: what watches the run sees that it goes on.
+    evaluated = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain data."""

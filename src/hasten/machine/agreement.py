@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +26,21 @@ _POLL_SECONDS = 0.002
 _torch: Any = distributed_c10d
 
 
-def _store() -> Any:
+def store() -> Any:
+    """Return the part of the store that is for such messages."""
     return _torch.PrefixStore("hasten-agreement", _torch._get_default_store())
+
+
+def announce_leaving() -> None:
+    """Have the others know that this process leaves the group."""
+    # The store may be gone already.
+    with suppress(RuntimeError):
+        store().set(f"left/{dist.get_rank()}", "1")
+
+
+def has_left(rank: int) -> bool:
+    """Return whether a process has left the group."""
+    return bool(store().check([f"left/{rank}"]))
 
 
 def exchange(place: str, own: object, *, what: str = "", patience_seconds: float | None = None) -> list[Any]:
@@ -39,46 +53,46 @@ def exchange(place: str, own: object, *, what: str = "", patience_seconds: float
         patience_seconds: how long to wait for the others; ``PATIENCE_SECONDS`` by default.
 
     """
-    store, size = _store(), dist.get_world_size()
-    store.set(f"{place}/{dist.get_rank()}", json.dumps(own))
+    messages, size = store(), dist.get_world_size()
+    messages.set(f"{place}/{dist.get_rank()}", json.dumps(own))
     keys = [f"{place}/{rank}" for rank in range(size)]
     patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     began = time.monotonic()
     noticed = False
-    while not store.check(keys) and (waited := time.monotonic() - began) < patience_seconds:
+    while not messages.check(keys) and (waited := time.monotonic() - began) < patience_seconds:
         if waited > NOTICE_SECONDS and not noticed:
             noticed = True
-            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            absent = [rank for rank, key in enumerate(keys) if not messages.check([key])]
             log.warning(
                 f"rank {dist.get_rank()} has waited {NOTICE_SECONDS:.0f} s for {ranks(absent)} ({what or place}), and "
                 f"gives up after {patience_seconds:.0f} s."
             )
         time.sleep(_POLL_SECONDS)
-    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+    return [json.loads(messages.get(key)) if messages.check([key]) else None for key in keys]
 
 
 def all_at(place: str, *, patience_seconds: float) -> bool:
     """Return whether all processes reach ``place`` in time; those that do get the same answer."""
-    store, size = _store(), dist.get_world_size()
+    messages, size = store(), dist.get_world_size()
     decision = f"{place}/decision"
-    if store.add(f"{place}/count", 1) == size:
-        return bool(store.compare_set(decision, "", "all") == b"all")
+    if messages.add(f"{place}/count", 1) == size:
+        return bool(messages.compare_set(decision, "", "all") == b"all")
     deadline = time.monotonic() + patience_seconds
-    while not store.check([decision]):
+    while not messages.check([decision]):
         if time.monotonic() > deadline:
-            return bool(store.compare_set(decision, "", "some") == b"all")
+            return bool(messages.compare_set(decision, "", "some") == b"all")
         time.sleep(_POLL_SECONDS)
-    return bool(store.get(decision) == b"all")
+    return bool(messages.get(decision) == b"all")
 
 
 def counted(place: str) -> int:
     """Record that this process reached ``place``, and return how many did so far."""
-    return int(_store().add(f"{place}/count", 1))
+    return int(store().add(f"{place}/count", 1))
 
 
 def count(place: str) -> int:
     """Return how many processes reached ``place`` so far."""
-    return int(_store().add(f"{place}/count", 0))
+    return int(store().add(f"{place}/count", 0))
 
 
 def require_all(place: str, what: str, own: object, advice: str) -> list[Any]:

@@ -6,7 +6,7 @@ import atexit
 import datetime
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -283,8 +283,18 @@ def _leave_at_exit() -> None:
     leave()
 
 
+_before_leaving: list[Callable[[], None]] = []
+
+
+def before_leaving(function: Callable[[], None]) -> None:
+    """Call ``function`` once, before this process leaves its group."""
+    _before_leaving.append(function)
+
+
 def leave() -> None:
     """Leave the process group, if this process is in one."""
+    while _before_leaving:
+        _before_leaving.pop()()
     if joined():
         dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import shlex
 import signal
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -91,10 +92,15 @@ def _set_main_address(cluster: ClusterEnvironment) -> None:
     os.environ.update(MASTER_ADDR=str(cluster.main_address), MASTER_PORT=str(cluster.main_port))
 
 
+# As long as this process lives, though it may have left the group: others may still have something to ask.
+_served: list[Any] = []
+
+
 def host_store() -> tuple[Any, str]:
     """Return a store served by this process, and its address."""
     # Port 0: the system picks a free one and keeps it from other programs.
     store = _stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    _served.append(store)
     return _stores.PrefixStore("hasten", store), f"127.0.0.1:{store.port}"
 
 
@@ -234,6 +240,11 @@ class _Children:
             stop_processes(self._processes.values())
             os._exit(1)
 
+    def stop(self) -> None:
+        """Stop the others, and do not report how they end."""
+        self._ended.set()
+        stop_processes(self._processes.values())
+
     def end(self) -> None:
         """Wait for the others to end, stop those that do not, and fail if one of them has failed."""
         failed = self._dead is not None or getattr(sys, "last_value", None) is not None
@@ -274,6 +285,40 @@ def leave_with_own_code() -> None:
     """End this program with its own exit code, not with that of a process it started."""
     global _leaving
     _leaving = True
+
+
+# Called in a process that ends itself, with its exit code and the reason.
+_end_observers: list[Callable[[int, str], object]] = []
+
+
+def when_ending(function: Callable[[int, str], object]) -> None:
+    """Call ``function`` with exit code and reason before ``end_now`` ends this process."""
+    _end_observers.append(function)
+
+
+def end_now(code: int, reason: str) -> NoReturn:
+    """End this process and all that it has started at once, from any thread.
+
+    The main thread may be in a call that nothing can interrupt, so no exit function runs.
+    """
+    if _children is not None:
+        _children.stop()
+    for function in _end_observers:
+        with suppress(Exception):
+            function(code, reason)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    # The main thread may be writing, and never come back.
+    flush = threading.Thread(target=_flush, name="hasten-flush", daemon=True)
+    flush.start()
+    flush.join(1.0)
+    os._exit(code)
+
+
+def _flush() -> None:
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def describe_death(rank: int, code: int) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ AllReduce = Callable[..., Tensor]
 
 # A terminal sends Ctrl-C to all processes of a run, and so may the one that started them: within this time
 # it is the same key press.
-_SAME_PRESS_SECONDS = 0.5
+SAME_PRESS_SECONDS = 0.5
 _SECONDS_BETWEEN_CHECKS = 1.0
 
 
@@ -61,7 +61,11 @@ class StopRequests:
 
     """
 
+    # The one whose context is open; hasten handles signals meanwhile.
+    active: ClassVar[StopRequests | None] = None
+
     def __init__(self, all_reduce: AllReduce | None = None) -> None:
+        self._outer: StopRequests | None = None
         self.signal: int | None = None
         # Whether this process asks to stop (``trainer.should_stop``), and whether any does, as of the last agreement.
         self.asks = self.granted = False
@@ -75,9 +79,11 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         self._handling = handling(self._note)
         self._previous = self._handling.__enter__()
+        self._outer, StopRequests.active = StopRequests.active, self
         return self
 
     def __exit__(self, *error: object) -> None:
+        StopRequests.active = self._outer
         self._handling.__exit__(None, None, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -87,7 +93,7 @@ class StopRequests:
             if number == signal.SIGINT and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 # os.write: print is not safe in a signal handler that interrupted another print.
                 os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
-        elif number == self.signal == signal.SIGINT and now - self._first_press > _SAME_PRESS_SECONDS:
+        elif number == self.signal == signal.SIGINT and now - self._first_press > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:

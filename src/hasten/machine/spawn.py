@@ -119,6 +119,7 @@ def _child(
     os.environ[clusters.JOB_VARIABLE] = name_of_job
     if threads is not None:
         torch.set_num_threads(threads)
+    launch.when_ending(lambda code, reason: connection.send_bytes(pickle.dumps(("ended", (code, reason)))))
     code = 1
     try:
         run, owner = pickle.loads(task) if isinstance(task, bytes) else task
@@ -160,6 +161,7 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
     """Return the first process's result; raise as soon as one of them fails."""
     first: tuple[Any, Any] = (None, None)
     stopped_with: int | None = None
+    ended: tuple[int, str] | None = None
     symptom: BaseException | None = None
     deadline = math.inf
     presses = 0
@@ -183,13 +185,21 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
                     symptom, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
                 elif kind == "error":
                     raise content
+                elif kind == "ended":
+                    # All processes end at once: one that does not is stopped.
+                    ended, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
                 elif kind == "exit":
                     stopped_with = content
                 elif rank == 0:
                     first = content
             if presses > 1:
                 raise KeyboardInterrupt
-    if symptom is not None:
+    if ended is not None:
+        code, reason = ended
+        if code <= 128:
+            raise RuntimeError(f"{reason} The places of all ranks are printed above.")
+        stopped_with = code
+    elif symptom is not None:
         raise symptom
     if stopped_with == 128 + signal.SIGINT:
         raise KeyboardInterrupt

@@ -22,7 +22,7 @@ from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
 from hasten.strategies.optimizer_shard import OptimizerShard, shard_of
-from hasten.strategies.parallel import ParallelStrategy
+from hasten.strategies.parallel import TIMEOUT, ParallelStrategy
 
 
 class _Routed(nn.Module):
@@ -178,7 +178,8 @@ class DDPStrategy(ParallelStrategy):
         ddp_comm_state: the state for the hook.
         ddp_comm_wrapper: wraps the hook.
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
-        timeout: how long a collective waits for the other processes.
+        timeout: how long the others wait for a process within a step, 10 minutes by default; then the run ends, with
+            the place of each rank. Checkpoints, ``prepare_data`` and barriers may take three times as long.
         start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
             copies of this one.
         shard_optimizer: divide the optimizers' states over the processes (ZeRO-1). Each process steps its part of the
@@ -210,7 +211,7 @@ class DDPStrategy(ParallelStrategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
+        timeout: timedelta | None = TIMEOUT,
         start_method: str = "popen",
         shard_optimizer: bool = False,
         **kwargs: Any,

@@ -82,7 +82,7 @@ class FSDPStrategy(ShardedStrategy):
         checkpoint_io: pass ``Trainer(plugins=...)`` instead.
         precision_plugin: pass ``Trainer(precision=...)`` instead.
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
-        timeout: how long a collective waits for the other processes.
+        timeout: see ``ParallelStrategy``.
         cpu_offload: keep parameters, gradients and optimizer states in host memory, and step there: True or torch's
             ``CPUOffloadPolicy``.
         mixed_precision: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``). By default what

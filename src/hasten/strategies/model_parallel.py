@@ -71,7 +71,7 @@ class ModelParallelStrategy(ShardedStrategy):
         save_distributed_checkpoint: write checkpoints as folders to which each process writes its shards; False
             writes one file with whole tensors.
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
-        timeout: how long a collective waits for the other processes.
+        timeout: see ``ParallelStrategy``.
         plan: a dict of name patterns, relative to the module and with ``*`` between dots, and torch's
             ``ParallelStyle`` objects (or Hugging Face's names of them, such as ``"colwise"``); or "auto": the plan of
             the Hugging Face model in it, and a plan of hasten's for ``nn.TransformerEncoderLayer`` and
@@ -112,7 +112,7 @@ class ModelParallelStrategy(ShardedStrategy):
         tensor_parallel_size: Size = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
+        timeout: timedelta | None = timedelta(minutes=10),
         *,
         plan: Plan | None = None,
         sequence_parallel: bool = False,

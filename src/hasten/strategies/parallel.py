@@ -14,7 +14,7 @@ import torch
 
 from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_only
-from hasten.machine import collectives
+from hasten.machine import agreement, collectives, watchdog
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program, print_while_waiting
 from hasten.machine.spawn import StartCopies
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TIMEOUT = timedelta(minutes=10)
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -36,7 +37,8 @@ class ParallelStrategy(Strategy):
 
     Args:
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
-        timeout: how long a collective waits for the other processes.
+        timeout: how long the others wait for a process within a step, 10 minutes by default; then the run ends, with
+            the place of each rank. Checkpoints, ``prepare_data`` and barriers may take three times as long.
         start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
             copies of this one.
 
@@ -46,14 +48,14 @@ class ParallelStrategy(Strategy):
         self,
         *,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
+        timeout: timedelta | None = TIMEOUT,
         start_method: str = "popen",
     ) -> None:
         super().__init__()
-        allowed = "a datetime.timedelta, such as timedelta(minutes=30)"
+        allowed = "a datetime.timedelta, such as timedelta(minutes=10)"
         check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
         self._backend = process_group_backend
-        self._timeout = timeout if timeout is not None else timedelta(minutes=30)
+        self._timeout = timeout if timeout is not None else TIMEOUT
         check.one_of(type(self).__name__, "start_method", start_method, START_METHODS)
         self._launcher: Launcher = RunScriptAgain() if start_method == "popen" else StartCopies(start_method)
         self._global_rank = 0
@@ -146,9 +148,13 @@ class ParallelStrategy(Strategy):
                 rank=self.global_rank,
                 world_size=self.world_size,
                 device=device,
-                timeout=self._timeout,
+                # What watches the run comes first, and says more.
+                timeout=watchdog.LONG_FACTOR * self._timeout + timedelta(minutes=1),
                 store=store,
             )
+        if self.world_size > 1:
+            collectives.before_leaving(agreement.announce_leaving)
+        watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
         return function(*args, **kwargs)
 
     def _notice(self, store: Any) -> AbstractContextManager[Any]:

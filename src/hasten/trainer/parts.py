@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,8 +11,9 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.compile.settings import inner_model as inner_model
 from hasten.loggers.base import Logger
+from hasten.loops.progress import TrainerFn
 from hasten.loops.user_code import check_signatures
-from hasten.machine import launch
+from hasten.machine import launch, watchdog
 from hasten.machine.host import is_interactive
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -19,7 +21,6 @@ from hasten.module.log_methods import log_into
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
-    from hasten.loops.progress import TrainerFn
     from hasten.loops.run import Run
     from hasten.module.datamodule import LightningDataModule
     from hasten.runtime import Runtime
@@ -153,6 +154,26 @@ def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
     from hasten.callbacks.checkpoint import Checkpoint
 
     return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+
+
+def folder_of_logs(trainer: Trainer) -> str:
+    """Return where the logs of a run are; unlike ``log_dir``, without asking the first process."""
+    first: Any = next(iter(trainer.loggers), None)
+    folder = getattr(first, "log_dir", None) or getattr(first, "save_dir", None)
+    return os.fspath(folder or trainer.default_root_dir)
+
+
+def position(run: Run) -> watchdog.Position:
+    """Return how far a run has come; called in another thread while it goes on."""
+    progress, state = run.progress, run.state
+    text = str(state.fn)
+    if state.stage is not None and state.stage.value != text:
+        text = f"{text}, {state.stage.value}"
+    if state.fn == TrainerFn.FITTING:
+        text = f"{text}, epoch {progress.epoch}, batch {progress.batch}, step {progress.global_step}"
+    elif progress.evaluated:
+        text = f"{text}, {progress.evaluated} batches done"
+    return watchdog.Position(text, progress.total_batches + progress.evaluated)
 
 
 def leave_program(signal_number: int, error: BaseException) -> NoReturn:

@@ -26,12 +26,15 @@ from hasten.logged_values import LoggedValues
 from hasten.loops.evaluate import evaluate_and_print, predict
 from hasten.loops.fit import fit
 from hasten.loops.prepare import prepare, remake_loader
+from hasten.loops.processes import check_program
 from hasten.loops.progress import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.resume import RunState, resolve_path
 from hasten.loops.run import Progress, Run, Stopped
 from hasten.loops.run_data import StageData
 from hasten.loops.schedule import ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures
+from hasten.machine import watchdog
+from hasten.machine.collectives import joined
 from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -507,8 +510,9 @@ class Trainer(TrainerView):
         # An earlier datamodule stays: its hooks for preparing and moving data apply to later runs too.
         self._reads_datamodule = datamodule is not None
         self._module, self._datamodule = module, datamodule or self._datamodule
-        # Before launch: copies of this process inherit it, and the program continues with it.
-        parts.settle_loggers(self._loggers, self._runtime)
+        if not joined():
+            # Copies of this process inherit it, and the program continues with it.
+            parts.settle_loggers(self._loggers, self._runtime)
         try:
             result: Result = self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
             return result
@@ -525,16 +529,23 @@ class Trainer(TrainerView):
     ) -> Result:
         module, runtime = self._module, self._runtime
         assert module is not None
+        assert self.state.fn is not None
+        # Before anything else that the processes do together.
+        number = check_program(
+            self.state.fn, runtime, module, self._arguments, self._accumulate_grad_batches, self._callbacks
+        )
         parts.attach(self, module, self._datamodule)
         runtime.strategy._trainer = self
         self._logged.forget_callback_values()
         parts.settle_loggers(self._loggers, runtime)
         with StopRequests(runtime.all_reduce if runtime.world_size > 1 else None) as stop:
             run = self._run = self._make_run(module, given, stop)
+            run.number = number
+            watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
             try:
                 self._between_batches = True
                 checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
-                with profiled(run, self.profiler, lambda: self.log_dir):
+                with watched, profiled(run, self.profiler, lambda: self.log_dir):
                     prepare(run, self._callbacks, self._datamodule, checkpoint)
                     result: Result = run.watch(LOOP, body)(run)
                     self._finish(run)

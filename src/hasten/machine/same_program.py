@@ -1,0 +1,203 @@
+"""Check that all processes of a run train the same model in the same way; the error names what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import platform
+import time
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hasten._lib import VERSION
+from hasten.machine import agreement
+
+# By name, what must be the same on all processes: plain data.
+Facts = dict[str, Any]
+
+_POLL_SECONDS = (0.001, 0.05)
+# How often processes that have left are looked for.
+_LOOK_SECONDS = 1.0
+_MOST_NAMED = 3
+_ABSENT = "absent"
+
+
+def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
+    """Wait for all processes, and compare what they do: one digest each, and all of it only where digests differ.
+
+    Args:
+        place: a name that is the same on all processes and used once.
+        call: what is called, such as "Trainer.fit()".
+        facts: what must be the same, by name.
+
+    Raises:
+        RuntimeError: on all processes, if they differ; or if a process has left and cannot come.
+
+    """
+    store, rank, size = agreement.store(), torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = {"call": call, **facts}
+    text = json.dumps(own)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    try:
+        if store.compare_set(f"{place}/digest", "", digest).decode() != digest:
+            store.add(f"{place}/others", 1)
+        store.set(f"{place}/arrived/{rank}", call)
+        if store.add(f"{place}/arrived", 1) == size:
+            store.set(f"{place}/all", "1")
+        _wait(store, [f"{place}/all"], place, call)
+        if store.add(f"{place}/others", 0) == 0:
+            return
+        store.set(f"{place}/facts/{rank}", text)
+        keys = [f"{place}/facts/{other}" for other in range(size)]
+        _wait(store, keys, place, call)
+        by_rank = [json.loads(store.get(key)) for key in keys]
+    except getattr(torch.distributed, "DistError", ConnectionError) as error:
+        raise RuntimeError(f"{call}: the first process has left the run meanwhile. {_ALIKE}") from error
+    raise RuntimeError(_difference(call, by_rank))
+
+
+_modules = itertools.count()
+
+
+def require_same_module(call: str, module: nn.Module) -> None:
+    """Check that all processes give the same module to ``call``; see ``require_same``."""
+    require_same(f"given/{next(_modules)}", call, of_module(module))
+
+
+_START = "Start all of them with the same program, arguments and packages."
+_ALIKE = "Call fit, validate, test and predict on all processes, in the same order."
+
+
+def _wait(store: Any, keys: list[str], place: str, call: str) -> None:
+    """Wait until all keys are there; what watches the run ends it if that lasts too long."""
+    pause, longest = _POLL_SECONDS
+    next_look = time.monotonic() + _LOOK_SECONDS
+    while not store.check(keys):
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
+        if time.monotonic() < next_look:
+            continue
+        next_look = time.monotonic() + _LOOK_SECONDS
+        everybody = range(torch.distributed.get_world_size())
+        gone = [rank for rank in everybody if agreement.has_left(rank) and not store.check([f"{place}/arrived/{rank}"])]
+        if gone:
+            verb = "has" if len(gone) == 1 else "have"
+            raise RuntimeError(
+                f"{call} is called on rank {torch.distributed.get_rank()}, and {agreement.ranks(gone)} {verb} ended "
+                f"the program without it. {_ALIKE}"
+            )
+
+
+def _difference(call: str, by_rank: list[Facts]) -> str:
+    calls = _by_value([facts["call"] for facts in by_rank])
+    if len(calls) > 1:
+        told = " and ".join(f"{value} is called on {agreement.ranks(ranks)}" for value, ranks in calls)
+        return f"{told}. {_ALIKE}"
+    names = list(dict.fromkeys(name for facts in by_rank for name in facts))
+    different = [name for name in names if len(_by_value([facts.get(name, _ABSENT) for facts in by_rank])) > 1]
+    if not different:
+        # DDP numbers parameters by their order.
+        orders = _by_value([list(facts) for facts in by_rank])
+        (first, _), (second, ranks) = orders[:2]
+        name, other = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
+        return f"{call}: {name} of rank 0 has the place of {other} on {agreement.ranks(ranks)}. {_START}"
+    told = "; ".join(
+        f"{name} is "
+        + " and ".join(
+            f"{_shown(value)} on {agreement.ranks(ranks)}"
+            for value, ranks in _by_value([facts.get(name, _ABSENT) for facts in by_rank])
+        )
+        for name in different[:_MOST_NAMED]
+    )
+    more = f"; and {len(different) - _MOST_NAMED} more differ" if len(different) > _MOST_NAMED else ""
+    return f"{call}: the processes of this run differ: {told}{more}. {_START}"
+
+
+def _by_value(values: list[Any]) -> list[tuple[Any, list[int]]]:
+    """Return each value with the ranks that have it."""
+    found: dict[str, tuple[Any, list[int]]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(json.dumps(value, sort_keys=True), (value, []))[1].append(rank)
+    return list(found.values())
+
+
+def _shown(value: Any) -> str:
+    text = value if value == _ABSENT else repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+# -- facts
+
+
+def versions() -> Facts:
+    """Return the versions of what a run depends on."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"hasten's version": VERSION, "torch's version": torch.__version__, "Python's version": python}
+
+
+def plain(value: object) -> Any:
+    """Return ``value`` as plain data: numbers, texts and collections as they are, of other objects the class."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if value == value else "nan"
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(plain(item)) for item in value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if type(value).__module__ in ("datetime", "enum") or isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    return name_of(value if isinstance(value, type) else type(value))
+
+
+def name_of(kind: type) -> str:
+    """Return the name of a class, with its module unless that is the program."""
+    return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def of_fields(arguments: Any, *, but: Container[str] = ()) -> Facts:
+    """Return the fields of a dataclass as plain data, under their names, without some of them."""
+    fields = (field.name for field in dataclasses.fields(arguments))
+    return {f"`{name}`": plain(getattr(arguments, name)) for name in fields if name not in but}
+
+
+def of_module(module: nn.Module) -> Facts:
+    """Return what a module is made of: its class, and dtype and shape of its parameters and buffers."""
+    facts: Facts = {"the module": name_of(type(module))}
+    for name, parameter in module.named_parameters():
+        facts[f"the parameter {name}"] = _tensor(parameter) + ("" if parameter.requires_grad else ", frozen")
+    for name, buffer in module.named_buffers():
+        facts[f"the buffer {name}"] = _tensor(buffer)
+    return facts
+
+
+def _tensor(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return "not initialized"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def of_optimizers(optimizers: Iterable[Any], schedulers: Iterable[Any] = ()) -> Facts:
+    """Return classes of optimizers and schedulers, and the numbers that optimizers step with."""
+    facts: Facts = {}
+    for index, optimizer in enumerate(optimizers):
+        facts[f"optimizer {index}"] = name_of(type(optimizer))
+        for position, group in enumerate(optimizer.param_groups):
+            # Tensors would have to be read from the device.
+            numbers = {
+                key: plain(value) for key, value in group.items() if key != "params" and not isinstance(value, Tensor)
+            }
+            facts |= {f"{key} of group {position} of optimizer {index}": value for key, value in numbers.items()}
+    for index, scheduler in enumerate(schedulers):
+        facts[f"scheduler {index}"] = name_of(type(scheduler))
+    return facts

@@ -1,0 +1,226 @@
+"""Where a thread of this process is: its stack as plain data, what it does there, and a report over all ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+_HASTEN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PATHS = sysconfig.get_paths()
+_PYTHON = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
+
+# Functions of hasten and torch in which a process waits for others, or works longer than a step, by file.
+_BARRIERS = {"machine/collectives.py": ("barrier", "first_one_first"), "distributed_c10d.py": ("barrier",)}
+_SAVING = {"runtime.py": ("save",), "trainer/trainer.py": ("save_checkpoint",), "fabric/fabric.py": ("save",)}
+_PREPARING = {"loops/prepare.py": ("prepare",), "runtime.py": ("load",), "fabric/fabric.py": ("load", "load_raw")}
+_MEETING = {"machine/agreement.py": ("exchange", "all_at"), "machine/same_program.py": ("_wait",)}
+_LEAVING = {"trainer/trainer.py": ("_abort", "_release", "_finish", "_leave")}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call of a stack.
+
+    Args:
+        file: the path of its source.
+        line: the line it is at.
+        name: the function, with its class.
+        owner: "user", "installed", "hasten", "torch" or "python".
+
+    """
+
+    file: str
+    line: int
+    name: str
+    owner: str
+
+    def within(self, functions: Mapping[str, Sequence[str]]) -> bool:
+        """Return whether this is one of these functions of hasten or torch, given by the end of their file's path."""
+        if self.owner not in ("hasten", "torch"):
+            return False
+        last = self.name.rpartition(".")[2]
+        return any(self.file.endswith(os.sep + file) and last in names for file, names in functions.items())
+
+
+def capture(thread: int) -> list[Frame]:
+    """Return the stack of a thread of this process, the outermost call first; empty if the thread has ended."""
+    frame, frames = sys._current_frames().get(thread), []
+    while frame is not None:
+        code = frame.f_code
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_qualname, _owner(code.co_filename)))
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _owner(file: str) -> str:
+    if file.startswith(_HASTEN):
+        return "hasten"
+    if file.startswith(_TORCH):
+        return "torch"
+    if file.startswith(_INSTALLED):
+        return "installed"
+    return "python" if file.startswith(_PYTHON) or file.startswith("<frozen") else "user"
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a stack says about a process.
+
+    Args:
+        doing: for people, such as "in Model.training_step" or "waits in all_reduce".
+        hook: the function of the user that hasten called, or "".
+        waits: for other processes.
+        is_long: takes part in something that may take longer than a step: a checkpoint, ``prepare_data``, a barrier.
+        is_unlimited: waits for work of the first process that may take as long as it wants.
+        saves: works on a checkpoint, and does not wait.
+        is_patient: runs the user's hook around the steps, or ends the run.
+
+    """
+
+    doing: str
+    hook: str
+    waits: bool
+    is_long: bool
+    is_unlimited: bool
+    saves: bool
+    is_patient: bool
+
+
+def activity_of(frames: Sequence[Frame]) -> Activity:
+    """Return what a stack says about its process."""
+    hook, waits = _hook(frames), _waits_in(frames)
+    saving = _any(frames, _SAVING) or any(_is_checkpoint(frame) for frame in frames)
+    leaving = _any(frames, _LEAVING)
+    barrier = _any(frames, _BARRIERS) or _any(frames, _MEETING)
+    preparing = _any(frames, _PREPARING)
+    # Whoever waits in a collective of a checkpoint waits for those who write it.
+    is_long = saving or leaving or barrier or preparing
+    if waits:
+        doing = f"waits in {waits}" + (" of a checkpoint" if saving else "")
+    elif hook:
+        doing = f"in {hook}"
+    elif saving:
+        doing = "saves a checkpoint"
+    elif leaving:
+        doing = "ends the run"
+    elif preparing:
+        doing = "prepares the run"
+    else:
+        doing = _inside_torch(frames) or "in the program"
+    return Activity(
+        doing=doing,
+        hook=hook,
+        waits=bool(waits),
+        is_long=is_long,
+        is_unlimited=any(frame.within({"machine/collectives.py": ("first_one_first",)}) for frame in frames),
+        saves=saving and not waits,
+        is_patient=leaving or hook.rpartition(".")[2].startswith("on_"),
+    )
+
+
+def _any(frames: Iterable[Frame], functions: Mapping[str, Sequence[str]]) -> bool:
+    return any(frame.within(functions) for frame in frames)
+
+
+def _is_checkpoint(frame: Frame) -> bool:
+    name = frame.file.removeprefix(_HASTEN)
+    return frame.owner == "hasten" and name.startswith(("checkpoint", os.path.join("callbacks", "checkpoint")))
+
+
+def _waits_in(frames: Sequence[Frame]) -> str:
+    """Return the collective in which a process waits, "" if it does not."""
+    for frame in reversed(frames[-6:]):
+        if frame.within(_MEETING):
+            return "an agreement with the other processes"
+        if frame.owner == "torch" and frame.file.endswith("distributed_c10d.py"):
+            return frame.name
+        if frame.owner in ("user", "installed"):
+            return ""
+    return ""
+
+
+def _inside_torch(frames: Sequence[Frame]) -> str:
+    files = [frame.file.removeprefix(_TORCH) for frame in frames if frame.owner == "torch"]
+    if any(file.startswith(("_dynamo", "_inductor")) for file in files):
+        return "compiles"
+    if _any(frames, _BACKWARD):
+        return "in backward"
+    if any(file.startswith(os.path.join("utils", "data")) for file in files):
+        return "waits for a data worker" if _any(frames, _WORKERS) else "reads data"
+    return "in the training loop" if any(frame.owner == "hasten" for frame in frames) else ""
+
+
+_BACKWARD = {"autograd/graph.py": ("_engine_run_backward",), "optim/fast_step.py": ("backward",)}
+_WORKERS = {"utils/data/dataloader.py": ("_try_get_data", "_get_data")}
+
+
+def _hook(frames: Sequence[Frame]) -> str:
+    """Return the first function of the user that hasten has called."""
+    entered, hook = False, ""
+    for frame in frames:
+        if frame.name == "<module>":
+            # The program itself, which hasten may have started.
+            entered, hook = False, ""
+        entered = entered or frame.owner == "hasten"
+        if entered and not hook and frame.owner == "user":
+            hook = frame.name.replace("<locals>.", "")
+    return hook
+
+
+def marked(frames: Sequence[Frame]) -> int | None:
+    """Return the index of the innermost call of the user's code, or of an installed package; None without one."""
+    for owner in ("user", "installed"):
+        found = [index for index, frame in enumerate(frames) if frame.owner == owner]
+        if found:
+            return found[-1]
+    return None
+
+
+def as_data(frames: Sequence[Frame]) -> list[dict[str, Any]]:
+    """Return frames as plain data, for another process."""
+    return [asdict(frame) for frame in frames]
+
+
+def from_data(data: Iterable[Mapping[str, Any]]) -> list[Frame]:
+    """Return the frames that ``as_data`` was given."""
+    return [Frame(**frame) for frame in data]
+
+
+def report(headline: str, ranks: Mapping[int, tuple[str, Sequence[Frame]]]) -> str:
+    """Return the text about all processes: a line for each, and their stacks; equal stacks are printed once.
+
+    Args:
+        headline: what happened.
+        ranks: for each rank where it is in the run and what it does, and its stack (empty where it did not answer).
+
+    """
+    lines = [headline]
+    for rank in sorted(ranks):
+        where, frames = ranks[rank]
+        index = marked(frames)
+        at = "" if index is None else f", {frames[index].file}:{frames[index].line}"
+        lines.append(f"  rank {rank}: {where}{at}")
+    printed: dict[tuple[Frame, ...], int] = {}
+    for rank in sorted(ranks):
+        frames = ranks[rank][1]
+        if not frames:
+            continue
+        same = printed.setdefault(tuple(frames), rank)
+        if same != rank:
+            lines.append(f"Stack of rank {rank}: the same as that of rank {same}.")
+            continue
+        index = marked(frames)
+        lines.append(f"Stack of rank {rank}, the innermost call last, that of the program marked:")
+        lines += [
+            f"  {'>' if position == index else ' '} {frame.file}:{frame.line} in {frame.name}"
+            for position, frame in enumerate(frames)
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,598 @@
+"""A thread in every process of a run that sees when nothing moves, says where each rank is, and ends the run.
+
+The processes of a run wait for each other. If one does not come, the others wait in a call that neither Ctrl-C nor an
+exception can interrupt. This thread reads counters that are kept anyway: batches done, and the collectives that each
+process group has begun. It reports them to the store every few seconds, over a connection of its own. The first process
+compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hasten.machine import collectives, launch, signals, stacks
+from hasten.machine.agreement import ranks as text_of_ranks
+
+# How long a stop that was asked for may wait for a step to complete.
+GRACE_SECONDS = 15.0
+# The same after a second Ctrl-C.
+SECOND_PRESS_SECONDS = 2.0
+# When a rank that does not come is reported for the first time.
+WARN_SECONDS = 120.0
+# A checkpoint, prepare_data or a barrier may take so many times the timeout of a step.
+LONG_FACTOR = 3
+# How often this process looks at itself, and how often it reports to the others.
+LOOK_SECONDS, BEAT_SECONDS = 1.0, 2.0
+# After how long a process that reports nothing counts as stopped.
+SILENT_SECONDS = 15.0
+# How long the stacks of the others are waited for.
+STACK_SECONDS = 4.0
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+_torch: Any = distributed_c10d
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a loop has come.
+
+    Args:
+        text: for people, such as "fit, epoch 0, batch 3, step 3".
+        count: changes with each batch.
+
+    """
+
+    text: str = ""
+    count: int = 0
+
+
+def nowhere() -> Position:
+    """Return the position of a program without a loop of ours."""
+    return Position()
+
+
+@dataclass(slots=True)
+class Beat:
+    """What a process reports.
+
+    Args:
+        number: counts the reports.
+        count: changes with each batch.
+        groups: how many collectives each process group has begun.
+        idle_seconds: since when neither has changed.
+        usual_seconds: how long a batch takes, 0 before it is known.
+        stop: the signal that asked the process to stop, 0 without one.
+        stop_seconds: for how long it has asked.
+        presses: how often.
+        waits: see ``stacks.Activity``; so are the next four.
+        left: the process has left the run.
+        host: the name of its machine.
+        pid: its number there.
+
+    """
+
+    number: int = 0
+    count: int = 0
+    groups: dict[str, int] = field(default_factory=dict)
+    idle_seconds: float = 0.0
+    usual_seconds: float = 0.0
+    stop: int = 0
+    stop_seconds: float = 0.0
+    presses: int = 0
+    waits: bool = False
+    is_long: bool = False
+    is_unlimited: bool = False
+    saves: bool = False
+    is_patient: bool = False
+    left: bool = False
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is to be done about a run in which nothing moves.
+
+    Args:
+        headline: what has happened.
+        code: the exit code with which all processes end; None to report only.
+        late: the ranks that the others wait for.
+
+    """
+
+    headline: str
+    code: int | None
+    late: list[int]
+
+
+def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool) -> Verdict | None:
+    """Return what is to be done, from the reports of all processes; None for nothing.
+
+    Args:
+        beats: the last report of each process that has not left.
+        timeout_seconds: of a step.
+        warned: whether this standstill was reported before.
+
+    """
+    idle = min(beat.idle_seconds for beat in beats.values())
+    late = behind(beats)
+    stalled = bool(late) or any(beat.waits for beat in beats.values())
+    asking = [beat for beat in beats.values() if beat.stop]
+    if asking:
+        first = max(asking, key=lambda beat: beat.stop_seconds)
+        waited = min(idle, first.stop_seconds)
+        grace = _grace_seconds(beats, timeout_seconds, stalled=stalled)
+        if waited >= grace:
+            name = "Ctrl-C" if first.stop == signal.SIGINT else signal.Signals(first.stop).name
+            return Verdict(f"{name} arrived, and {_standstill(beats, late, waited)}.", 128 + first.stop, late)
+    if not stalled or any(beat.is_unlimited for beat in beats.values()):
+        return None
+    is_long = any(beat.is_long for beat in beats.values())
+    limit = timeout_seconds * (LONG_FACTOR if is_long else 1)
+    if idle >= limit:
+        what = "checkpoints, prepare_data and barriers" if is_long else "a step"
+        advice = f"If it needs longer, raise timeout= of the strategy: {limit:.0f} s is the limit for {what}."
+        code = max((128 + beat.stop for beat in asking), default=1)
+        return Verdict(f"{_standstill(beats, late, idle, capital=True)}. {advice}", code, late)
+    if not warned and idle >= (limit / 2 if is_long else WARN_SECONDS):
+        ends = f"The run ends if this lasts for {limit:.0f} s."
+        return Verdict(f"{_standstill(beats, late, idle, capital=True)}. {ends}", None, late)
+    return None
+
+
+def behind(beats: dict[int, Beat]) -> list[int]:
+    """Return the ranks for which the others wait, as far as counters and stacks show it."""
+    furthest: dict[str, int] = {}
+    for beat in beats.values():
+        for name, number in beat.groups.items():
+            furthest[name] = max(furthest.get(name, 0), number)
+    late = [r for r, beat in beats.items() if any(n < furthest[name] for name, n in beat.groups.items())]
+    if not late and any(beat.waits for beat in beats.values()):
+        late = [rank for rank, beat in beats.items() if not beat.waits]
+    return late if len(late) < len(beats) else []
+
+
+def _grace_seconds(beats: dict[int, Beat], timeout_seconds: float, *, stalled: bool) -> float:
+    """Return how long a stop may wait for the step in hand."""
+    if max(beat.presses for beat in beats.values()) > 1:
+        return SECOND_PRESS_SECONDS
+    if any(beat.saves for beat in beats.values()):
+        return LONG_FACTOR * timeout_seconds
+    if not stalled and any(beat.is_patient for beat in beats.values()):
+        # All of them work on something that takes long.
+        return timeout_seconds
+    return max(GRACE_SECONDS, 3 * max(beat.usual_seconds for beat in beats.values()))
+
+
+def _standstill(beats: dict[int, Beat], late: list[int], seconds: float, *, capital: bool = False) -> str:
+    if late:
+        others = [rank for rank in beats if rank not in late]
+        text = f"{text_of_ranks(late)} did not come for {seconds:.0f} s, and {text_of_ranks(others)} wait"
+        text += "s" if len(others) == 1 else ""
+    elif any(beat.waits for beat in beats.values()):
+        text = f"all ranks have waited for each other for {seconds:.0f} s"
+    else:
+        text = f"no step was completed for {seconds:.0f} s"
+    return text[0].upper() + text[1:] if capital else text
+
+
+class Watchdog:
+    """The thread of one process.
+
+    Args:
+        rank: of this process.
+        world_size: the number of processes.
+        timeout: how long the others may wait for a process within a step.
+        store: where the processes report; this thread gets a connection of its own.
+        run: which of the process groups of this program it is, the same number on all processes.
+
+    """
+
+    def __init__(self, *, rank: int, world_size: int, timeout: timedelta, store: Any, run: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.timeout_seconds = timeout.total_seconds()
+        self.position: Callable[[], Position] = nowhere
+        self.thread_watched = threading.get_ident()
+        self.folder: Callable[[], str] = os.getcwd
+        self._store = _torch.PrefixStore(f"hasten-watchdog/{run}", store.clone())
+        self._store.set_timeout(_STORE_TIMEOUT)
+        self._stopped = threading.Event()
+        self._beat = Beat(host=socket.gethostname(), pid=os.getpid())
+        self._counted: Any = None
+        self._moved = self._stepped = time.monotonic()
+        self._pauses: deque[float] = deque(maxlen=8)
+        self._signals = _Signals()
+        # Of the others: the report, and when it came.
+        self._known: dict[int, tuple[Beat, float]] = {}
+        self._started = time.monotonic()
+        self._next_beat = 0.0
+        self._warned = False
+        self._last_order = ""
+        self._orders = 0
+        self._alone = False
+        self._thread = threading.Thread(target=self._watch, name="hasten-watchdog", daemon=True)
+        # Many processes ask the store less often.
+        self._patience = max(1.0, world_size / 256)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: this process leaves the run."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+        self._signals.close()
+        if not self._thread.is_alive() and not self._alone:
+            with suppress(RuntimeError):
+                self._beat.left = True
+                self._write()
+
+    # -- the thread
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(LOOK_SECONDS * self._patience):
+            self._look()
+            try:
+                if not self._alone:
+                    self._exchange()
+            except RuntimeError:
+                # The store is gone, with the process that serves it: this process goes by what it sees itself.
+                self._alone = True
+            if self._alone and (verdict := self._judge({self.rank: self._beat})) is not None:
+                self._report_alone(verdict)
+
+    def _look(self) -> None:
+        """Note what has changed in this process."""
+        now, beat = time.monotonic(), self._beat
+        groups = _collectives()
+        counted = (self.position(), groups)
+        if counted != self._counted:
+            self._counted, self._moved, self._warned = counted, now, False
+        if counted[0].count != beat.count:
+            if beat.count:
+                # What came before the first batch says nothing about a step.
+                self._pauses.append(now - self._stepped)
+            self._stepped = now
+        frames = stacks.capture(self.thread_watched)
+        activity = stacks.activity_of(frames)
+        beat.count, beat.groups = counted[0].count, groups
+        beat.idle_seconds = now - self._moved
+        beat.usual_seconds = sorted(self._pauses)[len(self._pauses) // 2] if self._pauses else 0.0
+        beat.waits, beat.is_long, beat.is_unlimited = activity.waits, activity.is_long, activity.is_unlimited
+        beat.saves, beat.is_patient = activity.saves, activity.is_patient
+        number, since, beat.presses = self._signals.read(frames, moved=self._moved)
+        beat.stop, beat.stop_seconds = number, now - since if number else 0.0
+
+    def _write(self) -> None:
+        self._beat.number += 1
+        self._store.set(f"beat/{self.rank}", json.dumps(asdict(self._beat)))
+
+    def _exchange(self) -> None:
+        """Report to the others, follow their order, and decide if this is the first process that lives."""
+        now = time.monotonic()
+        due = now >= self._next_beat
+        if due:
+            self._next_beat = now + BEAT_SECONDS * self._patience
+            self._write()
+        if self._store.check(["order"]):
+            order = self._store.get("order").decode()
+            if order != self._last_order:
+                self._last_order = order
+                self._follow(json.loads(order))
+                return
+        if due and self._leads(now):
+            verdict = self._judge(self._everybody(now))
+            if verdict is not None:
+                self._give_order(verdict)
+
+    def _judge(self, beats: dict[int, Beat]) -> Verdict | None:
+        verdict = judge(beats, self.timeout_seconds, warned=self._warned)
+        if verdict is not None and verdict.code is None:
+            self._warned = True
+        return verdict
+
+    def _leads(self, now: float) -> bool:
+        return not any(self._lives(rank, now) for rank in range(self.rank))
+
+    def _lives(self, rank: int, now: float) -> bool:
+        """Return whether a process has reported lately and has not left."""
+        beat, came = self._read(rank, now)
+        return beat is not None and not beat.left and now - came < SILENT_SECONDS * self._patience
+
+    def _read(self, rank: int, now: float) -> tuple[Beat | None, float]:
+        """Return the last report of a process, and when it came."""
+        if rank == self.rank:
+            return self._beat, now
+        before = self._known.get(rank)
+        if self._store.check([f"beat/{rank}"]):
+            beat = Beat(**json.loads(self._store.get(f"beat/{rank}")))
+            if before is None or beat.number != before[0].number:
+                self._known[rank] = (beat, now)
+            return self._known[rank]
+        return None, self._started
+
+    def _everybody(self, now: float) -> dict[int, Beat]:
+        """Return the reports of all processes that have not left; one that is silent has not moved since."""
+        beats: dict[int, Beat] = {}
+        for rank in range(self.world_size):
+            beat, came = self._read(rank, now)
+            if beat is None:
+                beat = Beat(idle_seconds=now - self._started)
+            elif beat.left:
+                continue
+            elif rank != self.rank:
+                beat = Beat(**asdict(beat))
+                beat.idle_seconds += now - came
+                if beat.stop:
+                    beat.stop_seconds += now - came
+            beats[rank] = beat
+        return beats
+
+    # -- reports
+
+    def _give_order(self, verdict: Verdict) -> None:
+        self._orders += 1
+        order = {"name": f"{self.rank}-{self._orders}", "by": self.rank, **asdict(verdict)}
+        self._last_order = json.dumps(order)
+        self._store.set("order", self._last_order)
+        self._follow(order)
+
+    def _follow(self, order: dict[str, Any]) -> None:
+        """Give the stack of this process; the one that decided prints them all. Then end, if the order says so."""
+        name, code = order["name"], order["code"]
+        where, frames = self._where(order["late"])
+        if code is not None:
+            write_flight_record(self.rank, self.folder())
+        with suppress(RuntimeError):
+            self._store.set(f"stack/{name}/{self.rank}", json.dumps([where, stacks.as_data(frames)]))
+            if order["by"] == self.rank:
+                self._print(order)
+                self._store.set(f"printed/{name}", "1")
+            elif code is not None:
+                deadline = time.monotonic() + 2 * STACK_SECONDS
+                while not self._store.check([f"printed/{name}"]) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+        if code is not None:
+            launch.end_now(code, order["headline"])
+
+    def _where(self, late: list[int]) -> tuple[str, list[stacks.Frame]]:
+        """Return what this process does, for people, and its stack."""
+        frames = stacks.capture(self.thread_watched)
+        text = self.position().text
+        doing = stacks.activity_of(frames).doing
+        if late and self.rank not in late:
+            doing = f"waits for {text_of_ranks(late)} {doing.removeprefix('waits ')}"
+        return f"{text}: {doing}" if text else doing, frames
+
+    def _print(self, order: dict[str, Any]) -> None:
+        keys = {rank: f"stack/{order['name']}/{rank}" for rank in range(self.world_size)}
+        now = time.monotonic()
+        left = {rank for rank in keys if (beat := self._read(rank, now)[0]) is not None and beat.left}
+        awaited = [key for rank, key in keys.items() if rank not in left]
+        deadline = now + STACK_SECONDS
+        while not self._store.check(awaited) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        places: dict[int, tuple[str, list[stacks.Frame]]] = {}
+        for rank, key in keys.items():
+            if rank in left:
+                places[rank] = ("has left the run", [])
+            elif self._store.check([key]):
+                where, frames = json.loads(self._store.get(key))
+                places[rank] = (where, stacks.from_data(frames))
+            else:
+                places[rank] = (self._silence(rank, now), [])
+        write(stacks.report(f"hasten: {order['headline']}", places))
+
+    def _silence(self, rank: int, now: float) -> str:
+        beat, came = self._read(rank, now)
+        if beat is None:
+            return "has not answered since the processes came together"
+        return (
+            f"has not answered for {now - came:.0f} s (process {beat.pid} on {beat.host}): it was stopped, or a call "
+            "holds the interpreter's lock"
+        )
+
+    def _report_alone(self, verdict: Verdict) -> None:
+        headline = f"hasten: rank {self.rank} has lost the others. {verdict.headline}"
+        write(stacks.report(headline, {self.rank: self._where([])}))
+        if verdict.code is not None:
+            launch.end_now(verdict.code, headline)
+
+
+def write(text: str) -> None:
+    """Write to stderr; not by print, whose lock the training thread may hold."""
+    data = text.encode()
+    while data:
+        data = data[os.write(2, data) :]
+
+
+def _collectives() -> dict[str, int]:
+    """Return how many collectives each process group has begun, by its name."""
+    counted: dict[str, int] = {}
+    for group, name in list(_torch._world.pg_names.items()):
+        # Backends without a counter raise.
+        with suppress(RuntimeError):
+            counted[name] = group._get_sequence_number_for_group()
+    return counted
+
+
+def write_flight_record(rank: int, folder: str) -> None:
+    """Write NCCL's record of the last collectives, one file for each rank, as torch's ``torchfrtrace`` reads them."""
+    # torch without CUDA does not have it, and TORCH_FR_BUFFER_SIZE=0 leaves it empty.
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+    if dump is None or not collectives.joined() or "nccl" not in dist.get_backend():
+        return
+
+    def work() -> None:
+        path = os.path.join(folder, f"nccl_trace_rank_{rank}")
+        os.makedirs(folder, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(dump())
+        if rank == 0:
+            write(f"hasten: the record of NCCL's last collectives is in {path}.\n")
+
+    # In a thread: it must not keep the run from ending.
+    thread = threading.Thread(target=work, name="hasten-flight-record", daemon=True)
+    thread.start()
+    thread.join(STACK_SECONDS)
+
+
+# -- signals
+
+
+class _Signals:
+    """SIGTERM and Ctrl-C that arrived in this process, also while its main thread is in a call that cannot see them.
+
+    Python's handlers run in the main thread, between two of its instructions. The number of a signal is written to a
+    pipe at once.
+    """
+
+    def __init__(self) -> None:
+        self._reads = self._writes = -1
+        # When the signal came, how often, and the stack it found.
+        self._noted: dict[int, tuple[float, int]] = {}
+        self._found: list[stacks.Frame] = []
+        self._requests: object = None
+        if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+            return
+        reads, writes = os.pipe()
+        os.set_blocking(reads, False)
+        os.set_blocking(writes, False)
+        before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if before != -1:
+            # An event loop uses it.
+            signal.set_wakeup_fd(before)
+            os.close(reads)
+            os.close(writes)
+            return
+        self._reads, self._writes = reads, writes
+        _forget_in_forks()
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._reads == -1:
+            return
+        with suppress(ValueError):  # not in the main thread
+            if (now := signal.set_wakeup_fd(-1)) not in (-1, self._writes):
+                signal.set_wakeup_fd(now)
+            os.close(self._writes)
+        os.close(self._reads)
+        self._reads = -1
+
+    def read(self, frames: list[stacks.Frame], *, moved: float) -> tuple[int, float, int]:
+        """Return the signal that asks this process to stop (0 for none), since when, and how often it came.
+
+        Args:
+            frames: the stack of the training thread.
+            moved: when the process has come further for the last time.
+
+        """
+        requests, now = signals.StopRequests.active, time.monotonic()
+        if requests is not self._requests:
+            # Another run: what came before is done with.
+            self._requests, self._noted = requests, {}
+        for number in self._bytes():
+            # A program's own handlers decide themselves what happens.
+            if requests is not None or signal.getsignal(number) is signal.default_int_handler:
+                since, presses = self._noted.get(number, (now, 0))
+                self._noted[number] = (since, presses + (not presses or now - since > signals.SAME_PRESS_SECONDS))
+                self._found = frames
+        if requests is None:
+            if self._noted and (frames != self._found or moved > min(since for since, _ in self._noted.values())):
+                # The main thread has seen it.
+                self._noted = {}
+        elif requests.signal is not None and requests.signal not in self._noted:
+            self._noted[requests.signal] = (now, 1)
+        for number, (since, presses) in self._noted.items():
+            return number, since, presses
+        return 0, 0.0, 0
+
+    def _bytes(self) -> list[int]:
+        if self._reads == -1:
+            return []
+        try:
+            return [number for number in os.read(self._reads, 4096) if number in (signal.SIGINT, signal.SIGTERM)]
+        except BlockingIOError:
+            return []
+
+
+_in_forks = False
+
+
+def _forget_in_forks() -> None:
+    """Have forked processes, such as data workers, not write to the pipe of this one."""
+    global _in_forks
+    if _in_forks:
+        return
+    _in_forks = True
+
+    def forget() -> None:
+        with suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=forget)
+
+
+# -- one for each process
+
+_current: Watchdog | None = None
+_runs = 0
+
+
+def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Watch the process group that this process has joined, until it leaves it."""
+    global _current, _runs
+    # Also counted where nothing is watched, so that processes agree on the number.
+    _runs += 1
+    if world_size == 1 or _current is not None:
+        return
+    store = _torch._get_default_store()
+    try:
+        _current = Watchdog(rank=rank, world_size=world_size, timeout=timeout, store=store, run=_runs)
+    except (NotImplementedError, RuntimeError):
+        # A store in memory, such as that of a group for tests, has no second connection.
+        return
+    collectives.before_leaving(stop)
+
+
+def stop() -> None:
+    """End the thread, if there is one."""
+    global _current
+    if _current is not None:
+        _current.stop()
+        _current = None
+
+
+@contextmanager
+def observing(position: Callable[[], Position], folder: Callable[[], str]) -> Iterator[None]:
+    """Have reports say how far a loop has come, while the context is open.
+
+    Args:
+        position: reads the loop's counters; called about once a second, in another thread.
+        folder: returns where files about a run that does not end well are written.
+
+    """
+    watchdog = _current
+    if watchdog is None:
+        yield
+        return
+    before = watchdog.position, watchdog.thread_watched, watchdog.folder
+    watchdog.position, watchdog.thread_watched, watchdog.folder = position, threading.get_ident(), folder
+    try:
+        yield
+    finally:
+        watchdog.position, watchdog.thread_watched, watchdog.folder = before

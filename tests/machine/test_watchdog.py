@@ -1,0 +1,192 @@
+"""A run in which nothing moves ends soon, and says where each rank is; processes that differ are refused by name."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from tests.programs import run_python
+
+from hasten.machine import stacks
+from hasten.machine.watchdog import Beat, judge
+
+TIMEOUT = 600.0
+
+
+def waiting(idle: float, **more: object) -> Beat:
+    return Beat(idle_seconds=idle, groups={"0": 8}, count=4, **more)  # type: ignore[arg-type]
+
+
+def late(idle: float, **more: object) -> Beat:
+    return Beat(idle_seconds=idle, groups={"0": 7}, count=4, **more)  # type: ignore[arg-type]
+
+
+def decision(*beats: Beat, warned: bool = False) -> tuple[bool, int | None]:
+    """Return whether there is a report, and the exit code with which the run ends."""
+    verdict = judge(dict(enumerate(beats)), TIMEOUT, warned=warned)
+    return verdict is not None, None if verdict is None else verdict.code
+
+
+def test_a_rank_that_does_not_come_is_reported_once_and_ends_the_run_after_the_timeout() -> None:
+    assert decision(waiting(119), late(119)) == (False, None)
+    assert decision(waiting(121), late(121)) == (True, None)
+    assert decision(waiting(121), late(121), warned=True) == (False, None)
+    assert decision(waiting(601), late(601), warned=True) == (True, 1)
+    # Whoever still moves keeps the run alive.
+    assert decision(waiting(900), late(1)) == (False, None)
+    verdict = judge({0: waiting(601), 1: late(601), 2: waiting(601)}, TIMEOUT, warned=True)
+    assert verdict is not None
+    assert verdict.late == [1]
+    assert verdict.headline.startswith("Rank 1 did not come for 601 s, and ranks 0, 2 wait.")
+
+
+def test_what_takes_long_on_all_ranks_and_checkpoints_are_no_standstill() -> None:
+    assert decision(waiting(3000), waiting(3000)) == (False, None)
+    saving = late(800, saves=True, is_long=True)
+    assert decision(waiting(800), saving) == (False, None)
+    assert decision(waiting(901), late(901, is_long=True)) == (True, None)
+    assert decision(waiting(1801), late(1801, is_long=True), warned=True) == (True, 1)
+    assert decision(waiting(9000, is_unlimited=True), late(9000)) == (False, None)
+
+
+def test_a_stop_that_was_asked_for_ends_a_standstill_soon_and_lets_work_be_completed() -> None:
+    asked = {"stop": int(signal.SIGTERM), "stop_seconds": 16.0, "presses": 1}
+    assert decision(waiting(100), late(100, **asked)) == (True, 143)
+    # A step was completed since: it ends by itself.
+    assert decision(waiting(5), late(5, **asked)) == (False, None)
+    # Steps take 40 seconds.
+    assert decision(waiting(30, usual_seconds=40.0), late(30, **asked)) == (False, None)
+    # The first process writes the checkpoint of the stopped run.
+    assert decision(late(100, saves=True, is_long=True), waiting(100, **asked)) == (False, None)
+    # All work on a hook of the user's.
+    assert decision(waiting(100, is_patient=True), waiting(100, **asked)) == (False, None)
+    assert decision(waiting(100), waiting(100, **asked)) == (True, 143)
+    twice = {"stop": int(signal.SIGINT), "stop_seconds": 3.0, "presses": 2}
+    assert decision(waiting(100, **twice), late(100)) == (True, 130)
+
+
+def test_a_stack_says_what_its_process_does() -> None:
+    def frames(*calls: tuple[str, int, str, str]) -> list[stacks.Frame]:
+        return [stacks.Frame(*call) for call in calls]
+
+    program = ("/home/me/train.py", 30, "<module>", "user")
+    fit = ("/lib/hasten/loops/fit.py", 200, "train_batches", "hasten")
+    hook = ("/home/me/train.py", 12, "Model.on_train_epoch_end", "user")
+    barrier = ("/lib/hasten/machine/collectives.py", 9, "barrier", "hasten")
+    torch_barrier = ("/lib/torch/distributed/distributed_c10d.py", 5000, "barrier", "torch")
+    save = ("/lib/hasten/runtime.py", 5, "Runtime.save", "hasten")
+
+    in_hook = stacks.activity_of(frames(program, fit, hook))
+    assert (in_hook.doing, in_hook.hook) == ("in Model.on_train_epoch_end", "Model.on_train_epoch_end")
+    assert not in_hook.waits
+    assert in_hook.is_patient
+    at_barrier = stacks.activity_of(frames(program, fit, hook, barrier, torch_barrier))
+    assert (at_barrier.doing, at_barrier.waits, at_barrier.is_long) == ("waits in barrier", True, True)
+    assert stacks.activity_of(frames(program, fit, save)).saves
+    assert not stacks.activity_of(frames(program, fit)).is_long
+    text = stacks.report("hasten: stuck", {1: ("late", frames(program, fit, hook)), 0: ("waits", frames(program, fit))})
+    assert text.index("rank 0: waits, /home/me/train.py:30") < text.index("rank 1: late, /home/me/train.py:12")
+    assert "  > /home/me/train.py:12 in Model.on_train_epoch_end" in text
+
+
+# -- real processes
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+
+import torch
+from hasten.machine import watchdog
+from hasten.strategies import DDPStrategy
+from tests.models import Classifier, loader, quiet
+
+HOW, METHOD = sys.argv[1:]
+
+class Model(Classifier):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == 1 and HOW != "differ":
+            if HOW == "SIGTERM":
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            print("stuck", time.time(), file=sys.stderr, flush=True)
+            time.sleep(1000)  # here
+        return super().training_step(batch, batch_idx)
+
+def trainer(**arguments):
+    seconds = 4 if HOW == "stuck" else 100
+    strategy = DDPStrategy(timeout=timedelta(seconds=seconds), start_method=METHOD)
+    return quiet(devices=2, strategy=strategy, **arguments)
+
+def refused(call):
+    try:
+        call()
+    except RuntimeError as error:
+        print(f"refused on {rank}: {error}", file=sys.stderr, flush=True)
+
+def differ():
+    global rank
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    refused(lambda: trainer(max_epochs=3 if rank else 1).fit(Model(), loader(8)))
+    other = Model()
+    other.more = torch.nn.Linear(2, 2 + rank)
+    refused(lambda: trainer().fit(other, loader(8)))
+    both = trainer()
+    refused(lambda: both.validate(Model(), loader(8)) if rank else both.fit(Model(), loader(8)))
+    if rank == 0:
+        print("done", file=sys.stderr, flush=True)
+
+if __name__ == "__main__":
+    watchdog.WARN_SECONDS, watchdog.GRACE_SECONDS = 2.0, 2.0
+    if HOW == "stuck":
+        differ()
+    trainer().fit(Model(), loader(64))
+"""
+
+
+def run(tmp_path: Path, how: str, method: str) -> tuple[int, str, float]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = run_python(program, how, method)
+    stuck = [float(line.split()[1]) for line in done.stderr.splitlines() if line.startswith("stuck ")]
+    assert len(stuck) == 1, done.stderr[-3000:]
+    return done.returncode, done.stderr, time.time() - stuck[0]
+
+
+def test_processes_that_differ_are_refused_and_a_rank_that_is_stuck_ends_the_run_by_name(tmp_path: Path) -> None:
+    code, output, seconds = run(tmp_path, "stuck", "popen")
+    assert code == 1, output[-3000:]
+    for rank in (0, 1):
+        differ = f"refused on {rank}: Trainer.fit(): the processes of this run differ:"
+        assert f"{differ} `max_epochs` is 1 on rank 0 and 3 on rank 1." in output
+        assert f"{differ} the parameter more.weight is 'float32 of shape (2, 2)' on rank 0 and" in output
+        assert (
+            f"refused on {rank}: Trainer.fit() is called on rank 0 and Trainer.validate() is called on rank 1" in output
+        )
+    # Once as a warning, once as the end.
+    assert output.count("\nhasten: Rank 1 did not come for") == 2
+    line = 1 + PROGRAM.splitlines().index("            time.sleep(1000)  # here")
+    where = f"{tmp_path / 'program.py'}:{line}"
+    assert "rank 0: fit, train, epoch 0, batch 3, step 3: waits for rank 1 in backward" in output
+    assert f"rank 1: fit, train, epoch 0, batch 3, step 3: in Model.training_step, {where}" in output
+    assert f"  > {where} in Model.training_step" in output
+    assert seconds < 60
+
+
+def test_a_signal_in_a_run_that_is_stuck_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
+    code, output, seconds = run(tmp_path, "SIGTERM", "fork")
+    assert code == 143, output[-3000:]
+    assert "hasten: SIGTERM arrived, and rank 1 did not come for" in output
+    assert seconds < 60
+    assert not _processes_with(str(tmp_path / "program.py"))
+
+
+def _processes_with(word: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text()
+        except OSError:
+            continue
+        if word in line:
+            found.append(line)
+    return found
