@@ -274,6 +274,12 @@ class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(8))
 
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
 
 class Unending(InRandomOrder):
     def __iter__(self) -> Iterator[int]:

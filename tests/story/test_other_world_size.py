@@ -41,6 +41,24 @@ class Ids(IterableDataset[Any]):
         return map(Numbered(SAMPLES).__getitem__, range(SAMPLES))
 
 
+class Positioned(Ids):
+    """Saves its own position, which only the same part of the samples goes on from."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < SAMPLES:
+            self.place += 1
+            yield Numbered(SAMPLES)[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 def whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if is_sharded(value) else value.clone()
 
@@ -123,12 +141,12 @@ def loader(kind: str, batch_size: int = BATCH) -> Any:
         return [loader("shuffled", batch_size), DataLoader(range(100, 116), batch_size)]  # type: ignore[arg-type]
     if kind == "weighted":
         return DataLoader(data, batch_size, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False))
-    assert kind == "iterable"
-    return DataLoader(Ids(), batch_size)
+    assert kind in ("iterable", "positioned")
+    return DataLoader(Ids() if kind == "iterable" else Positioned(), batch_size)
 
 
-KINDS = ("shuffled", "workers", "in sequence", "length", "batches", "joined", "weighted", "iterable")
-FEW, SOME = ("shuffled", "length"), ("shuffled", "batches", "joined", "iterable")
+KINDS = ("shuffled", "workers", "in sequence", "length", "batches", "joined", "weighted", "iterable", "positioned")
+FEW, SOME = ("shuffled", "length"), ("shuffled", "batches", "joined", "iterable", "positioned")
 
 
 def train(
@@ -251,10 +269,10 @@ def test_what_an_epoch_has_gathered_is_that_of_all_processes(folder: Path) -> No
 
 
 def test_an_order_that_is_not_known_is_said_to_begin_anew(folder: Path) -> None:
-    message = read(folder, "iterable", "2-1", 1)[0]["said"][0]
+    message = read(folder, "positioned", "2-1", 1)[0]["said"][0]
     assert "the train_dataloader goes on in a new order" in message
-    assert "because it reads the IterableDataset Ids" in message
-    ((rank_zero,), others) = [process["said"] for process in read(folder, "iterable", "1-2", 1)]
+    assert "because it reads the IterableDataset Positioned, which keeps its position itself" in message
+    ((rank_zero,), others) = [process["said"] for process in read(folder, "positioned", "1-2", 1)]
     assert "by 1 process(es)" in rank_zero
     assert not others
 

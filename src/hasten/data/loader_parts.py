@@ -48,6 +48,11 @@ def has_state(thing: object) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
+def state_between(thing: object) -> Any:
+    """Return the position from which the next iteration of ``thing`` begins."""
+    return getattr(thing, "_hasten_state_between", getattr(thing, "state_dict", None))()  # type: ignore[misc]
+
+
 def length_of(loader: object) -> int | None:
     """Return the length of a loader in batches; None if it has none."""
     try:

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from hasten._lib import tree
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.batching.samplers import PlannedBatches
+from hasten.data.divided import divided
 from hasten.data.loader_parts import (
     ShardSampler,
     is_iterable,
@@ -42,8 +43,9 @@ def prepare(
     """Return ``loader`` checked and, where several processes share the data, limited to this one's part.
 
     The user's loader never changes: a shallow copy does. In training each process gets the same number of samples, some
-    repeated; elsewhere every sample comes exactly once. A loader whose sampler is distributed already, one of an
-    ``IterableDataset``, and one that is not a ``DataLoader`` are returned unchanged.
+    repeated; elsewhere every sample comes exactly once. An ``IterableDataset`` is divided too, and never repeated: see
+    ``hasten.data.divided``. A loader whose sampler is distributed already, and one that is not a ``DataLoader``, are
+    returned unchanged.
 
     Args:
         loader: a ``DataLoader``, or anything that can be iterated over.
@@ -79,10 +81,12 @@ def prepare(
         return loader
     if train and rank and loader.num_workers:
         loader = with_attributes(loader, worker_init_fn=SeedByRank(loader.worker_init_fn, rank))
-    if is_iterable(loader) or _is_distributed(loader):
+    if _is_distributed(loader):
         return loader
     if seed is None:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    if is_iterable(loader):
+        return divided(loader, num_replicas, rank, name=name, seed=seed)
     batches = loader.batch_sampler
     if isinstance(batches, PlannedBatches):
         return with_attributes(loader, batch_sampler=batches.shared(num_replicas, rank, seed=seed, repeat=train))

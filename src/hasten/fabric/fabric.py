@@ -306,7 +306,8 @@ class Fabric(RuntimeView):
 
         Args:
             dataloaders: one or several ``torch.utils.data.DataLoader``.
-            use_distributed_sampler: give each process its own part of the data, the same number of batches each.
+            use_distributed_sampler: give each process its own part of the data, the same number of batches each; of an
+                ``IterableDataset`` with about as many.
             move_to_device: move batches to the device of this process.
 
         Returns:

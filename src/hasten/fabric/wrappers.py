@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
+from hasten.data.divided import DividedDataset
 from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
@@ -314,6 +315,8 @@ class FabricDataLoader:
             # Without it a distributed sampler yields the same order in every epoch.
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(self._epoch)
+        if isinstance(dataset := getattr(loader, "dataset", None), DividedDataset):
+            dataset.draw_for(self._epoch)
         self._epoch += 1
         strategy = self._strategy
         if strategy is None:

@@ -342,7 +342,7 @@ class ModelParallelStrategy(ShardedStrategy):
             other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
             raise RuntimeError(
                 f"Processes {first} and {other} of one tensor-parallel group read different batches. Give both the "
-                "same seeds, and divide an IterableDataset by trainer.strategy.data_parallel_rank."
+                "same seeds. A dataset that divides itself must do so by trainer.strategy.data_parallel_rank and size."
             )
 
     def take_precision(self, precision: Precision) -> None:

@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -71,6 +72,11 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return places + [place for place in before if place not in after]
 
 
+def comparable(dataset: object) -> dict[str, int]:
+    """Return a number for each part of a dataset by its place; other processes have the same one for an equal part."""
+    return {place: zlib.crc32(repr(_contents(part)).encode()) for place, part in parts(dataset)}
+
+
 def _generator(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """Return how to read and write the state of a random generator; None for anything else."""
     if isinstance(part, random.Random):
@@ -122,6 +128,35 @@ def _value(part: Any) -> Any:
         return kind, size
     # Functions and objects are compared by identity; a bound method is a new object each time.
     return kind.__qualname__, id(getattr(part, "__func__", part))
+
+
+def _contents(part: Any) -> Any:
+    """Return what is the same for equal parts of any two processes."""
+    kind = type(part).__qualname__
+    if (access := _generator(part)) is not None:
+        return kind, pickle.dumps(access[0]())
+    if isinstance(part, Tensor):
+        readable = part.layout == torch.strided and part.device.type == "cpu" and not part.is_quantized
+        step = -(-part.numel() // _MOST_NUMBERS) or 1
+        numbers = part.detach().reshape(-1)[::step].tolist() if readable else None
+        return kind, tuple(part.shape), part.dtype, numbers
+    if isinstance(part, (*_PLAIN, os.PathLike)):
+        return kind, str(part)
+    if isinstance(part, (set, frozenset)):
+        return kind, len(part), sorted(map(repr, part)) if all(isinstance(each, _PLAIN) for each in part) else None
+    if isinstance(part, (list, tuple, deque)):
+        few = list(part)[:: -(-len(part) // _MOST_HASHED) or 1]
+        return kind, len(part), few if all(isinstance(each, _PLAIN) for each in few) else None
+    if isinstance(part, dict):
+        return kind, len(part)
+    value = _value(part)
+    if value[0] == "array":
+        return kind, *value[2:]
+    numpy = sys.modules.get("numpy")
+    if isinstance(part, _SHARED) or (numpy is not None and isinstance(part, numpy.generic)):
+        return value
+    # Of objects and functions only what is inside of them.
+    return kind, getattr(part, "__qualname__", None)
 
 
 def parts(dataset: object) -> Iterator[tuple[str, Any]]:

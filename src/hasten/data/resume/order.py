@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from hasten.batching.samplers import PlannedBatches
+from hasten.data.divided import GoesOn, Reads, asks_for_worker, share_of, users_dataset
 from hasten.data.loader_parts import (
     ShardSampler,
     has_state,
@@ -30,6 +32,7 @@ State = dict[str, Any]
 # What a position in the order has to be known of: samples or batches, how many for each process, and for how many.
 _DIVISION = ("unit", "batch_size", "replicas")
 # Orders that need nothing but their number of samples, and a seed.
+_STREAM = "samples of a stream"
 _DISTRIBUTED, _SHUFFLED, _IN_SEQUENCE = "distributed", "shuffled", "in sequence"
 
 
@@ -42,14 +45,24 @@ class Rest:
     """The rest of an epoch that was begun with another number of processes, or another batch size.
 
     Args:
-        batches: this process's index batches; up to the position there are only as many places.
+        batches: this process's index batches; up to the position there are only as many places. None of an
+            ``IterableDataset``.
         state: as plain data what ``rest_of`` needs to come to the same again. ``"begun"`` is the position, in batches:
             as many as an epoch of this loader has more than the rest.
 
     """
 
-    batches: list[Any]
+    batches: list[Any] | None
     state: State
+
+    @property
+    def goes_on(self) -> GoesOn | None:
+        """What an ``IterableDataset`` continues; None of other datasets."""
+        if self.batches is not None:
+            return None
+        drawn = self.state["drawn"]
+        rng = drawn["start"]["rng"] if drawn["replicas"] == 1 else None
+        return GoesOn(tuple(Reads(*each) for each in self.state["before"]), drawn["seed"], rng)
 
 
 def described(loader: object) -> State:
@@ -62,11 +75,11 @@ def described(loader: object) -> State:
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         raise NotKnown(f"it is a {kind}")
-    if is_iterable(loader):
-        raise NotKnown(f"it reads the IterableDataset {type(loader.dataset).__name__}")
     own_iterator = type(loader)._get_iterator is not DataLoader._get_iterator and not is_resident(loader)
     if overrides_iter(loader) or own_iterator or has_state(loader):
         raise NotKnown(f"{kind} makes its batches itself")
+    if is_iterable(loader):
+        return _described_stream(loader)
     sampler = index_sampler(loader)[1]
     if isinstance(sampler, PlannedBatches):
         settings, inner = sampler.settings(), getattr(sampler, "sampler", None)
@@ -106,6 +119,27 @@ def described(loader: object) -> State:
     return found
 
 
+def _described_stream(loader: DataLoader[Any]) -> State:
+    """Describe how the processes take turns at the samples of an ``IterableDataset``."""
+    share = share_of(loader)
+    dataset = users_dataset(loader)
+    name = type(dataset).__name__
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if share.is_part or (several and share.num_replicas == 1):
+        raise NotKnown(f"it reads the IterableDataset {name}, which divides its samples itself")
+    if has_state(dataset):
+        raise NotKnown(f"it reads the IterableDataset {name}, which keeps its position itself")
+    return {
+        "unit": _STREAM,
+        "sampler": name,
+        "batch_size": loader.batch_size or 1,
+        "replicas": share.num_replicas,
+        "items": 0,
+        "workers": loader.num_workers,
+        "seed": share.seed,
+    }
+
+
 def state_of(loader: object, start: State, last: Any, *, has_workers_from_before: bool) -> State:
     """Return as plain data what draws the order of the epoch in hand.
 
@@ -121,6 +155,8 @@ def state_of(loader: object, start: State, last: Any, *, has_workers_from_before
     except NotKnown as why:
         return {"unknown": str(why)}
     assert isinstance(loader, DataLoader)
+    if found["unit"] == _STREAM:
+        return {"drawn": {**found, "start": start}, "division": found}
     sampler = index_sampler(loader)[1]
     drawing = sampler if isinstance(sampler, PlannedBatches) else _samplers_of(loader)[0]
     drawn = {
@@ -169,6 +205,8 @@ def rest_of(
         return None
     drawn, division = order["drawn"], order["division"]
     is_first = "before" not in order
+    if drawn["unit"] == now["unit"] == _STREAM:
+        return _rest_of_stream(order, loader, now, done, moved=moved)
     same = all(division[name] == now[name] for name in _DIVISION)
     compared = now.keys() if moved else now.keys() - {"items"}
     if is_first and same and all(drawn.get(name) == now[name] for name in compared):
@@ -190,6 +228,27 @@ def rest_of(
     begun = max(0, len(loader) - len(rest))
     division = {name: now[name] for name in _DIVISION}
     return Rest([None] * begun + rest, {"drawn": drawn, "division": division, "before": before, "begun": begun})
+
+
+def _rest_of_stream(order: State, loader: DataLoader[Any], now: State, done: int, *, moved: bool) -> Rest | None:
+    drawn, division, is_first = order["drawn"], order["division"], "before" not in order
+    same = all(division[name] == now[name] for name in (*_DIVISION, "workers"))
+    if same and not is_first:
+        return Rest(None, order)
+    if not moved and (not same or drawn["seed"] == now["seed"]):
+        # As much is read again as was read. The loader says itself that the number of workers has changed.
+        return None
+    name = type(users_dataset(loader)).__name__
+    if drawn["replicas"] == 1 and drawn["workers"]:
+        raise NotKnown(f"the workers of one process read the IterableDataset {name}, each with its own random numbers")
+    if division["workers"] > 1 and now["workers"] < 2 and asks_for_worker(loader):
+        raise NotKnown(f"the IterableDataset {name} may divide its samples among {division['workers']} workers itself")
+    begun, workers = order.get("begun", 0), max(1, division["workers"])
+    reads = Reads(division["replicas"], workers, division["batch_size"], done - begun)
+    before = [*order.get("before", ()), list(reads)]
+    samples = sum(Reads(*each).samples for each in before)
+    begun = samples // (now["batch_size"] * now["replicas"])
+    return Rest(None, {"drawn": drawn, "division": now, "before": before, "begun": begun})
 
 
 def _check_same_data(drawn: State, now: State) -> None:

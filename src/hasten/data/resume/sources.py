@@ -14,15 +14,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten._lib.rank_zero import warn_once
+from hasten.data.divided import share_of, users_dataset
 from hasten.data.loader_parts import (
     has_state,
     index_sampler,
     is_iterable,
     overrides_iter,
     shut_down,
+    state_between,
     stateful_sampler,
     with_attributes,
 )
+from hasten.data.resume.order import Rest
 from hasten.data.resume.workers import RngWatch, StateCollate, UnpackingIterator, WorkerInit, WorkerStates
 from hasten.seed import generator_state, restore_rng_state, set_generator_state
 
@@ -53,6 +56,9 @@ class BatchSource:
     indices: CountingSampler | None = None
     # Those to read in place of the sampler's, in an epoch that ``reopen`` begins.
     rest: list[Any] | None = None
+    # The batches that other processes had of an epoch of an ``IterableDataset``, counted in batches of this loader.
+    begun = 0
+    begun_elsewhere = False
     # Whether the workers were there before this epoch, so that no seed was drawn for them in it.
     has_workers_from_before = False
 
@@ -63,6 +69,15 @@ class BatchSource:
         self._stateful: dict[str, Any] = {}
         # The iterator of an epoch that is replayed.
         self._replay: Replay | None = None
+
+    def continue_with(self, rest: Rest | None) -> None:
+        """Have the next ``reopen`` read the rest of an epoch; None for all of one."""
+        goes_on = None if rest is None else rest.goes_on
+        self.rest = None if rest is None else rest.batches
+        self.begun = 0 if rest is None or goes_on is None else rest.state["begun"]
+        if goes_on is not None or self.begun_elsewhere:
+            share_of(self._loader).goes_on = goes_on
+        self.begun_elsewhere = goes_on is not None
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
@@ -82,7 +97,7 @@ class BatchSource:
 
     def between_epochs(self) -> State:
         """Return what has to be restored before the next epoch."""
-        return {name: copy.deepcopy(part.state_dict()) for name, part in self._stateful.items()}
+        return {name: copy.deepcopy(state_between(part)) for name, part in self._stateful.items()}
 
     def restore_between_epochs(self, state: State) -> None:
         """Restore what ``between_epochs`` returned."""
@@ -107,7 +122,7 @@ class BatchSource:
     def _replayed(self, consumed: int = 0, state: State | None = None) -> Replay:
         """Begin an epoch, and fetch and drop its first batches."""
         self._replay = Replay(iter(self._loader))
-        return self._replay.skip(consumed, (state or {}).get("notes", []))
+        return self._replay.skip(consumed, (state or {}).get("notes", []), begun=self.begun)
 
 
 class StatefulSource(BatchSource):
@@ -184,7 +199,7 @@ class _DataLoaderSource(BatchSource):
         return self._iterator
 
     def _place(self, number: int) -> str:
-        kind = type(self._dataset)
+        kind = type(users_dataset(self._loader))
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         return f"batch {number - 1} of the dataset {module}{kind.__qualname__}"
 
@@ -208,7 +223,8 @@ class InProcessSource(_DataLoaderSource):
         return self._opened_at(consumed, state, self._with_indices(keep=4))
 
     def state(self, count: int) -> State:
-        state = {**self.between_epochs(), **super().state(count)}
+        state = {name: copy.deepcopy(part.state_dict()) for name, part in self._stateful.items()}
+        state |= super().state(count)
         if "sampler" in state:
             # Of an epoch read from the loader itself, there is none.
             state["sampler"] = None if self.indices is None else self.indices.state_after(count)
@@ -273,7 +289,7 @@ class WorkerSource(_DataLoaderSource):
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         if state is None or self.is_changed(state):
-            base = 0 if self._replays or self._is_iterable else consumed
+            base = self.begun if self._replays or self._is_iterable else consumed
             state = {"base": base, "workers": [], "birth": None}
         elif not self._loader.in_order:
             warn_once(
@@ -296,7 +312,7 @@ class WorkerSource(_DataLoaderSource):
     def state(self, count: int) -> State:
         """Return the states of the workers when it was last the first one's turn."""
         if self._replays:
-            base, workers = 0, self._states.starts
+            base, workers = self.begun, self._states.starts
         else:
             base = self._states.base(count) if self._loader.in_order else count
             workers = self._states.after(base)
@@ -505,10 +521,13 @@ class Replay:
         """Return the states to restore within the first ``count`` batches."""
         return [note for note in self._notes if note[0] <= count]
 
-    def skip(self, count: int, notes: list[list[Any]]) -> Replay:
-        """Fetch ``count`` batches and forget them, drawing what was drawn when ``notes`` were taken."""
+    def skip(self, count: int, notes: list[list[Any]], *, begun: int = 0) -> Replay:
+        """Fetch batches up to number ``count`` and forget them, drawing what was drawn when ``notes`` were taken.
+
+        ``begun``: the number of the batch before the first one of the loader.
+        """
         states = dict(notes)
-        for number in range(1, count + 1):
+        for number in range(begun + 1, count + 1):
             if number in states:
                 restore_rng_state(states[number])
             next(self._batches, None)

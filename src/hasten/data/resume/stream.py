@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import (
@@ -21,6 +21,7 @@ from torch.utils.data import (
 from hasten._lib.rank_zero import warn_once
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.combined import CombinedLoader, joint_length
+from hasten.data.divided import able_to_go_on
 from hasten.data.loader_parts import (
     ShardSampler,
     epoch_setters,
@@ -109,7 +110,8 @@ class Stream:
     @property
     def length(self) -> int | None:
         """The length of the loader in batches; None if it has none."""
-        return length_of(self.loader) if self._rest is None else len(self._rest.batches)
+        batches = None if self._rest is None else self._rest.batches
+        return length_of(self.loader) if batches is None else len(batches)
 
     @property
     def certain_length(self) -> int | None:
@@ -239,7 +241,7 @@ class Stream:
         else:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
-            self._source.rest = None if self._rest is None else self._rest.batches
+            self._source.continue_with(self._rest)
             rest = _RestOfEpoch(self._source, self._generators, self._watch)
             rest.load_state_dict(state)
             iterator, self._start = rest.batches, rest.start
@@ -353,6 +355,8 @@ class Stream:
             return {**state, "rebuild": False, "source": {}} if moved else state
         done = state["consumed"] - again
         try:
+            if moved and (state["source"] or {}).get("notes"):
+                raise NotKnown("its random numbers come from a generator that training draws from, too")
             self._rest = rest_of(state.get("order"), self.loader, done, self._as_begun, moved=moved)
         except NotKnown as why:
             if moved:
@@ -365,6 +369,9 @@ class Stream:
             )
             return state
         rest = self._rest
+        if rest is not None and rest.goes_on is not None:
+            self.loader = able_to_go_on(cast("DataLoader[Any]", self.loader))
+            self._source = self._source_of(self.loader)
         if rest is None or rest.state is state["order"]:
             return state
         kept = {name: state[name] for name in ("epoch", "generators")}
@@ -447,6 +454,7 @@ class Stream:
             self._start["generators"] = begun.end_before["generators"]
             return begun.batches
         try:
+            self._source.continue_with(None)
             return self._source.open()
         except Exception as error:
             self._explain(error, 1)

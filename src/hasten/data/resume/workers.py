@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from hasten.data.loader_parts import has_state
+from hasten.data.loader_parts import has_state, state_between
 from hasten.seed import collect_rng_state, generator_state, numpy_state, restore_rng_state
 
 State = dict[str, Any]
@@ -149,7 +149,7 @@ def _observe(dataset: Any, *, ended: bool) -> None:
             return iter(())
         state = {"rng": collect_rng_state(cuda=False)}
         if has_state(self):
-            state["dataset"] = copy.deepcopy(self.state_dict())
+            state["dataset"] = copy.deepcopy(state_between(self))
         _to_send["start"] = state
         return iter(kind.__iter__(self))
 
