@@ -42,10 +42,11 @@ def run_python(
     )
 
 
-def start_python(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+def start_python(*words: str | Path, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
     """Start ``python WORDS...`` with one thread; its output and errors come together in ``stdout``."""
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
+        cwd=cwd,
         env=environment_of_python() | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

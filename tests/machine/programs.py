@@ -48,7 +48,7 @@ def train(run: Runtime, mode: str, folder: str) -> None:
 
 
 def misbehave(mode: str, rank: int) -> None:
-    """Do what ``mode`` describes: "rank1 dies", "rank1 exits", "rank0 raises", or "rank1 exits, others sleep"."""
+    """Do what ``mode`` describes: "rank1 dies", "rank0 leaves", "rank0 raises", or "rank1 exits, others sleep"."""
     if mode.endswith("others sleep") and not mode.startswith(f"rank{rank}"):
         time.sleep(600)
     if not mode.startswith(f"rank{rank} "):
@@ -57,6 +57,8 @@ def misbehave(mode: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if "exits" in mode:
         os._exit(3)
+    if "leaves" in mode:
+        sys.exit(0)
     if "raises" in mode:
         raise KeyError("a mistake of the user's")
 
@@ -69,6 +71,9 @@ def train_here(mode: str, folder: str) -> None:
 
 def main() -> None:
     strategy, mode, folder = sys.argv[1:4]
+    folder = os.path.abspath(folder)
+    # The other processes find the same folder nevertheless.
+    os.chdir("/")
     run = runtime(accelerator="cpu", devices=2, strategy=strategy)
     run.launch(train, run, mode, folder)
 

@@ -22,7 +22,7 @@ SECONDS = 120  # Far more than any of it takes, on a loaded machine too.
 
 
 def start(strategy: str, mode: str, folder: Path) -> subprocess.Popen[str]:
-    return start_python(PROGRAM, strategy, mode, folder)
+    return start_python(PROGRAM, strategy, mode, ".", cwd=folder)
 
 
 def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
@@ -64,6 +64,7 @@ def wait_for(*files: Path) -> None:
         ("rank1 dies", "the process of rank 1 was killed by SIGKILL"),
         ("rank1 exits, others sleep", "the process of rank 1 ended with exit code 3"),
         ("rank0 raises", 'KeyError: "a mistake of the user\'s"'),
+        ("rank0 leaves", "the process of rank 1 was still in a run or a barrier"),
     ],
 )
 def test_a_lost_process_ends_the_run_and_is_named(mode: str, said: str, tmp_path: Path) -> None:

@@ -163,11 +163,18 @@ class _ExternalCluster(_FromVariables):
             )
 
 
+# Set by `hasten launch`, which starts processes as torchrun does, to its own name.
+LAUNCHER_VARIABLE = "HASTEN_LAUNCHER"
+
+
 class TorchElasticEnvironment(_ExternalCluster):
-    """Processes started by ``torchrun``."""
+    """Processes started by ``torchrun`` or ``hasten launch``."""
 
     _world_size, _global_rank, _node_rank = "WORLD_SIZE", "RANK", ("GROUP_RANK",)
-    _launcher = "torchrun"
+
+    @property
+    def _launcher(self) -> str:  # type: ignore[override]
+        return os.environ.get(LAUNCHER_VARIABLE, "torchrun")
 
     @property
     def main_port(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import by_kind, map_leaves, map_tensors
+from hasten.machine.rendezvous import store_of_this_attempt
 
 if TYPE_CHECKING:
     from hasten.types import Group, ReduceOperation, Tensors
@@ -262,6 +263,8 @@ def join(
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed: use devices=1.")
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
+    if store is None:
+        store = store_of_this_attempt(rank, world_size, timeout)
     if store is not None:
         options["store"] = store
     if device.type == "cuda" and "nccl" in backend:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,12 +23,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed
 
+from hasten._lib import FOLDER_AT_IMPORT
 from hasten.machine import collectives
-from hasten.machine.cluster import ClusterEnvironment
+from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment
 from hasten.machine.host import usable_cores
 
-# Set in the processes started here: the id of the one that started them, the pipe on which such a process reports that
-# its program has ended, and the address of the store.
+# Set in the processes started here: the id of the one that started them, the pipe on which such a process reports its
+# calls of `Launcher.launch` and the end of its program, and the address of the store.
 _PARENT, _END_PIPE, _STORE = "HASTEN_PARENT_PID", "HASTEN_END_PIPE", "HASTEN_STORE"
 
 # How long the first process may take to fail with its own traceback after another one died.
@@ -78,10 +80,20 @@ def join_external(run: Run[T], cluster: ClusterEnvironment) -> T:
 
         end_when(wait_for_parent)
         if (pipe := os.environ.pop(_END_PIPE, None)) is not None:
+            _calls.pipe = int(pipe)
             # Registered before the process joins a group, so it is called after the group was left.
-            atexit.register(os.write, int(pipe), b".")
+            atexit.register(_calls.report, _PROGRAM_ENDS)
         if _STORE in os.environ:
             store = connect_store(os.environ[_STORE])
+    elif TorchElasticEnvironment.detect():
+        # Without its agent, nothing would ever end this process.
+        agent = os.getppid()
+
+        def wait_for_agent() -> None:
+            while os.getppid() == agent:
+                time.sleep(0.2)
+
+        end_when(wait_for_agent)
     if store is None:
         _set_main_address(cluster)
     return run(None, store)
@@ -166,15 +178,67 @@ def command_of_this_program() -> list[str]:
     spec, file = getattr(__main__, "__spec__", None), getattr(__main__, "__file__", None)
     if spec is not None:
         return [*python, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
-    if file is not None and os.path.exists(file):
-        # Absolute: the program may have changed its working directory.
-        return [*python, os.path.abspath(file), *sys.argv[1:]]
+    if file is not None:
+        path = os.path.abspath(os.path.join(folder_of_this_program() or "", file))
+        if os.path.exists(path):
+            return [*python, path, *sys.argv[1:]]
     if "-c" in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1:]]
     raise RuntimeError(
         "strategy='ddp' runs the program again for each process, and an interactive session cannot be run "
         "again. Use strategy='ddp_notebook' here."
     )
+
+
+def folder_of_this_program() -> str | None:
+    """Return the working directory in which this program was started, for relative arguments; None if unknown."""
+    import __main__
+
+    file = getattr(__main__, "__file__", None) or ""
+    if file not in sys.orig_argv:
+        # Python has put the working directory before the relative path on the command line.
+        for word in sys.orig_argv[1:]:
+            if word and os.path.isabs(file) and file.endswith(os.sep + word):
+                return file.removesuffix(word)
+    return FOLDER_AT_IMPORT or None
+
+
+# What a process reports to the one that started it.
+_CALL_BEGINS, _CALL_ENDS, _PROGRAM_ENDS = b"+-."
+
+
+class _Calls:
+    """The calls of this program that all processes make together, such as ``fit`` and ``barrier``."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        # Whether an exception has ended the last one.
+        self.was_left = False
+        self.pipe: int | None = None
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Report the begin and the end of a call."""
+        self.begun, self.was_left = self.begun + 1, False
+        self.report(_CALL_BEGINS)
+        try:
+            yield
+        except BaseException:
+            self.was_left = True
+            raise
+        finally:
+            self.report(_CALL_ENDS)
+
+    def report(self, sign: int) -> None:
+        """Send a sign to the process that started this one."""
+        if self.pipe is not None:
+            with suppress(OSError):  # It is gone, or does not read.
+                os.write(self.pipe, bytes([sign]))
+
+
+_calls = _Calls()
+# A context for a call that all processes make together.
+joint_call = _calls.one
 
 
 class _Children:
@@ -193,15 +257,20 @@ class _Children:
         self._seen, self._ended = threading.Event(), threading.Event()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._end_pipes: dict[int, int] = {}
-        command = command_of_this_program()
+        self._reports: dict[int, Counter[int]] = {}
+        # What follows is counted in all processes.
+        _calls.begun = 0
+        # The program may have changed its working directory, and will do so again.
+        command, folder = command_of_this_program(), folder_of_this_program()
         common = {**os.environ, **environment, _PARENT: str(os.getpid())}
         for local_rank in range(1, num_processes):
             own, passed = {**common, "LOCAL_RANK": str(local_rank)}, []
             if os.name == "posix":  # Windows does not inherit pipes.
                 self._end_pipes[local_rank], writes = os.pipe()
-                os.set_blocking(self._end_pipes[local_rank], False)
+                for end in (self._end_pipes[local_rank], writes):
+                    os.set_blocking(end, False)
                 own[_END_PIPE], passed = str(writes), [writes]
-            self._processes[local_rank] = subprocess.Popen(command, env=own, pass_fds=passed)
+            self._processes[local_rank] = subprocess.Popen(command, env=own, pass_fds=passed, cwd=folder)
             for pipe in passed:
                 os.close(pipe)
         atexit.register(self.end)
@@ -210,12 +279,30 @@ class _Children:
     def _code(self, local_rank: int) -> int | None:
         """Return the exit code of a process; None while it runs."""
         code = self._processes[local_rank].poll()
-        if code in (-signal.SIGABRT, -signal.SIGSEGV) and local_rank in self._end_pipes:
+        reported = self._reported(local_rank)
+        if code in (-signal.SIGABRT, -signal.SIGSEGV) and reported[_PROGRAM_ENDS]:
             # Threads of a communication library may abort a process that has finished and unloads the library.
-            with suppress(BlockingIOError):
-                if os.read(self._end_pipes[local_rank], 1):
-                    self._processes[local_rank].returncode = code = 0
+            self._processes[local_rank].returncode = code = 0
         return code
+
+    def _reported(self, local_rank: int) -> Counter[int]:
+        """Return how often a process has reported what."""
+        reported = self._reports.setdefault(local_rank, Counter())
+        if (pipe := self._end_pipes.get(local_rank)) is not None:
+            with suppress(BlockingIOError):
+                reported.update(os.read(pipe, 1 << 16))
+        return reported
+
+    def _abandoned(self) -> int | None:
+        """Return the local rank of a process in a call that this one has left or never made; None if there is none."""
+        for local_rank, process in self._processes.items():
+            reported = self._reported(local_rank)
+            begun = reported[_CALL_BEGINS]
+            # In a call that this process has completed, it may have its own work to do, such as writing files.
+            is_inside = begun > reported[_CALL_ENDS] and (_calls.was_left or begun > _calls.begun)
+            if is_inside and process.poll() is None:
+                return local_rank
+        return None
 
     def why_dead(self) -> str | None:
         """Return which process died and how; None if none does within ``GRACE_SECONDS``."""
@@ -249,7 +336,12 @@ class _Children:
         """Wait for the others to end, stop those that do not, and fail if one of them has failed."""
         failed = self._dead is not None or getattr(sys, "last_value", None) is not None
         deadline = time.monotonic() + (0.5 if failed else _END_SECONDS)
+        began, abandoned = time.monotonic(), None
         while time.monotonic() < deadline and any(p.poll() is None for p in self._processes.values()):
+            if time.monotonic() - began > GRACE_SECONDS and not _leaving:
+                abandoned = self._abandoned()
+                if abandoned is not None:
+                    break
             time.sleep(0.05)
         self._ended.set()
         codes = {self._first_rank + local_rank: self._code(local_rank) for local_rank in self._processes}
@@ -258,6 +350,13 @@ class _Children:
         rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
         if code:
             text = describe_death(rank, code)
+        elif abandoned is not None:
+            code = 1
+            text = (
+                f"the process of rank {self._first_rank + abandoned} was still in a run or a barrier when the "
+                f"program of rank {self._first_rank} had ended, and was stopped. All ranks have to make the same "
+                "calls. To end training early, set trainer.should_stop = True."
+            )
         elif late is not None and not failed:
             # It was stopped while working, so the run has failed.
             code = 1

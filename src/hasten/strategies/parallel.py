@@ -16,7 +16,13 @@ from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import agreement, collectives, watchdog
 from hasten.machine.cluster import LightningEnvironment
-from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program, print_while_waiting
+from hasten.machine.launch import (
+    Launcher,
+    RunScriptAgain,
+    command_of_this_program,
+    joint_call,
+    print_while_waiting,
+)
 from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
@@ -155,7 +161,8 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             collectives.before_leaving(agreement.announce_leaving)
         watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
-        return function(*args, **kwargs)
+        with joint_call():
+            return function(*args, **kwargs)
 
     def _notice(self, store: Any) -> AbstractContextManager[Any]:
         """Return a context that prints which other machines this one waits for."""
@@ -180,13 +187,16 @@ class ParallelStrategy(Strategy):
         return collectives.all_gather(tensor, device=device, group=group, sync_grads=sync_grads)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return collectives.broadcast(obj, src, device=self._collective_device)
+        with joint_call():
+            return collectives.broadcast(obj, src, device=self._collective_device)
 
     def barrier(self, name: str | None = None) -> None:
-        collectives.barrier(self._collective_device)
+        with joint_call():
+            collectives.barrier(self._collective_device)
 
     def gather_objects(self, obj: T) -> list[T]:
-        return collectives.gather_objects(obj)
+        with joint_call():
+            return collectives.gather_objects(obj)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         flag = torch.tensor(int(decision))

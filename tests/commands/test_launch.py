@@ -1,0 +1,106 @@
+"""``hasten launch`` starts programs in several processes, and restarts them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.programs import ROOT, run_python, start_python
+
+from hasten.commands import main
+
+RESTARTS = ROOT / "benchmarks" / "restarts.py"
+
+PROGRAM = """
+import os, signal, sys
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+if os.environ["RANK"] == "1":
+    if sys.argv[1] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "name a program: hasten launch train.py"),
+        ("nowhere.py", "no file 'nowhere.py'"),
+        ("-m no_such_module", "-m no_such_module: not found"),
+        ("--nodes 2 x.py", "2 machines need a place to meet: add --rdzv HOST:PORT"),
+        ("--nodes 2 --rdzv host:port x.py", "--rdzv host:port: use HOST:PORT, such as node1:29400."),
+        ("--nodes 2 --rdzv host:0 x.py", "--rdzv host:0: use HOST:PORT"),
+        ("--nodes 2:1 x.py", "'1' is not a whole number of at least 2."),
+        ("--nodes two x.py", "'two' is not a whole number of at least 1."),
+        ("--min-nodes 3 --max-nodes 2 x.py", "--min-nodes 3 is more than the 2 of --max-nodes."),
+        ("--min-nodes 2 x.py", "--min-nodes 2: name --max-nodes, too."),
+        ("--max-nodes 2 x.py", "--max-nodes 2: name --min-nodes, too, or write --nodes 2."),
+        ("--nodes 2 --max-nodes 3 x.py", "--nodes 2 and --max-nodes 3 contradict each other."),
+        ("--nnodes=1:2 --min-nodes 1 x.py", "--nodes 1:2 says it all."),
+        ("--standalone --nnodes=2 x.py", "--standalone is for one machine, not 2."),
+        ("--procs 0 x.py", "'0': use a whole number of at least 1, auto, gpu or cpu."),
+        ("--restarts -1 x.py", "'-1' is not a whole number of at least 0."),
+        ("--restart 3 x.py", "unknown option --restart. Did you mean '--restarts'?"),
+        ("--master_addr host x.py", "machines meet at --rdzv HOST:PORT here"),
+        ("--rdzv-backend=etcd x.py", "torchrun has other ways"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *arguments.split()])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_may_be_spelled_as_torchrun_spells_them_and_exit_codes_are_the_program_s(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    def launch(*words: str) -> tuple[int, str, str]:
+        done = run_python("-m", "hasten", "launch", *words, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
+
+    code, printed, _ = launch("--nproc_per_node=2", "--nnodes", "1", "--log_dir", "logs", "program.py", "0", "--nodes")
+    assert code == 0
+    assert "0 2 ['0', '--nodes']" in printed
+    written = sorted(path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/stdout.log"))
+    assert written == ["0 2 ['0', '--nodes']\n", "1 2 ['0', '--nodes']\n"]
+
+    code, _, said = launch("--procs", "2", "-m", "program", "3")
+    assert code == 3
+    assert "hasten launch: the process of rank 1 ended with exit code 3" in said
+
+    code, _, said = launch("--procs", "2", "--restarts", "1", "program.py", "die")
+    assert code == 137
+    assert "hasten launch: restart 1 of 1, with 2 processes." in said
+    assert "the process of rank 1 was killed by SIGKILL" in said
+
+
+def test_restarted_runs_end_with_the_same_weights_under_both_launchers(tmp_path: Path) -> None:
+    launchers = {
+        "hasten": ("hasten", "launch", "--procs=2", "--restarts=1"),
+        "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"),
+    }
+    runs = {}
+    for number, (name, words) in enumerate(launchers.items()):
+        (tmp_path / name).mkdir()
+        # Different processes are killed, at different steps.
+        killed = (str(number), str(5 + 3 * number))
+        runs[name] = start_python("-m", *words, RESTARTS, "--worker", tmp_path / name, *killed)
+    for name, run in runs.items():
+        try:
+            output, _ = run.communicate(timeout=150)
+        finally:
+            run.kill()
+        assert run.returncode == 0, output
+        assert (tmp_path / name / "killed").exists()
+    digests = [(tmp_path / name / "digest").read_text() for name in launchers]
+    assert digests[0] == digests[1]
+
+
+def test_help_fits_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["hasten"])
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 105
