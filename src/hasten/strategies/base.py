@@ -183,6 +183,18 @@ class Strategy(ABC):
 
         """
 
+    def stay_alone(self) -> None:
+        """Work in a process whose group does not exist: start none, and compare nothing with others (``hasten plan``).
+
+        Raises:
+            ValueError: the strategy cannot.
+
+        """
+        raise ValueError(
+            f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data. Plan with "
+            "strategy='fsdp2', 'ddp_sharded' or 'ddp', or ModelParallelStrategy."
+        )
+
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
         """Return the context in which modules are made; None for the device of this process."""
         return None

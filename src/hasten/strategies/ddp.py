@@ -234,6 +234,31 @@ class DDPStrategy(ParallelStrategy):
         name = "ddp_sharded" if shard_optimizer else "ddp"
         self.name = name if start_method == "popen" else f"{name}_{start_method}"
 
+    def stay_alone(self) -> None:
+        self.start_alone()
+
+    def exchange_with(self, hook: Callable[..., Any]) -> float | None:
+        """Have DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
+
+        Returns:
+            the size of a bucket in MiB; None for torch's.
+
+        Raises:
+            ValueError: the user has given a hook.
+
+        """
+        if self._comm_hook is not None:
+            raise ValueError(
+                "DDPStrategy(ddp_comm_hook=...): what it sends is not known before it runs. Plan without it."
+            )
+        # These two read tensors, to find out which gradients to wait for.
+        reads = ("find_unused_parameters", "static_graph")
+        self._ddp_kwargs = {name: value for name, value in self._ddp_kwargs.items() if name not in reads}
+        self._ddp_kwargs["init_sync"] = False
+        self._comm_hook = hook
+        cap: float | None = self._ddp_kwargs.get("bucket_cap_mb")
+        return cap
+
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return ``module`` in DistributedDataParallel, or itself if it has nothing to train."""
         self.model = module

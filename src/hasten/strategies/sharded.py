@@ -96,6 +96,14 @@ class ShardedStrategy(ParallelStrategy):
     def divide(self, module: nn.Module) -> None:
         """Replace parameters of ``module`` by this process's shards."""
 
+    def stay_alone(self) -> None:
+        own: Any = self
+        self.start_alone()
+        # The first process would draw the values, and send the state of its random generators.
+        own._fill = lambda module, stored: module.to_empty(device=self._device_of_shards)
+        own._equal_generators = lambda: None
+        own.check_batch = lambda batch: None
+
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
         # A whole model may not fit on the device.

@@ -40,6 +40,9 @@ class SingleDeviceStrategy(Strategy):
         devices = devices if self._device is None else [self._device]
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
 
+    def stay_alone(self) -> None:
+        """Do nothing: there is one process."""
+
     def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
         if self.accelerator is not None:
             self.accelerator.setup_device(self.root_device)

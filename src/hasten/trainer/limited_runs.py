@@ -160,6 +160,28 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
     run.averages.resume_with(None)
 
 
+def redirect_fit(self: Trainer, take: Callable[[Run], None], body: Callable[[Run], None]) -> None:
+    """Have the calls of ``fit`` of this Trainer run ``body`` in place of the loop, without a checkpoint.
+
+    Args:
+        take: called with the run before it is prepared.
+        body: called with the run when it is prepared.
+
+    """
+    own: Any = self
+    call, make_run = self._call, self._make_run
+
+    def call_with_body(fn: Any, module: Any, datamodule: Any, given: Any, *_: Any) -> None:
+        call(fn, module, datamodule, given, None, None, body)
+
+    def make_and_take(*args: Any, **kwargs: Any) -> Run:
+        run = make_run(*args, **kwargs)
+        take(run)
+        return run
+
+    own._call, own._make_run = call_with_body, make_and_take
+
+
 @contextmanager
 def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: Any) -> Iterator[SavedObjects]:
     """Take callbacks and loggers off, and restore Trainer, module, data and random numbers afterwards.

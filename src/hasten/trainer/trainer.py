@@ -468,6 +468,7 @@ class Trainer(TrainerView):
     # To try something out.
     prepared_run = limited_runs.prepared_run
     limited_run = limited_runs.limited_run
+    redirect_fit = limited_runs.redirect_fit
 
     # -- one call, from beginning to end
 

@@ -1,0 +1,150 @@
+"""Plan the first ``Trainer.fit`` of a program, instead of running it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from hasten.fabric import Fabric
+from hasten.machine.cluster import ClusterEnvironment
+from hasten.plan.planner import BUDGET_SECONDS, PlanError, Variants, plan_variants
+from hasten.plan.report import FitPlan
+from hasten.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan; None for what the program says.
+
+    Args:
+        devices: the number of devices in all.
+        nodes: the number of machines.
+        strategy: its name.
+        tensor_parallel: split layers over as many processes.
+        precision: its name.
+        memory: of a device, in bytes.
+        accelerator: "gpu" or "cpu".
+        budget_seconds: no further change is planned after this time.
+
+    """
+
+    devices: int
+    nodes: int | None = None
+    strategy: str | None = None
+    tensor_parallel: int | None = None
+    precision: str | None = None
+    memory: int | None = None
+    accelerator: str = "gpu"
+    budget_seconds: float = BUDGET_SECONDS
+
+
+class _End(SystemExit):
+    """Ends the program when its fit is planned."""
+
+
+def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
+    """Return the plan of the first ``Trainer.fit`` that a program calls.
+
+    Args:
+        question: what to plan.
+        run: runs the program in this process, which it changes for good; returns its exit code.
+
+    Raises:
+        PlanError: the program cannot be planned.
+        ValueError: an argument does not fit.
+
+    """
+    began = time.monotonic()
+    given: dict[int, dict[str, Any]] = {}
+    found: list[FitPlan | Exception] = []
+    make, fit = Trainer.__init__, Trainer.fit
+
+    # Command lines read the arguments of the Trainer from its signature.
+    @functools.wraps(make)
+    def __init__(trainer: Trainer, *args: Any, **arguments: Any) -> None:  # noqa: N807
+        make(trainer, *args, **_on_this_machine(arguments))
+        given[id(trainer)] = arguments
+
+    @functools.wraps(fit)
+    def plan(trainer: Trainer, model: Any, *args: Any, **arguments: Any) -> NoReturn:
+        strategy = question.strategy or given.get(id(trainer), {}).get("strategy")
+        try:
+            variants = Variants(
+                trainer, question.devices, question.nodes, strategy, question.tensor_parallel, question.precision,
+                question.accelerator,
+            )  # fmt: skip
+            first = functools.partial(fit, trainer, model, *args, **arguments)
+            until = began + question.budget_seconds
+            found.append(plan_variants(trainer, type(model).__name__, variants, first, question.memory, until))
+        except Exception as error:
+            found.append(error)
+        raise _End(0)
+
+    def refuse(what: str) -> Callable[..., NoReturn]:
+        def refused(*_: Any, **__: Any) -> NoReturn:
+            found.append(PlanError(what))
+            raise _End(1)
+
+        return refused
+
+    setattr(Trainer, "__init__", __init__)  # noqa: B010
+    setattr(Trainer, "fit", plan)  # noqa: B010
+    setattr(Trainer, "prepared_run", refuse("it searches with a Tuner before Trainer.fit. Leave that out for a plan."))  # noqa: B010
+    for name in ("setup", "setup_module"):
+        setattr(
+            Fabric, name, refuse(f"it keeps its own loop (Fabric.{name}), and a plan follows Trainer.fit. {_FABRIC}")
+        )
+    try:
+        code = run()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    if not found:
+        raise PlanError(f"the program ended with code {code} before it called Trainer.fit: there is nothing to plan.")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+_FABRIC = "Put the model and its loss into a LightningModule: its needs are the same."
+
+
+def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer for one CPU, on which nothing is written and shown."""
+    changed = {
+        **arguments,
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": 1,
+        "strategy": "auto",
+        "plugins": _without_cluster(arguments.get("plugins")),
+        "speed": None,
+        "compile": None,
+        "fast_dev_run": False,
+        "profiler": None,
+        "max_time": None,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+        # Programs that evaluate before they train must not take long about it.
+        changed[name] = 0 if arguments.get(name) == 0 else 1
+    if arguments.get("batch_size") == "auto":
+        changed["batch_size"] = None
+    if arguments.get("barebones"):
+        changed["barebones"] = False
+    if arguments.get("logger") is not False:
+        from hasten.loggers.base import DummyLogger
+
+        # The program may write to its logger.
+        changed["logger"] = DummyLogger()
+    return changed
+
+
+def _without_cluster(plugins: Any) -> list[Any]:
+    given = plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]
+    return [plugin for plugin in given if not isinstance(plugin, ClusterEnvironment)]

@@ -1,0 +1,200 @@
+"""``hasten plan``: equal to a run on two processes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.plan import Ledger, PlanError, plan_fit
+from hasten.plan.report import parse_size, size
+from tests.plan import on_two_processes
+from tests.plan.on_two_processes import Transformer, loader, trainer
+from tests.programs import run_python
+
+pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a plan copies this process")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two processes held and sent in a step, by strategy."""
+    file = tmp_path_factory.mktemp("plan") / "found.json"
+    ended = run_python(on_two_processes.__file__, file)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp_sharded", "fsdp2", "tensor parallel"])
+def test_a_plan_equals_a_run_of_two_processes(name: str, real: dict[str, Any]) -> None:
+    strategy = on_two_processes.strategies()[name]
+    # On the CPU, where the run took place: on GPUs an optimizer steps all parameters together.
+    plan = plan_fit(trainer(devices=1), Transformer(), loader(), devices=2, strategy=strategy, accelerator="cpu")
+    planned, found = plan.measured, real[name]
+    assert {name: list(shape) for name, shape in planned.shards.items()} == found["shards"]
+    assert {name: list(sent) for name, sent in planned.sent.items()} == found["sent"]
+    assert planned.peak == pytest.approx(found["peak"], rel=0.1)
+
+
+def test_a_plan_leaves_the_process_as_it_was() -> None:
+    model, one = Transformer(), trainer(devices=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan_fit(one, model, loader(), devices=64, strategy="fsdp2")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not torch.distributed.is_initialized()
+    assert one.world_size == 1
+
+
+def test_shards_of_many_devices() -> None:
+    found = plan_fit(trainer(devices=1), Transformer(), loader(), devices=64, strategy="fsdp2").measured
+    # The first dimension of each parameter in 64 parts, rounded up.
+    model = Transformer()
+    assert found.shards == {
+        name: (-(-value.shape[0] // 64), *value.shape[1:]) for name, value in model.named_parameters()
+    }
+    assert found.parameters == sum(value.numel() for value in model.parameters())
+    assert found.weights == 4 * found.local_elements
+    # AdamW has two numbers an element, and one count a parameter.
+    assert found.optimizer == 2 * found.weights + 4 * len(found.shards)
+
+
+class _Layers(L.LightningModule):
+    """Layers whose weights are much larger than their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def _rows() -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(512, 512), batch_size=128)  # type: ignore[arg-type]
+
+
+def test_accumulation_sends_gradients_once() -> None:
+    one = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, strategy="ddp").measured
+    three = trainer(devices=1, accumulate_grad_batches=3)
+    several = plan_fit(three, _Layers(), _rows(), devices=8, strategy="ddp").measured
+    assert one.sent["all-reduce"] == several.sent["all-reduce"]
+
+
+def test_changes_that_make_it_fit() -> None:
+    whole = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, strategy="ddp").measured
+    memory = int(whole.peak * 0.95 / 0.9)
+    plan = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, strategy="ddp", memory_bytes=memory)
+    assert plan.fits is False
+    found = {change.line: change for change in plan.changes}
+    smaller = found["strategy='fsdp2'"].measured
+    assert smaller is not None
+    assert smaller.fits(memory)
+    half = found["half the batch, twice the accumulation"].measured
+    assert half is not None
+    assert half.peak <= whole.peak
+    assert half.sent == whole.sent
+    assert "has no repeated blocks" in found["Trainer(memory='full')"].reason
+    text = plan.table()
+    assert "does not fit into 90%" in text
+    assert "One change that makes it fit:\n  strategy='fsdp2'" in text
+    assert "memory='full'" not in text
+
+
+class _Reads(Transformer):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if loss.item() > 100:
+            raise RuntimeError
+        return loss
+
+
+class _Selects(Transformer):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        embedded = self.embedding(batch)
+        return embedded[embedded > 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(_Reads, "(if loss.item() > 100:) reads the value of a tensor"), (_Selects, "computes a shape from values")],
+)
+def test_a_step_that_needs_values_is_refused_with_its_line(model: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=r"test_plan\.py:") as refused:
+        plan_fit(trainer(devices=1), model(), loader(), devices=8, strategy="ddp")
+    assert said in str(refused.value)
+
+
+class _Manual(L.LightningModule):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer, layer in zip(self.optimizers(), (self.first, self.second), strict=True):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (self.first, self.second)]
+
+
+def test_manual_optimization_with_two_optimizers() -> None:
+    data = DataLoader(torch.randn(16, 8), batch_size=4)  # type: ignore[arg-type]
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    one = L.Trainer(accelerator="cpu", max_steps=2, enable_model_summary=False, **off)  # type: ignore[arg-type]
+    found = plan_fit(one, _Manual(), data, devices=4, strategy="fsdp2").measured
+    assert found.optimizer == found.weights
+    assert found.sent["reduce-scatter"][0] == 2
+
+
+def test_the_command(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from tests.plan.on_two_processes import *\n"
+        "assert sys.argv[1:] == ['--size', '1']\n"
+        "trainer(devices=8, strategy='ddp', precision='bf16-mixed').fit(Transformer(), loader())\n"
+        "raise SystemExit('the program went on')\n",
+        encoding="utf-8",
+    )
+    file = tmp_path / "plan.json"
+    options = ("--devices", "16", "--memory", "80GB", "--json", file)
+    ended = run_python("-m", "hasten", "plan", *options, program, "--size", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert "Transformer on 16 devices of 2 machines\nstrategy 'ddp', precision 'bf16-mixed'" in ended.stdout
+    assert "fits into 90% of 80 GB" in ended.stdout
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["fits"] is True
+    assert found["measured"]["sent"]["all-reduce"][1] == 4 * found["measured"]["parameters"]
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("80GB", "40 GiB", "1.5tb")] == [80 * 10**9, 40 * 2**30, 1_500 * 10**9]
+    assert [size(count) for count in (0, 999, 1000, 2_340_000_000)] == ["0 B", "999 B", "1 KB", "2.34 GB"]
+    for wrong in ("80", "GB", "-1GB", "many"):
+        with pytest.raises(ValueError, match="write a size with its unit"):
+            parse_size(wrong)
+
+
+def test_the_ledger_follows_real_tensors() -> None:
+    with Ledger() as ledger:
+        kept = torch.zeros(100)
+        view = kept[:50]
+        other = torch.zeros(1000)
+        del other
+    assert (ledger.live, ledger.peak.total) == (400, 4400)
+    assert view.numel() == 50
