@@ -3,6 +3,7 @@
 # make lint   lint and types only
 # make bench  the overhead of a step against the hand-written loop
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
+# make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
 # make peers  compare larger programs under Lightning (.venv-peers) and under hasten
 #
 # The environment is created in .venv from constraints.txt, and renewed when that file or pyproject.toml changes. For
@@ -12,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
 PACKAGES ?= .venv-packages
+DEEPSPEED ?= .venv-deepspeed
 ARGS ?=
 # Test processes that run side by side, with one thread each.
 JOBS ?= 2
@@ -21,7 +23,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench peers packages clean
+.PHONY: help env demo test lint bench deepspeed peers packages clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -59,6 +61,18 @@ test: lint
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
+deepspeed: $(DEEPSPEED)/.installed
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/extensions \
+		PATH="$(abspath $(DEEPSPEED))/bin:$$PATH" $(DEEPSPEED)/bin/python -m pytest -n 0 tests/strategies/test_deepspeed.py $(ARGS)
+
+# DeepSpeed is built here, with the torch that is installed; its extensions when they are first used.
+$(DEEPSPEED)/.installed: pyproject.toml constraints.txt tests/strategies/deepspeed_requirements.txt
+	test -x $(DEEPSPEED)/bin/python || $(PYTHON) -m venv $(DEEPSPEED)
+	$(DEEPSPEED)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--no-build-isolation --requirement tests/strategies/deepspeed_requirements.txt
+	@touch $@
+
 peers: $(STAMP) $(PEERS)/.installed
 	OMP_NUM_THREADS=1 HASTEN_PEER_PYTHON=$(abspath $(PEERS))/bin/python \
 		$(BIN)/python -m pytest tests/peers $(ARGS)
@@ -82,4 +96,4 @@ $(PACKAGES)/.installed: tests/packages/requirements.txt constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(PACKAGES) .mypy_cache .pytest_cache .ruff_cache hasten-demo
+	rm -rf $(VENV) $(DEEPSPEED) $(PEERS) $(PACKAGES) .mypy_cache .pytest_cache .ruff_cache hasten-demo

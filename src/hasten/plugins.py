@@ -11,6 +11,7 @@ from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
 from hasten.machine.cluster import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from hasten.precision import (
     BitsandbytesPrecision,
+    DeepSpeedPrecision,
     DoublePrecision,
     Float8Precision,
     FSDPPrecision,
@@ -37,7 +38,6 @@ def _absent(name: str, base: type, instead: str) -> Any:
     return absent(name, base, home="hasten.plugins", instead=instead)
 
 
-DeepSpeedPrecision = _absent("DeepSpeedPrecision", Precision, _NUMBERS)
 KubeflowEnvironment = _absent("KubeflowEnvironment", ClusterEnvironment, _TORCHRUN)
 LSFEnvironment = _absent("LSFEnvironment", ClusterEnvironment, _TORCHRUN)
 LayerSync = _absent("LayerSync", ABC, "Use Trainer(sync_batchnorm=True).")

@@ -22,6 +22,7 @@ from hasten.precision.transformer_engine import TransformerEnginePrecision
 from hasten.runtime import Runtime
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.deepspeed import DeepSpeedStrategy
 from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
@@ -58,13 +59,25 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 _SINGLE_DEVICE = "single_device"
 # Names of strategies that shard parameters: the arguments of FSDPStrategy.
 SHARDED: dict[str, dict[str, Any]] = {"fsdp": {}, "fsdp2": {}, "fsdp_cpu_offload": {"cpu_offload": True}}
+# Names of the stages of DeepSpeed: the arguments of DeepSpeedStrategy.
+_ON_HOST = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+_ON_DISK = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "deepspeed": {},
+    "deepspeed_stage_1": {"stage": 1},
+    "deepspeed_stage_1_offload": {"stage": 1, "offload_optimizer": True},
+    "deepspeed_stage_2": {"stage": 2},
+    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_stage_3": {"stage": 3},
+    "deepspeed_stage_3_offload": _ON_HOST,
+    "deepspeed_stage_3_offload_nvme": {**_ON_HOST, **_ON_DISK},
+}
 _MODEL_PARALLEL = "To split layers, pass ModelParallelStrategy(plan='auto') of hasten.strategies."
 # A part of a strategy's name in other libraries, and what to write here; the first that fits.
 _ELSEWHERE = {
     "stage_3": "What divides parameters is 'fsdp'.",
     "zero3": "What divides parameters is 'fsdp'.",
     "zero": "What divides optimizer states is 'ddp_sharded'.",
-    "deepspeed": "What divides optimizer states is 'ddp_sharded'; what divides parameters, too, is 'fsdp'.",
     "model_parallel": _MODEL_PARALLEL,
     "tensor_parallel": _MODEL_PARALLEL,
 }
@@ -229,8 +242,10 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
         chosen = DDPStrategy(start_method=start_method, **options)
     elif name in SHARDED:
         chosen = FSDPStrategy(**SHARDED[name])
+    elif name in DEEPSPEED:
+        chosen = DeepSpeedStrategy(**DEEPSPEED[name])
     elif name:
-        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES, *SHARDED)
+        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES, *SHARDED, *DEEPSPEED)
         listed = _listed(one for one in allowed if "_find_unused" not in one)
         instead = next((f" {advice}" for part, advice in _ELSEWHERE.items() if part in name), "")
         raise ValueError(

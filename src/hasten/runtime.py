@@ -123,7 +123,10 @@ class Runtime:
         # Whether a scaled backward is running; Fabric refuses loss.backward() without scaling.
         self.in_backward = False
         self.unscale: Callable[[Optimizer], None] | None = None if scaler is None else self._unscale
+        own_backward = self.strategy.own_backward()
         self.backward: Callable[..., None] = fast_step.backward if scaler is None else self._scaled_backward
+        if own_backward is not None:
+            self.backward = own_backward
 
     def __getstate__(self) -> dict[str, Any]:
         # Bound functions cannot be pickled; __setstate__ chooses them again.
@@ -254,7 +257,7 @@ class Runtime:
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
         self.strategy.take_optimizer(optimizer)
-        step = self._make_step(optimizer)
+        step = self.strategy.own_step(optimizer) or self._make_step(optimizer)
         if not self.strategy.shards_parameters:
             return step
         reshard = self.strategy.reshard
@@ -306,7 +309,11 @@ class Runtime:
 
     def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return ``zero_grad()`` for ``optimizer``."""
-        zero_grad, strategy = fast_step.make_zero_grad(optimizer), self.strategy
+        strategy = self.strategy
+        if strategy.owns_step:
+            # The engine clears gradients when it has stepped.
+            return _nothing
+        zero_grad = fast_step.make_zero_grad(optimizer)
         if not strategy.shards_parameters:
             return zero_grad
 
@@ -426,6 +433,10 @@ class Runtime:
         self.strategy.teardown()
         self.precision.teardown()
         self.accelerator.teardown()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -143,10 +143,10 @@ def test_what_needs_a_hand_is_listed_and_left(source: str, line: str, message: s
 
 
 def test_a_class_that_cannot_be_made_yet_is_rewritten_and_listed() -> None:
-    source = "from lightning.pytorch.strategies import DeepSpeedStrategy\n"
-    assert migrated(source) == "from hasten.strategies import DeepSpeedStrategy\n"
-    assert by_hand(source) == [(1, "DeepSpeedStrategy can be imported, but not made, in this version of hasten.")]
-    assert by_hand("import lightning as L\nL.pytorch.strategies.DeepSpeedStrategy\n")[0][0] == 2
+    source = "from lightning.fabric.strategies import DataParallelStrategy\n"
+    assert migrated(source) == "from hasten.strategies import DataParallelStrategy\n"
+    assert by_hand(source) == [(1, "DataParallelStrategy can be imported, but not made, in this version of hasten.")]
+    assert by_hand("import lightning as L\nL.fabric.strategies.DataParallelStrategy\n")[0][0] == 2
 
 
 def test_a_command_line_is_rewritten_where_jsonargparse_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,8 +214,7 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("home", "name", "base", "says"),
     [
-        ("strategies", "DeepSpeedStrategy", "ParallelStrategy", "Write strategy='fsdp'"),
-        ("plugins", "DeepSpeedPrecision", "Precision", "Write precision='bf16-mixed'"),
+        ("strategies", "DataParallelStrategy", "ParallelStrategy", "Write strategy='ddp'"),
         ("plugins", "KubeflowEnvironment", "ClusterEnvironment", "Start the program with torchrun"),
         ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),
         ("accelerators", "TPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),

@@ -162,7 +162,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"num_nodes": 1.5}, TypeError, "not float"),
         ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'?"),
         ({"strategy": "fsdb"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
-        ({"strategy": "deepspeed_stage_3"}, ValueError, "What divides parameters is 'fsdp'"),
+        ({"strategy": "deepspeed_stage_4"}, ValueError, "Did you mean 'deepspeed_stage_"),
         ({"strategy": "zero1"}, ValueError, "'ddp_sharded'"),
         ({"strategy": "model_parallel"}, ValueError, "pass ModelParallelStrategy(plan='auto')"),
         ({"strategy": "single_device", "devices": 2}, ValueError, "Use devices=1, or strategy='auto'"),

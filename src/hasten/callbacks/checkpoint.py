@@ -269,6 +269,8 @@ class ModelCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
+        if trainer.strategy.holds_gradients:
+            return  # When the accumulation is complete.
         if not self._due_after_batch(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
         self._source.update_in_training(trainer)

@@ -176,6 +176,11 @@ class BaseFinetuning(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            if trainer.strategy.owns_step:
+                raise MisconfigurationException(
+                    f"{type(self).__name__} and strategy={trainer.strategy.name!r}: the engine steps the parameters "
+                    "that train when it is made. Freeze them for the whole run, or use strategy='ddp' or 'fsdp'."
+                )
             self._restarting = False
             self.freeze_before_training(pl_module)
 

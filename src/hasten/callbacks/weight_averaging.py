@@ -123,6 +123,11 @@ class WeightAveraging(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            if trainer.strategy.owns_step:
+                raise MisconfigurationException(
+                    f"{type(self).__name__} and strategy={trainer.strategy.name!r}: the engine steps copies of the "
+                    "weights that it keeps itself. Use strategy='ddp_sharded' or 'fsdp'."
+                )
             self._average_model, self._loaded, self._trained, self._swapped = None, None, None, False
             self._restarting = False
 

@@ -291,10 +291,11 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
     try:
         module.load_state_dict(dict(state), strict=strict is None or bool(strict))
     except RuntimeError as error:
-        raise RuntimeError(_message(type(module).__name__, state, present, source)) from error
+        raise RuntimeError(describe_misfit(type(module).__name__, state, present, source)) from error
 
 
-def _message(owner: str, state: Mapping[str, Any], present: Mapping[str, Any], source: str) -> str:
+def describe_misfit(owner: str, state: Mapping[str, Any], present: Mapping[str, Any], source: str) -> str:
+    """Return the message for weights of a file that do not fit a module; ``owner`` is its class."""
     mis_shaped = [
         f"{key}: {tuple(value.shape)} in the file, {tuple(present[key].shape)} in the model"
         for key, value in state.items()

@@ -65,8 +65,9 @@ def _joined_value(found: Sequence[Mapping[str, Any]], parts: int) -> State:
     reduce = found[0]["reduce"]
     if reduce in ("max", "min"):
         return {**found[0], "total": max(totals) if reduce == "max" else min(totals)}
-    weight = _sum(entry["weight"] for entry in found)
-    return {**found[0], "total": _sum(totals) / parts, "weight": weight / parts}
+    weights = [entry["weight"] for entry in found]
+    weight = None if any(each is None for each in weights) else _sum(weights) / parts
+    return {**found[0], "total": _sum(totals) / parts, "weight": weight}
 
 
 def _sum(values: Iterable[Any]) -> Any:

@@ -31,6 +31,7 @@ from hasten._lib.files import TEMPORARY, put_in_place, replacing_folder, sync_fo
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import engine
+from hasten.checkpoint.flat import FlatPart
 from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, PLACEHOLDER, SHARDS, is_checkpoint_folder, missing
 from hasten.machine.collectives import joined
@@ -319,7 +320,7 @@ class _Save:
                 prepared = self._prepare(stager)
             except Exception as caught:
                 error = caught
-        sharded = sorted(key for key, tensor in self._tensors.items() if is_sharded(tensor))
+        sharded = sorted(key for key, tensor in self._tensors.items() if _is_part(tensor))
         digest = hashlib.sha256("\n".join(sharded).encode()).hexdigest()
         everything = self._agree(error, (prepared, digest))
         self._prepared = everything[0][0]
@@ -337,7 +338,10 @@ class _Save:
         if is_first:
             self._files.check(self._contents)
         if stager is not None:
-            self._tensors = stager.stage(self._tensors)
+            # Flat parts are copies already.
+            kept = {key: tensor for key, tensor in self._tensors.items() if isinstance(tensor, FlatPart)}
+            others = {key: tensor for key, tensor in self._tensors.items() if key not in kept}
+            self._tensors = {**stager.stage(others), **kept}
             if is_first:
                 self._contents = map_tensors(lambda each: each.detach().to("cpu", copy=True), self._contents)
         return self._target.prepare() if is_first else ""
@@ -389,8 +393,8 @@ class _Save:
 def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return ``contents`` with placeholders for the tensors that are stored beside them, and these tensors.
 
-    That is every DTensor and, in the first process, the tensors of weights and optimizers. Others stay: what restores
-    them expects tensors, and does not read them from a folder.
+    That is every DTensor and flat part and, in the first process, the tensors of weights and optimizers. Others stay:
+    what restores them expects tensors, and does not read them from a folder.
 
     Args:
         contents: the checkpoint.
@@ -404,7 +408,7 @@ def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], 
         if isinstance(value, Tensor):
             seen[place] += 1
             key = place if seen[place] == 1 else f"{place}#{seen[place]}"
-            if is_sharded(value) or (takes_all and _is_plain(value)):
+            if _is_part(value) or (takes_all and _is_plain(value)):
                 tensors[key] = value.detach()
                 return {PLACEHOLDER: key}
             return value
@@ -417,6 +421,11 @@ def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], 
 
     kept = {name: walk(value, str(name), is_first and name in _TENSOR_ENTRIES) for name, value in contents.items()}
     return kept, tensors
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Return whether each process has a part of a tensor."""
+    return is_sharded(tensor) or isinstance(tensor, FlatPart)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -45,7 +45,7 @@ ALTERNATIVES = {
     "pytorch.utilities.argparse": "Use LightningCLI, or build the Trainer yourself: Trainer(**vars(args)).",
     "pytorch.utilities.compile": "Use torch.compile(module), and module._orig_mod for the module inside.",
     "pytorch.utilities.consolidate_checkpoint": "Checkpoints of hasten are whole files: load them as they are.",
-    "pytorch.utilities.deepspeed": "DeepSpeed is not in this version of hasten.",
+    "pytorch.utilities.deepspeed": "A checkpoint folder becomes one file with: hasten consolidate FOLDER.",
     "pytorch.utilities.migration": "Checkpoints of Lightning 2.x are read as they are: pass ckpt_path.",
     "pytorch.utilities.model_registry": _PRODUCT,
     "pytorch.utilities.testing": "It is a helper of Lightning's own tests.",

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
 from hasten._lib.argument_names import refuse_unknown
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.arguments import check_speed
@@ -138,6 +139,8 @@ class Fabric(RuntimeView):
             raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
+        # Of the engine that was made last, where the strategy makes one.
+        self._of_engine: list[Any] = []
         # Parameters that optimizers still have, and the shards that have taken their place. Made when there are some,
         # because it cannot be sent to other processes.
         self._replaced: MutableMapping[Tensor, Tensor] = {}
@@ -262,9 +265,9 @@ class Fabric(RuntimeView):
         self._require_launch("setup")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup")
-        wrapped = self._wrapped_module(module, "setup", move_to_device)
-        # After the module: a precision may have replaced layers.
-        made = self._wrapped_optimizers(optimizers, "setup")
+        wrapped = self._wrapped_module(module, "setup", move_to_device, optimizers)
+        # After the module: a precision may have replaced layers, and an engine has made its own of the optimizer.
+        made = self._wrapped_optimizers(self._of_engine or optimizers, "setup")
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not made:
             return wrapped
@@ -292,6 +295,11 @@ class Fabric(RuntimeView):
 
         """
         self._require_launch("setup_optimizers")
+        if self.strategy.owns_step:
+            raise MisconfigurationException(
+                f"Fabric.setup_optimizers() and strategy={self.strategy.name!r}: the engine is made of a module and "
+                "its optimizer together. Write model, optimizer = fabric.setup(model, optimizer)."
+            )
         if not optimizers:
             raise ValueError("Fabric.setup_optimizers() got no optimizer. Pass at least one.")
         for optimizer in optimizers:
@@ -336,7 +344,9 @@ class Fabric(RuntimeView):
             made.append(FabricDataLoader(ready, self.device if move_to_device else None, group))
         return made[0] if len(made) == 1 else made
 
-    def _wrapped_module(self, module: Any, method: str, move_to_device: bool) -> FabricModule:
+    def _wrapped_module(
+        self, module: Any, method: str, move_to_device: bool, optimizers: Sequence[Optimizer] = ()
+    ) -> FabricModule:
         if not isinstance(module, nn.Module):
             hint = f" Write {module.__name__}()." if isinstance(module, type) else ""
             raise TypeError(
@@ -356,10 +366,12 @@ class Fabric(RuntimeView):
                 self._replaced = self._replaced or WeakTensorKeyDictionary()
                 self._replaced[before[name]] = parameter
         self._runtime.place(original, move=move_to_device)
-        if self._speed.compile is not None and compiled is None:
+        self._modules.append(original)
+        if self.strategy.owns_step:
+            self._make_engine(original, method, optimizers, compiled=compiled is not None)
+        elif self._speed.compile is not None and compiled is None:
             self._compile_in_place(original, self._speed.compile)
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
-        self._modules.append(original)
         if isinstance(original, LightningModule):
             # It logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self
@@ -371,6 +383,19 @@ class Fabric(RuntimeView):
         # One without parameters to train may be that of a process alone.
         if self.world_size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
             same_program.require_same_module(f"Fabric.{method}()", module)
+
+    def _make_engine(self, module: nn.Module, method: str, optimizers: Sequence[Optimizer], *, compiled: bool) -> None:
+        """Make the engine of a strategy that steps itself; without optimizers it only computes forwards."""
+        if compiled or self._speed.compile is not None:
+            raise MisconfigurationException(
+                f"Fabric(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
+            )
+        self._of_engine = []
+        if method != "setup":
+            return
+        self._check_optimizers(optimizers, method)
+        self.strategy.prepare_engine(owner="Fabric", accumulation=None, clip_norm=None)
+        self._of_engine, _ = self.strategy.make_engine(module, list(optimizers), [])
 
     def _set_matmul_precision(self) -> None:
         if self._speed.matmul_precision is not None:
@@ -387,6 +412,14 @@ class Fabric(RuntimeView):
         self._compiled.append(model)
 
     def _wrapped_optimizers(self, optimizers: Sequence[Optimizer], method: str) -> list[FabricOptimizer]:
+        if not self.strategy.owns_step:
+            self._check_optimizers(optimizers, method)
+        made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
+        self._optimizers.extend(made)
+        return made
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer], method: str) -> None:
+        """Check that optimizers train modules that were set up; make them fused where the arguments say so."""
         fused = self._speed.fused_optimizer
         for optimizer in optimizers:
             replace_parameters(optimizer, self._replaced, method)
@@ -397,9 +430,6 @@ class Fabric(RuntimeView):
             if fused is not None:
                 use_fused(optimizer, fused, owner=f"Fabric(fused_optimizer={fused})")
             self.strategy.check_optimizer(optimizer, "Fabric")
-        made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
-        self._optimizers.extend(made)
-        return made
 
     # -- a step
 

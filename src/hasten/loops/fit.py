@@ -168,6 +168,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     several_processes = run.runtime.world_size > 1
     plan, guard, module = _make_plan(run), run.guard, run.module
     step_of_class = module.__class__.training_step
+    # An engine's open accumulation is not in checkpoints: it is completed before the run stops.
+    strategy, completes, asked = run.runtime.strategy, run.runtime.strategy.owns_step, None
 
     if not progress.post_batch_done:
         after_batch(run)
@@ -233,11 +235,11 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         if run.changed or module.__class__.training_step is not step_of_class:
             plan, step_of_class = _make_plan(run), module.__class__.training_step
 
-        if several_processes:
-            if agreed is not None:
-                raise Stopped(agreed)
-        elif stop.signal is not None:
-            raise Stopped(stop.signal)
+        asked = (asked or agreed) if several_processes else stop.signal
+        if completes and strategy.holds_gradients and not is_last:
+            continue
+        if asked is not None:
+            raise Stopped(asked)
         if progress.global_step >= plan.max_steps or (run.should_stop and run.may_stop_early()):
             return
 
@@ -301,7 +303,7 @@ class _EpochPlan:
 def _make_plan(run: Run) -> _EpochPlan:
     run.changed = False
     # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
-    run.keeps_gradients = (
+    run.keeps_gradients = not run.runtime.strategy.owns_step and (
         not run.module.automatic_optimization
         or overrides(run.module, LightningModule, "optimizer_zero_grad")
         or not all(map(clears_gradients, run.optimizers))
@@ -510,7 +512,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     weighs = weighs or run.progress.accumulation_index > 0
     # With several processes the last backward of an accumulation must not be skipped: the others wait for it.
     alone = runtime.world_size == 1
-    gathers = runtime.strategy.shards_parameters and not alone
+    gathers = runtime.strategy.owns_step or (runtime.strategy.shards_parameters and not alone)
     graphs = recorded_steps(run)
     take_loss = None if run.guard is None else run.guard.take
 
@@ -659,7 +661,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     optimizer, arguments, window = run.optimizers[0], run.arguments, run.window
     unscale, max_value = runtime.unscale, arguments.gradient_clip_val or 0.0
     custom = any(overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients"))
-    clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
+    clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward) and not runtime.strategy.owns_step
     clip = runtime.clip_value if arguments.gradient_clip_algorithm == "value" else runtime.clip_norm
 
     def finish_gradients() -> None:
@@ -669,12 +671,12 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
             weight = run.window_weight
             if runtime.world_size > 1:
                 weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
-            _divide_gradients(optimizer, weight)
+            _divide_gradients(run, optimizer, weight)
             run.window_weight = None
         elif progress.accumulation_index + 1 != window.size:
             # The losses were divided by another number of batches than the accumulation has: the data ended early, or
             # the checkpoint was saved in an accumulation of another size.
-            _scale_gradients(optimizer, window.size / (progress.accumulation_index + 1))
+            _scale_gradients(run, optimizer, window.size / (progress.accumulation_index + 1))
         hooks.on_before_optimizer_step(optimizer)
         if clips:
             clip(parameters_of(optimizer), max_value)
@@ -688,18 +690,23 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     return finish_gradients
 
 
-def _divide_gradients(optimizer: Any, weight: Any) -> None:
+def _divide_gradients(run: Run, optimizer: Any, weight: Any) -> None:
     """Divide gradients by the weight of their accumulation; the mean over nothing has none, or zeros on a device."""
     if not _on_host(weight):
-        _scale_gradients(optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
+        _scale_gradients(run, optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
     elif weight:
-        _scale_gradients(optimizer, 1.0 / weight)
+        _scale_gradients(run, optimizer, 1.0 / weight)
+    elif run.runtime.strategy.owns_step:
+        _scale_gradients(run, optimizer, 0.0)
     else:
         for parameter in parameters_of(optimizer):
             parameter.grad = None
 
 
-def _scale_gradients(optimizer: Any, factor: Any) -> None:
+def _scale_gradients(run: Run, optimizer: Any, factor: Any) -> None:
+    if run.runtime.strategy.owns_step:
+        run.runtime.strategy.scale_gradients(factor)
+        return
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     for alike in by_kind(gradients):
         torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
@@ -725,7 +732,7 @@ def _plan_windows(run: Run) -> tuple[int, int, float]:
         divisor = run.divisor_of(progress.batch)
         if divisor != divisor_before and run.module.automatic_optimization:
             for optimizer in run.optimizers:
-                _scale_gradients(optimizer, divisor_before / divisor)
+                _scale_gradients(run, optimizer, divisor_before / divisor)
     return windows
 
 

@@ -119,7 +119,7 @@ def prepare(
     change_module(run)
     if fitting:
         configure_optimizers(run)
-        check_optimizers(run)
+    if fitting or runtime.strategy.owns_step:
         run.wrapped = runtime.wrap(module)
     compile_module(run)
     if fitting:
@@ -135,6 +135,8 @@ def prepare(
         for source in (run.train, run.validation):
             source.loaded_in(run.progress.epochs_done)
         run.train.load()
+        if runtime.strategy.owns_step and len(run.train.loaders) == 1:
+            runtime.strategy.take_batch_size(_batch_size(run.train.loaders[0]))
         check_fit(run)
         if checkpoint is not None:
             _resume_training(run, state, checkpoint, str(path))
@@ -167,9 +169,62 @@ def configure_optimizers(run: Run) -> None:
     """Make the optimizers and schedulers of a run."""
     module, owner = run.module, type(run.module).__name__
     optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
-    optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    owns_step = run.runtime.strategy.owns_step
+    if optimizers or not owns_step:
+        optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
     check_parameters(run, optimizers)
-    take_optimizers(run, change_optimizers(run, optimizers), schedulers)
+    optimizers = change_optimizers(run, optimizers)
+    run.optimizers, run.schedulers = optimizers, schedulers
+    check_optimizers(run)
+    if owns_step:
+        _check_beside_engine(run)
+        optimizers, schedulers = run.runtime.strategy.make_engine(module, optimizers, schedulers)
+    take_optimizers(run, optimizers, schedulers)
+
+
+def _check_beside_engine(run: Run) -> None:
+    """Refuse what an engine that computes backward and steps does not do; tell it what the arguments say."""
+    arguments, speed, strategy = run.arguments, run.arguments.speed, run.runtime.strategy
+    owner, clip_norm = type(run.module).__name__, arguments.gradient_clip_val or 0.0
+    own = {
+        name: f"{owner}.{name}()"
+        for name in ("backward", "configure_gradient_clipping", "clip_gradients")
+        if overrides(run.module, LightningModule, name)
+    }
+    batches, every = run.accumulate_grad_batches, arguments.val_check_interval
+    splits = isinstance(every, int) and every % batches > 0 and arguments.limit_val_batches != 0
+    for holds, what, why in (
+        ("backward" in own, own.get("backward"), "the engine computes backward. Change the loss in training_step"),
+        (
+            len(own.keys() - {"backward"}) > 0,
+            next(reversed(own.values()), ""),
+            "the engine clips. Use gradient_clip_val",
+        ),
+        (
+            bool(clip_norm) and arguments.gradient_clip_algorithm == "value",
+            "Trainer(gradient_clip_algorithm='value')",
+            "the engine clips by norm. Leave it out",
+        ),
+        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "use 'warn'"),
+        (
+            splits,
+            f"Trainer(val_check_interval={every}, accumulate_grad_batches={batches})",
+            f"checkpoints after validation cannot hold an open accumulation. Use a multiple of {batches}",
+        ),
+        (_settings(run) is not None, "Trainer(compile=...) or a compiled module", "leave it out"),
+        (speed.memory == "auto", "Trainer(memory='auto')", "use 'selective' or 'full'"),
+    ):
+        if holds:
+            raise MisconfigurationException(f"{what} and strategy={strategy.name!r}: {why}.")
+    accumulation = batches if run.module.automatic_optimization else None
+    strategy.prepare_engine(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the number of samples of a batch; None where the loader does not say."""
+    size = getattr(loader, "batch_size", None)
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
+    return size if isinstance(size, int) else None
 
 
 def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:

@@ -142,7 +142,8 @@ def check_fit(run: Run) -> None:
     if not run.train.is_off():
         run.validation_schedule.batches_between(run.train.limit)
     for optimizer in run.optimizers:
-        if not parameters_of(optimizer):
+        # An engine takes the parameters out of its optimizer.
+        if not parameters_of(optimizer) and not run.runtime.strategy.owns_step:
             raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
         if run.module.automatic_optimization:
             batches = run.accumulate_grad_batches

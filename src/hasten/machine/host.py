@@ -1,15 +1,19 @@
-"""The computer that this process runs on: its cores and memory, and whether someone works in a prompt or notebook."""
+"""The computer that this process runs on: cores, memory, whether someone works in a prompt, and locks of builds."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+# How long a lock is waited for in silence.
+_LOCK_SECONDS = 20.0
 
 
 def usable_cores() -> int:
@@ -75,3 +79,43 @@ def is_interactive() -> bool:
 def _ipython_shell() -> Any:
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return None if get_ipython is None else get_ipython()
+
+
+class LockWatch:
+    """Says where the lock is on which torch waits to build an extension; a build that was cut off leaves it."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._watched = threading.get_ident()
+        thread = threading.Thread(target=_watch, args=(self._ended, self._watched), daemon=True, name="extension-locks")
+        weakref.finalize(self, self._ended.set)
+        thread.start()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+
+
+def _watch(ended: threading.Event, watched: int) -> None:
+    since = 0.0
+    while not ended.wait(1.0):
+        path = _lock_waited_for(watched)
+        since = since + 1.0 if path is not None else 0.0
+        if path is not None and since >= _LOCK_SECONDS:
+            sys.stderr.write(
+                f"Waiting for another process to build an extension, for {since:.0f} s now. If none is being "
+                f"built (an earlier start was cut off), remove the lock: rm {path}\n"
+            )
+            sys.stderr.flush()
+            return
+
+
+def _lock_waited_for(thread: int) -> str | None:
+    """Return the path of the lock on which a thread waits in torch's ``FileBaton``."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith("file_baton.py"):
+            with suppress(Exception):
+                return str(frame.f_locals["self"].lock_file_path)
+        frame = frame.f_back
+    return None

@@ -7,6 +7,7 @@ from typing import Any
 from hasten._lib.errors import absent
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.deepspeed import DeepSpeedStrategy
 from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.model_parallel import ModelParallelStrategy
 from hasten.strategies.parallel import ParallelStrategy
@@ -19,7 +20,6 @@ __all__ = [
 ]  # fmt: skip
 
 _THREADS = "Write strategy='ddp', which does not copy the model to each device in each step."
-_SHARDED = "Write strategy='fsdp', which divides the model over the devices."
 _TPU = "hasten does not train on TPUs. Write Trainer(accelerator='auto')."
 
 
@@ -28,7 +28,6 @@ def _absent(name: str, instead: str, base: type = ParallelStrategy) -> Any:
 
 
 DataParallelStrategy = _absent("DataParallelStrategy", _THREADS)
-DeepSpeedStrategy = _absent("DeepSpeedStrategy", _SHARDED)
 SingleDeviceXLAStrategy = _absent("SingleDeviceXLAStrategy", _TPU, SingleDeviceStrategy)
 XLAFSDPStrategy = _absent("XLAFSDPStrategy", _TPU)
 XLAStrategy = _absent("XLAStrategy", _TPU)

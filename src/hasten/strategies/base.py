@@ -54,6 +54,8 @@ class Strategy(ABC):
     computes_alone: bool = True
     # Whether ``shard`` replaces parameters by parts of them, which compute in a forward of the whole module only.
     shards_parameters: bool = False
+    # Whether an engine of the strategy computes backward, accumulates, clips and steps.
+    owns_step: bool = False
     # Whether some processes must read the same batches: those over which layers are split.
     shares_batches: bool = False
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
@@ -245,6 +247,48 @@ class Strategy(ABC):
 
     def take_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most change none
         """Prepare an optimizer of the run, in place; called before its first step, possibly several times."""
+
+    # -- an engine, where ``owns_step``
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the engine has gradients that no step has used yet, which no checkpoint can hold."""
+        return False
+
+    def prepare_engine(  # noqa: B027 - most have none
+        self, *, owner: str, accumulation: int | None, clip_norm: float | None
+    ) -> None:
+        """Take what ``owner`` ("Trainer" or "Fabric") says about a step; None where it says nothing.
+
+        Args:
+            owner: for the messages.
+            accumulation: the number of batches of an accumulation.
+            clip_norm: the norm to which gradients are clipped, 0 for not at all.
+
+        Raises:
+            ValueError: the configuration of the engine says otherwise.
+
+        """
+
+    def make_engine(
+        self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Make the engine of a module; return the optimizers and schedulers to train with."""
+        return optimizers, schedulers
+
+    def take_batch_size(self, size: int | None) -> None:  # noqa: B027 - most need none
+        """Take the number of samples of a batch on a process; None where it is not known."""
+
+    def own_backward(self) -> Callable[..., None] | None:
+        """Return what computes gradients in place of ``Tensor.backward``; None for that."""
+        return None
+
+    def own_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """Return ``step(closure=None)`` of the engine; None for that of the optimizer."""
+        return None
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:  # noqa: B027 - gradients are those of the parameters
+        """Multiply the gradients with which the engine steps next."""
 
     def apart(self) -> AbstractContextManager[Any]:
         """Return a context in which each process trains alone: one that fails leaves no other waiting."""

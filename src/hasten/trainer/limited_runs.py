@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
@@ -97,6 +98,11 @@ def limited_run(
     if outer is None:
         raise RuntimeError("Trainer.limited_run() outside of a run: call it within one, or use prepared_run().")
     module = outer.module
+    if outer.runtime.strategy.owns_step:
+        raise MisconfigurationException(
+            f"strategy={outer.runtime.strategy.name!r} and a search for a learning rate or batch size: it trains some "
+            "steps and takes them back, which the engine cannot. Search with strategy='ddp', and write the value."
+        )
     with _restored_afterwards(trainer, module, trainer._datamodule) as saved:
         trainer._callbacks.extend(callbacks)
         arguments, now = trainer._arguments, trainer._progress

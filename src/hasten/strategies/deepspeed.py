@@ -1,0 +1,859 @@
+"""DeepSpeed: an engine of its own computes backward, clips, steps and divides what training needs (ZeRO)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.optional import installed
+from hasten.checkpoint.contents import describe_misfit, load_weights
+from hasten.machine.host import LockWatch
+from hasten.optim import LRSchedulerConfig
+from hasten.optim.backward import InBackward
+from hasten.precision.base import Precision, to_floating
+from hasten.precision.deepspeed import DeepSpeedPrecision
+from hasten.strategies.deepspeed_config import OF_CONFIG, EngineSettings, config_of, offload_of, read_config, stage_of
+from hasten.strategies.deepspeed_state import (
+    EngineState,
+    groups_of,
+    is_divided,
+    own_elements,
+    parameters_by_name,
+    read,
+    set_parameter,
+    shape_of,
+)
+from hasten.strategies.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+
+# Optimizers that compute with whole parameters or their dimensions: the engine steps flat buffers.
+_NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "SparseAdam")
+T = TypeVar("T")
+
+_trains = attrgetter("requires_grad")
+_NOT_SET = object()
+
+
+@final
+class DeepSpeedStrategy(ParallelStrategy):
+    """DeepSpeed's ZeRO: optimizer states, gradients and parameters are divided over the processes.
+
+    Stage 1 divides the optimizer's state, stage 2 gradients too, stage 3 also the parameters. DeepSpeed's engine
+    computes backward, accumulates, clips, scales and steps. Checkpoints are folders to which each process writes its
+    part, in hasten's format: any number of processes and any strategy reads them, without running code. See
+    docs/deepspeed.md. Names for the stages are "deepspeed_stage_1", "deepspeed_stage_2_offload", and so on.
+
+    Args:
+        accelerator: set by the Trainer or Fabric; leave it out.
+        zero_optimization: True; without ZeRO use ``strategy="ddp"``.
+        stage: 1, 2 or 3.
+        remote_device: stage 3: where parameters are made: None for the device, "cpu" or "nvme".
+        offload_optimizer: keep the optimizer's state on the host, and step there.
+        offload_parameters: stage 3: keep parameters on the host.
+        offload_params_device: "cpu" or "nvme".
+        nvme_path: a folder on an NVMe disk.
+        params_buffer_count: buffers for parameters on NVMe.
+        params_buffer_size: elements of each of them.
+        max_in_cpu: elements of parameters to keep on the host with NVMe.
+        offload_optimizer_device: "cpu" or "nvme".
+        optimizer_buffer_count: buffers for optimizer states on NVMe.
+        block_size: of a transfer from and to NVMe, in bytes.
+        queue_depth: transfers that may be queued.
+        single_submit: submit transfers one by one.
+        overlap_events: submit and complete transfers at the same time.
+        thread_count: threads of a transfer.
+        pin_memory: pin the host memory of what is offloaded.
+        sub_group_size: stage 3: elements that are stepped at once.
+        contiguous_gradients: copy gradients into one buffer as they are computed.
+        overlap_comm: stages 2 and 3: reduce gradients while backward computes.
+        allgather_partitions: gather stepped parameters in one operation per bucket.
+        reduce_scatter: reduce gradients to the process that steps them, not to all.
+        allgather_bucket_size: elements that are gathered at once.
+        reduce_bucket_size: elements that are reduced at once.
+        zero_allow_untested_optimizer: train with optimizers that DeepSpeed's authors have not tested.
+        logging_batch_size_per_gpu: samples of a batch, from which the engine computes its throughput; "auto" or None
+            for that of the train dataloader.
+        config: DeepSpeed's configuration, a dict or the path of a JSON file, in place of the other arguments that
+            configure it. Without it, the variable ``PL_DEEPSPEED_CONFIG_PATH`` can name a file.
+        logging_level: of DeepSpeed's messages.
+        parallel_devices: leave it out.
+        cluster_environment: leave it out.
+        loss_scale: "16-...": a fixed scale of the loss; 0 for one that adapts.
+        initial_scale_power: the adapting scale begins at 2 to this power.
+        loss_scale_window: steps after which the scale is raised.
+        hysteresis: overflows after which it is lowered.
+        min_loss_scale: the smallest scale.
+        partition_activations: divide activations of ``deepspeed.checkpointing`` over model-parallel processes.
+        cpu_checkpointing: keep these activations on the host.
+        contiguous_memory_optimization: copy them into one buffer.
+        synchronize_checkpoint_boundary: wait for the device after each part that is recomputed.
+        load_full_weights: for programs written for Lightning: whole files and folders are both recognized.
+        precision_plugin: leave it out.
+        process_group_backend: "gloo", "nccl", ...; what suits the device by default.
+        timeout: how long a collective waits for the other processes.
+        exclude_frozen_parameters: leave parameters without ``requires_grad`` out of checkpoints.
+        precision: leave it out.
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument has a value that cannot be trained with, or contradicts ``config``.
+
+    Example::
+
+        >>> trainer = L.Trainer(strategy=DeepSpeedStrategy(stage=3), devices=8)  # doctest: +SKIP
+        >>> DeepSpeedStrategy.saves_folders
+        True
+
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020;
+    `DeepSpeed, configuration <https://www.deepspeed.ai/docs/config-json/>`_.
+
+    """
+
+    name = "deepspeed"
+    owns_step = True
+    computes_alone = False
+    # Of stages 1 and 2 each process holds whole parameters, but a part of the 32 bits that the optimizer steps.
+    shards_parameters = True
+    saves_folders = True
+    steps_in_backward = False
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        zero_optimization: bool = True,
+        stage: int = 2,
+        remote_device: str | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        offload_params_device: str = "cpu",
+        nvme_path: str = "/local_nvme",
+        params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000,
+        max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu",
+        optimizer_buffer_count: int = 4,
+        block_size: int = 1048576,
+        queue_depth: int = 8,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        thread_count: int = 1,
+        pin_memory: bool = False,
+        sub_group_size: int = 1_000_000_000_000,
+        contiguous_gradients: bool = True,
+        overlap_comm: bool = True,
+        allgather_partitions: bool = True,
+        reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000,
+        reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True,
+        logging_batch_size_per_gpu: str | int | None = "auto",
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        logging_level: int = logging.WARNING,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        loss_scale: float = 0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        min_loss_scale: int = 1,
+        partition_activations: bool = False,
+        cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False,
+        synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=10),
+        exclude_frozen_parameters: bool = False,
+        precision: Precision | None = None,
+    ) -> None:
+        given = dict(locals())
+        if not installed("deepspeed"):
+            raise ModuleNotFoundError(
+                "DeepSpeedStrategy needs the package deepspeed, which is not installed. Run: "
+                'pip install "hasten[deepspeed]"',
+                name="deepspeed",
+            )
+        for argument, instead in (
+            ("accelerator", "accelerator=..."),
+            ("parallel_devices", "devices=..."),
+            ("cluster_environment", "plugins=..."),
+            ("precision_plugin", "precision=..."),
+            ("precision", "precision=..."),
+        ):
+            if given[argument] is not None:
+                raise TypeError(f"DeepSpeedStrategy({argument}=...): pass it to the Trainer or Fabric, as {instead}")
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        for argument in ("load_full_weights", "exclude_frozen_parameters"):
+            check.boolean("DeepSpeedStrategy", argument, given[argument])
+        own = read_config(config)
+        if own is None:
+            own = config_of(given)
+        elif changed := [name for name in OF_CONFIG if given[name] != _default_arguments()[name]]:
+            raise ValueError(
+                f"DeepSpeedStrategy(config=..., {changed[0]}={given[changed[0]]!r}): the configuration says everything "
+                f"that {changed[0]} could. Write it there, or leave config out."
+            )
+        self.config: dict[str, Any] = own
+        self.stage: int = stage_of(own)
+        self.remote_device = remote_device
+        self.exclude_frozen_parameters = exclude_frozen_parameters
+        self._logging_level = logging_level
+        self._batch_size = logging_batch_size_per_gpu
+        self._settings = EngineSettings(own)
+        self._precision: Precision = Precision()
+        self._owner = "Trainer"
+        self._local_rank_before: Any = _NOT_SET
+        # That of the optimizer, or of the module that is evaluated; then those of other modules that are evaluated.
+        self._engine: Any = None
+        self._engines: list[Any] = []
+        self._open = False
+        self._state: EngineState | None = None
+        # Weights of a checkpoint, for the 32 bits of an engine that is made later.
+        self._later: tuple[Mapping[str, Any], bool | None, str] | None = None
+        self._flags: list[bool] = []
+        self._parameters: list[nn.Parameter] = []
+        # By what the gradients of the next step are multiplied, a tensor where that is known on the device alone; None
+        # for 1.
+        self._factor: Any = None
+        self._order: tuple[str, ...] = ()
+        self._watch: LockWatch | None = None
+
+    # -- facts
+
+    @property
+    def deepspeed_engine(self) -> Any:
+        """DeepSpeed's engine.
+
+        Raises:
+            RuntimeError: there is none: nothing is being trained.
+
+        """
+        if self._engine is None:
+            raise RuntimeError("DeepSpeedStrategy.deepspeed_engine: only while a module is trained or set up.")
+        return self._engine
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the engine has gradients that no step has used yet, which no checkpoint can hold."""
+        return self._open
+
+    @property
+    def zero_stage_3(self) -> bool:
+        """Whether parameters are divided."""
+        return self.stage == 3
+
+    def attach(
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
+    ) -> None:
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
+        on_disk = [part for part in ("offload_optimizer", "offload_param") if offload_of(self.config, part) == "nvme"]
+        if on_disk and devices[0].type == "cpu":
+            raise ValueError(
+                f"DeepSpeedStrategy with {on_disk[0]!r} on 'nvme' and accelerator='cpu': DeepSpeed's transfers to NVMe "
+                "wait for ever without a GPU. Use strategy='deepspeed_stage_3_offload'."
+            )
+
+    def precision_of(self, name: str, device: str) -> Precision | None:
+        known = ("16-mixed", "16-true", "bf16-mixed", "bf16-true")
+        return DeepSpeedPrecision(name) if name in known else None  # type: ignore[arg-type]
+
+    def take_precision(self, precision: Precision) -> None:
+        if type(precision) not in (Precision, DeepSpeedPrecision):
+            raise ValueError(
+                f"precision={precision.precision!r}, strategy='deepspeed': the engine computes in 32 or 16 bits, with "
+                f"numbers of its own. Use '32-true', 'bf16-mixed' or '16-mixed', not {type(precision).__name__}."
+            )
+        self._precision = precision
+        self._settings = EngineSettings(self.config)
+        self._settings.take_precision(precision.precision)
+
+    # -- once
+
+    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+        # DeepSpeed reads it when it is imported, in this process and in those that it starts.
+        if self.root_device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return super().launch(function, *args, owner=owner, **kwargs)
+
+    def _deepspeed(self) -> Any:
+        """Return the package, ready for this process."""
+        logging.getLogger("DeepSpeed").setLevel(self._logging_level)
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        deepspeed.utils.logger.setLevel(self._logging_level)
+        kind, wanted = get_accelerator().device_name(), self.root_device.type
+        if kind != wanted:
+            raise RuntimeError(
+                f"DeepSpeed computes on {kind!r}, and this run on {wanted!r}. Start the program with DS_ACCELERATOR="
+                f"{wanted}: DeepSpeed reads it when it is first imported."
+            )
+        if self._local_rank_before is _NOT_SET:
+            # Read in forwards of stage 3, too.
+            self._local_rank_before = os.environ.get("LOCAL_RANK")
+            os.environ["LOCAL_RANK"] = str(self.local_rank)
+        if not deepspeed.comm.is_initialized():
+            with self._environment():
+                deepspeed.init_distributed(
+                    dist_backend=self.process_group_backend, auto_mpi_discovery=False, dist_init_required=False
+                )
+        return deepspeed
+
+    @contextmanager
+    def _environment(self) -> Iterator[None]:
+        """Set the variables from which DeepSpeed reads which process this is."""
+        mine = {"RANK": self.global_rank, "WORLD_SIZE": self.world_size, "LOCAL_SIZE": self.num_processes}
+        before = {name: os.environ.get(name) for name in mine}
+        os.environ.update({name: str(value) for name, value in mine.items()})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                _put_back(name, value)
+
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
+        """Return the context in which modules are made; with stage 3 each parameter is divided when it is made."""
+        if self.stage < 3 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
+        self._watch_locks()
+        return self._dividing()
+
+    def _dividing(self) -> AbstractContextManager[Any]:
+        deepspeed = self._deepspeed()
+        self._settings.take_batch_size(None, self.world_size)
+        config = dict(self._settings.config)
+        config.pop("optimizer", None)
+        config.pop("scheduler", None)
+        with self._environment():
+            context: AbstractContextManager[Any] = deepspeed.zero.Init(
+                remote_device=self.remote_device,
+                pin_memory=self.remote_device == "cpu" and self.root_device.type != "cpu",
+                config_dict_or_path=config,
+                dtype=self._dtype,
+            )
+        return context
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._precision.dtype if isinstance(self._precision, DeepSpeedPrecision) else torch.float32
+
+    def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
+        """Check the module; the engine divides it when its optimizer is known."""
+        super().shard(module, stored)
+        self._watch_locks()
+        meta = next((name for name, tensor in module.named_parameters() if tensor.is_meta), None)
+        if meta is not None:
+            raise ValueError(
+                f"strategy={self.name!r}: the parameter {meta!r} is on the meta device. Make the module in "
+                "configure_model(), or within init_module(): stage 3 divides each parameter when it is made."
+            )
+
+    def _watch_locks(self) -> None:
+        if self._watch is None:
+            self._watch = LockWatch()
+
+    def _unwatch_locks(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
+        """Refuse an optimizer that the engine cannot step."""
+        kind = type(optimizer)
+        if isinstance(optimizer, InBackward):
+            inner = optimizer.optimizer_class.__name__
+            raise ValueError(
+                f"in_backward({inner}) and strategy='deepspeed': the engine steps when all gradients are there. Use "
+                f"torch.optim.{inner} as it is; stage 2 frees gradients early."
+            )
+        for base in kind.__mro__:
+            if base.__name__ in _NEEDS_WHOLE and base.__module__.startswith(("torch.optim", "hasten.")):
+                raise ValueError(
+                    f"{base.__name__} and strategy='deepspeed': it computes with whole parameters, and the engine "
+                    f"steps parts of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                )
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"{kind.__name__} and strategy='deepspeed': it averages weights, and the engine does not change "
+                f"between them and those of training. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+            )
+        of_engine = kind.__module__.startswith("deepspeed.")
+        if (
+            offload_of(self.config, "offload_optimizer") is not None
+            and not (of_engine and "CPU" in kind.__name__)
+            and self.config.get("zero_force_ds_cpu_optimizer", True)
+        ):
+            raise ValueError(
+                f"{kind.__name__} with offload_optimizer: its steps on the host are slow. Use "
+                "deepspeed.ops.adam.DeepSpeedCPUAdam, or set config['zero_force_ds_cpu_optimizer'] = False."
+            )
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse another optimizer than the one that the engine steps."""
+        engine = self._engine
+        if engine is not None and getattr(engine, "basic_optimizer", optimizer) is not optimizer:
+            raise MisconfigurationException(
+                f"strategy='deepspeed': the engine steps the {type(engine.basic_optimizer).__name__} that it was made "
+                "with. Return one optimizer from configure_optimizers(), and keep it."
+            )
+
+    def prepare_engine(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
+        """Take what ``owner`` says about accumulation and clipping into the configuration."""
+        self._owner = owner
+        if accumulation is not None:
+            self._settings.take_accumulation(accumulation, owner)
+        if clip_norm is not None:
+            self._settings.take_clipping(clip_norm, owner)
+
+    def make_engine(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
+        """Make the engine of a module and its optimizer; return its optimizers and schedulers.
+
+        Args:
+            module: the user's module.
+            optimizers: none, if the configuration has one, or one.
+            schedulers: ``LRSchedulerConfig`` objects; the configuration may have a scheduler instead.
+
+        Raises:
+            MisconfigurationException: there are several optimizers, or an optimizer or scheduler is given twice.
+
+        """
+        if len(optimizers) > 1:
+            raise MisconfigurationException(
+                f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}. Put the "
+                "parameters into groups of one optimizer, or use strategy='ddp' or 'fsdp'."
+            )
+        if self._engine is not None:
+            raise MisconfigurationException(
+                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer; put "
+                "modules that train together into one nn.Module."
+            )
+        for what, here in (("optimizer", optimizers), ("scheduler", schedulers)):
+            if here and what in self.config:
+                kind = type(here[0].scheduler if what == "scheduler" else here[0]).__name__
+                raise MisconfigurationException(
+                    f"configure_optimizers() returns {kind}, and DeepSpeedStrategy(config={{{what!r}: ...}}) has "
+                    f"another {what}. Leave one out."
+                )
+        if not optimizers and "optimizer" not in self.config:
+            return optimizers, schedulers
+        optimizer = optimizers[0] if optimizers else None
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        groups = [trained] if optimizer is None else groups_of(optimizer)
+        engine = self._initialize(module, optimizer, trained)
+        self._state = EngineState(engine, groups)
+        self._parameters = list(module.parameters())
+        self._flags = list(map(_trains, self._parameters))
+        basic = engine.basic_optimizer
+        basic.add_param_group = _refuse_group
+        # The engine clears gradients; the optimizer has buffers that must stay.
+        basic.zero_grad = _nothing
+        scheduler = engine.lr_scheduler
+        if scheduler is not None and self._owner == "Trainer":
+            # Stepped by the loop like every other one.
+            engine.lr_scheduler = None
+            schedulers = [LRSchedulerConfig(scheduler, interval="step")]
+        if self._later is not None:
+            (state, strict, source), self._later = self._later, None
+            self.load_state_dict(module, state, strict=strict, source=source)
+        return [basic], schedulers
+
+    def _initialize(self, module: nn.Module, optimizer: Any, trained: list[nn.Parameter] | None) -> Any:
+        deepspeed = self._deepspeed()
+        self._watch_locks()
+        size = self._batch_size if isinstance(self._batch_size, int) else None
+        self._settings.take_batch_size(size, self.world_size)
+        config = self._settings.config
+        if trained is None:
+            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        self._settings.check()
+        with self._environment():
+            engine, *_ = deepspeed.initialize(
+                args=Namespace(
+                    device_rank=self.local_rank if self.root_device.index is None else self.root_device.index
+                ),
+                model=module,
+                optimizer=optimizer,
+                model_parameters=trained,
+                config=config,
+                dist_init_required=False,
+            )
+        self._unwatch_locks()
+        self._engines.append(engine)
+        if self._engine is None:
+            self._engine = self.model = engine
+        return engine
+
+    def take_batch_size(self, size: int | None) -> None:
+        """Tell the engine how many samples a batch has on a process; raise ValueError if the configuration differs."""
+        if isinstance(self._batch_size, int):
+            return
+        size = self._settings.take_batch_size(size, self.world_size)
+        if self._engine is not None:
+            self._engine.set_train_micro_batch_size(size)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return the engine; with stage 3 also for a module that is only evaluated, which it divides."""
+        engine: Any = next((each for each in self._engines if each.module is module), None)
+        if engine is None and self.stage == 3:
+            engine = self._initialize(module, None, None)
+        self._unwatch_locks()
+        if engine is None:
+            self.model = self.model or module
+            return module
+        made: nn.Module = engine
+        return made
+
+    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls ``function`` as the forward of the engine."""
+        if not _is_engine(wrapped):
+            return function
+        engine: Any = wrapped
+        module: nn.Module = engine.module
+        dtype = torch.get_default_dtype() if self._dtype is not torch.float32 else None
+        flags = self._flags if engine is self._engine else []
+        if function is module:
+            routed: Callable[..., Any] = engine
+        else:
+            routed = _as_forward(engine, module, function)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if flags and list(map(_trains, self._parameters)) != flags:
+                self._refuse_changed(module)
+            output = routed(*args, **kwargs)
+            return output if dtype is None else to_floating(output, dtype)
+
+        return checked
+
+    def _refuse_changed(self, module: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        changed = next(
+            names.get(id(parameter), "?")
+            for parameter, before in zip(self._parameters, self._flags, strict=True)
+            if parameter.requires_grad != before
+        )
+        raise RuntimeError(
+            f"strategy='deepspeed': requires_grad of {changed!r} has changed since training began, and the engine "
+            "steps what trained then. Freeze parameters before fit, or use strategy='ddp' or 'fsdp'."
+        )
+
+    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls a step of an evaluation; stage 3 gathers parameters in its forward."""
+        engine = self._engine
+        if engine is None or self.stage < 3:
+            return function
+        routed, recorded = self.route(function, engine), False
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            nonlocal recorded
+            if recorded or self.world_size == 1:
+                return routed(*args, **kwargs)
+            recorded = True
+            events: list[str] = []
+            with _events(module, events):
+                output = routed(*args, **kwargs)
+            self._order = tuple(events)
+            return output
+
+        return recording
+
+    def forward_order(self, module: nn.Module) -> tuple[str, ...]:
+        """Return in which order the parts of a module begin (">name") and end ("<name") their forwards."""
+        if self._engine is None or self.stage < 3:
+            return ()
+        return self._order or tuple(_assigned_order(module))
+
+    def compute_along(self, module: nn.Module) -> None:
+        """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
+        order = self.forward_order(module)
+        if not order:
+            return
+        from deepspeed.runtime.zero import parameter_offload
+
+        optimizer = self._engine.optimizer
+        hooks = getattr(optimizer, "parameter_offload", optimizer)
+        parts = dict(module.named_modules())
+        for event in order:
+            part = parts[event[1:]]
+            if event == ">":
+                # A step that calls the module itself begins its forward twice.
+                hooks.get_param_coordinator().reset_step()
+            if event[0] == ">":
+                hooks.pre_sub_module_forward_function(part)
+            else:
+                parameter_offload.FWD_MODULE_STACK.pop()
+                hooks.post_sub_module_forward_function(part)
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: the engine reduces gradients in its own way until the optimizer steps."""
+        return nullcontext()
+
+    # -- a step
+
+    def own_backward(self) -> Callable[..., None]:
+        """Return the backward of the engine."""
+
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            if args or kwargs.keys() - {"retain_graph", "model"}:
+                raise TypeError(
+                    "backward(loss, ...) with strategy='deepspeed': the engine takes retain_graph alone. Leave the "
+                    "other arguments out."
+                )
+            engine, self._open = self.deepspeed_engine, True
+            # The loop divides losses by the number of batches of their accumulation.
+            engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
+
+        return backward
+
+    def own_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return ``step(closure=None)`` of the engine, which reduces gradients, clips them and steps."""
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            result = closure() if closure is not None else None
+            engine = self.deepspeed_engine
+            factor, self._factor, self._open = self._factor, None, False
+            if factor is None:
+                engine.step()
+                return result
+            # Divided out together with the scale of the loss, before the norm is clipped.
+            zero = engine.optimizer
+            before = zero.custom_loss_scaler, zero.external_loss_scale
+            known_zero = not isinstance(factor, Tensor) and not factor
+            zero.external_loss_scale = float("inf") if known_zero else zero.loss_scale / factor
+            zero.custom_loss_scaler = True
+            try:
+                engine.step()
+            finally:
+                zero.custom_loss_scaler, zero.external_loss_scale = before
+            return result
+
+        return step
+
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply the gradients of the next step."""
+        self._factor = factor if self._factor is None else self._factor * factor
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Refuse: the engine clips when it steps."""
+        raise MisconfigurationException(
+            "strategy='deepspeed': the engine clips gradients when it steps. Write Trainer(gradient_clip_val=...), or "
+            "DeepSpeedStrategy(config={'gradient_clipping': ...}) with Fabric."
+        )
+
+    # -- state
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights: of what the optimizer steps this process's part, in 32 bits."""
+        found: dict[str, Any] = {}
+        for name, value in parameters_by_name(module).items():
+            if not isinstance(value, nn.Parameter):
+                found[name] = value.detach() if isinstance(value, Tensor) else value
+            elif self.exclude_frozen_parameters and not value.requires_grad:
+                continue
+            elif self._state is not None and self._state.is_trained(value):
+                found[name] = self._state.weight(value)
+            else:
+                found[name] = own_elements(value) if is_divided(value) else value.detach()
+        return found
+
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
+        """Restore the weights of the user's module, and the 32 bits that the optimizer steps."""
+        stored = getattr(state, "stored", None)
+        entries: dict[str, Any] = dict(stored() if callable(stored) else state.items())
+        present = parameters_by_name(module)
+        if self.exclude_frozen_parameters:
+            frozen = (key for key, each in present.items() if isinstance(each, nn.Parameter) and not each.requires_grad)
+            left_out = {key for key in frozen if key not in entries}
+            if left_out:
+                entries |= {key: _Kept(present[key]) for key in left_out}
+        if self._engine is None:
+            # The engine takes the 32 bits of the checkpoint; the module's may be 16.
+            self._later = state, strict, source
+        divided = {key for key, value in present.items() if is_divided(value)}
+        if self._state is None and not divided:
+            load_weights(
+                module, {key: read(_present(each)) for key, each in entries.items()}, strict=strict, source=source
+            )
+            return
+        _check_fits(module, entries, present, strict, source)
+        for key, value in present.items():
+            if key not in entries or isinstance(entries[key], _Kept):
+                continue
+            if isinstance(value, nn.Parameter) and self._state is not None:
+                self._state.set_weight(value, entries[key])
+            elif isinstance(value, nn.Parameter):
+                set_parameter(value, read(entries[key]))
+            elif isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.copy_(read(entries[key]))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizer, of which this process has a part.
+
+        Raises:
+            RuntimeError: gradients have been computed that no step has used yet.
+
+        """
+        if self._state is None:
+            return super().optimizer_state(optimizer)
+        if self._open:
+            raise RuntimeError(
+                "A checkpoint with strategy='deepspeed': gradients have been computed that no step has used yet, and "
+                "the engine keeps them. Save after a step, or save the weights alone (weights_only=True)."
+            )
+        return self._state.optimizer_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Restore the state of the optimizer."""
+        if self._state is None:
+            super().load_optimizer_state(optimizer, state)
+        else:
+            self._state.load_optimizer_state(optimizer, state)
+
+    # -- the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._unwatch_locks()
+
+    def teardown(self) -> None:
+        self._unwatch_locks()
+        engines, self._engines, self._engine, self._state, self._later = self._engines, [], None, None, None
+        for engine in engines:
+            for name in ("add_param_group", "zero_grad"):
+                vars(engine.basic_optimizer or engine).pop(name, None)
+            engine.destroy()
+        self._flags, self._parameters, self._order, self._factor, self._open = [], [], (), None, False
+        self._settings = EngineSettings(self.config)
+        self._settings.take_precision(self._precision.precision)
+        if self._local_rank_before is not _NOT_SET:
+            _put_back("LOCAL_RANK", self._local_rank_before)
+            self._local_rank_before = _NOT_SET
+        super().teardown()
+
+
+def _default_arguments() -> dict[str, Any]:
+    parameters = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _put_back(name: str, value: str | None) -> None:
+    """Give a variable of the environment the value that it had."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+class _Kept:
+    """A weight that a checkpoint leaves out, as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _present(value: Any) -> Any:
+    return value.value.detach() if isinstance(value, _Kept) else value
+
+
+def _is_engine(module: object) -> bool:
+    """Return whether ``module`` is an engine of DeepSpeed's."""
+    kind = sys.modules.get("deepspeed.runtime.engine")
+    return kind is not None and isinstance(module, kind.DeepSpeedEngine)
+
+
+def _as_forward(engine: Any, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``function`` in place of the module's forward, inside of the engine's."""
+    own, name = module.__dict__, "forward"
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        replaced = own.get(name)
+
+        def put_back() -> None:
+            own.pop(name, None)
+            if replaced is not None:
+                own[name] = replaced
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            # The function calls forward itself.
+            put_back()
+            return function(*args, **kwargs)
+
+        own[name] = once
+        try:
+            return engine(*args, **kwargs)
+        finally:
+            put_back()
+
+    return routed
+
+
+def _nothing(set_to_none: bool = True) -> None:
+    """Do nothing."""
+
+
+def _refuse_group(group: object) -> None:
+    raise RuntimeError(
+        "strategy='deepspeed': parameters cannot be added to an optimizer that trains: the engine steps what it was "
+        "made with. Give configure_optimizers() all parameters, or use strategy='ddp'."
+    )
+
+
+def _check_fits(
+    module: nn.Module, entries: Mapping[str, Any], present: Mapping[str, Any], strict: bool | None, source: str
+) -> None:
+    """Raise RuntimeError, as torch does, if names or shapes do not fit."""
+    shapes = {
+        key: torch.empty(shape_of(value), device="meta") if isinstance(value, nn.Parameter) else value
+        for key, value in present.items()
+    }
+    found = {
+        key: shapes[key] if isinstance(value, _Kept) else torch.empty(value.shape, device="meta")
+        for key, value in entries.items()
+        if hasattr(value, "shape") or isinstance(value, _Kept)
+    }
+    mis_shaped = any(key in shapes and getattr(shapes[key], "shape", None) != each.shape for key, each in found.items())
+    other_names = (strict is None or strict) and entries.keys() != present.keys()
+    if mis_shaped or other_names:
+        raise RuntimeError(describe_misfit(type(module).__name__, {**entries, **found}, shapes, source))
+
+
+@contextmanager
+def _events(module: nn.Module, events: list[str]) -> Iterator[None]:
+    """Append to ``events`` when the parts of a module begin and end their forwards."""
+    handles = []
+    for name, part in module.named_modules():
+        handles.append(part.register_forward_pre_hook(lambda *_, name=name: events.append(f">{name}")))
+        handles.append(part.register_forward_hook(lambda *_, name=name: events.append(f"<{name}")))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _assigned_order(module: nn.Module, name: str = "") -> Iterator[str]:
+    """Yield events as if parts compute in the order in which they were assigned."""
+    yield f">{name}"
+    for child_name, child in module.named_children():
+        yield from _assigned_order(child, f"{name}.{child_name}" if name else child_name)
+    yield f"<{name}"

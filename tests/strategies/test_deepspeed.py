@@ -1,0 +1,461 @@
+"""DeepSpeed's engine behind Trainer and Fabric: the numbers of one process. ``make deepspeed`` runs all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+from hasten._lib.optional import installed
+from hasten.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint
+from hasten.checkpoint import files
+from hasten.checkpoint.flat import boxes
+from hasten.commands.consolidate import consolidate
+from hasten.machine.host import LockWatch
+from hasten.optim import in_backward
+from hasten.plugins import DeepSpeedPrecision, HalfPrecision
+from hasten.strategies import DeepSpeedStrategy
+from hasten.strategies.deepspeed_config import CONFIG_VARIABLE, EngineSettings, read_config
+
+needs_deepspeed = pytest.mark.skipif(not installed("deepspeed"), reason="needs deepspeed: make deepspeed")
+
+
+class Net(L.LightningModule):
+    """A model with parameters of uneven sizes, one of them its own, and one that is frozen."""
+
+    def __init__(self, optimizer: Any = torch.optim.AdamW, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization = not manual
+        self.optimizer_class = optimizer
+        self.embed, self.head = nn.Linear(5, 33), nn.Linear(33, 3)
+        self.body = nn.Sequential(nn.Linear(33, 33), nn.Tanh(), nn.LayerNorm(33))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.embed.bias.requires_grad_(False)
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(x))) * self.scale
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        x, y = batch
+        loss = nn.functional.mse_loss(self(x), y)
+        self.log("train_loss", loss, sync_dist=True, on_epoch=True)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append("step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.mse_loss(self(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_class is None:
+            return None
+        # The biases are in a group of their own.
+        groups = [
+            {"params": [p for name, p in self.named_parameters() if "bias" not in name]},
+            {"params": [p for name, p in self.named_parameters() if "bias" in name], "lr": 0.01, "weight_decay": 0.0},
+        ]
+        optimizer = self.optimizer_class(groups, lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class SaveEach(L.Callback):
+    """Saves a checkpoint at the end of each epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+def loader(batch_size: int, samples: int) -> DataLoader[Any]:
+    x = torch.randn(samples, 5, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :3] ** 2), batch_size=batch_size)
+
+
+def fit(
+    devices: int, strategy: Any, folder: Path, net: Net | None = None, *, ckpt_path: Path | None = None, **options: Any
+) -> tuple[L.Trainer, Net, dict[str, Any]]:
+    """Train on the same batches, whatever the number of devices; return the last checkpoint, too."""
+    net = Net() if net is None else net
+    arguments = {
+        "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "callbacks": [SaveEach(folder)], "default_root_dir": folder,
+    } | options  # fmt: skip
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **arguments)
+    # Twelve batches of eight are six steps; nine samples are an uneven evaluation on two processes.
+    trainer.fit(net, loader(8 // devices, 48), loader(4, 9), ckpt_path=ckpt_path)
+    return trainer, net, saved(folder / "1.ckpt")
+
+
+def saved(path: Path) -> dict[str, Any]:
+    checkpoint = files.load(path)
+    return checkpoint.whole() if hasattr(checkpoint, "whole") else checkpoint
+
+
+def assert_close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
+    """Compare weights and optimizer states of two checkpoints, entry by entry."""
+    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name].float(), value.float(), atol=tolerance, rtol=tolerance)
+    (mine,), (other,) = ours["optimizer_states"], theirs["optimizer_states"]
+    assert mine["state"].keys() == other["state"].keys()
+    for index, entries in other["state"].items():
+        for key, value in entries.items():
+            torch.testing.assert_close(
+                torch.as_tensor(mine["state"][index][key]).float(), torch.as_tensor(value).float(),
+                atol=tolerance, rtol=tolerance, msg=lambda text, at=(index, key): f"{at}: {text}",
+            )  # fmt: skip
+    for group, expected in zip(mine["param_groups"], other["param_groups"], strict=True):
+        assert group["params"] == expected["params"]
+        assert group["lr"] == pytest.approx(expected["lr"])
+    assert ours["global_step"] == theirs["global_step"]
+
+
+# -- training
+
+
+@needs_deepspeed
+@pytest.mark.world_size(2)
+def test_each_stage_trains_and_saves_as_one_process_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    one, _, expected = fit(1, "auto", tmp_path / "one")
+    for stage in (1, 2, 3):
+        folder = tmp_path / f"stage{stage}"
+        trainer, net, ours = fit(2, f"deepspeed_stage_{stage}", folder)
+        assert_close(ours, expected, 1e-6)
+        assert net.seen == ["step"] * 6
+        for name, value in one.callback_metrics.items():
+            torch.testing.assert_close(trainer.callback_metrics[name], value, atol=1e-5, rtol=1e-5)
+        # A folder of the first epoch, on two processes, under another stage and without DeepSpeed.
+        resumed = fit(2, DeepSpeedStrategy(stage=stage), folder / "again", ckpt_path=folder / "0.ckpt")[2]
+        assert_close(resumed, ours, 0.0)
+        other = fit(2, DeepSpeedStrategy(stage=stage % 3 + 1), folder / "other", ckpt_path=folder / "0.ckpt")[2]
+        assert_close(other, expected, 1e-6)
+        if trainer.is_global_zero:
+            file = consolidate(str(folder / "1.ckpt"), folder / "whole.ckpt")
+            assert_close(torch.load(file, weights_only=True), expected, 1e-6)
+    alone = fit(1, "auto", tmp_path / "alone", ckpt_path=tmp_path / "stage3" / "0.ckpt")[2]
+    assert_close(alone, expected, 1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.world_size(2)
+def test_bfloat16_manual_optimization_and_an_optimizer_of_the_configuration(tmp_path: Path) -> None:
+    _, _, expected = fit(2, "deepspeed_stage_1", tmp_path / "bf16-1", precision="bf16-mixed")
+    for stage in (2, 3):
+        folder = tmp_path / f"bf16-{stage}"
+        _, _, ours = fit(2, DeepSpeedStrategy(stage=stage), folder, precision="bf16-mixed")
+        # Gradients are summed up in another order, in 16 bits.
+        assert_close(ours, expected, 2e-2)
+        resumed = fit(
+            2, DeepSpeedStrategy(stage=stage), folder / "again", precision="bf16-mixed", ckpt_path=folder / "0.ckpt"
+        )[2]
+        assert_close(resumed, ours, 0.0)
+        assert resumed["state_dict"]["head.weight"].dtype == torch.float32
+    plain = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    by_hand = fit(1, "auto", tmp_path / "by_hand", Net(manual=True), **plain)[2]
+    for stage in (1, 3):
+        ours = fit(2, DeepSpeedStrategy(stage=stage), tmp_path / f"manual{stage}", Net(manual=True), **plain)[2]
+        assert_close(ours, by_hand, 1e-6)
+    config = {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}},
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    trainer, _, ours = fit(2, DeepSpeedStrategy(config=config), tmp_path / "config", Net(optimizer=None))
+    assert type(trainer.lr_scheduler_configs[0].scheduler).__name__ == "WarmupLR"
+    again = fit(
+        2, DeepSpeedStrategy(config=config), tmp_path / "config2", Net(optimizer=None),
+        ckpt_path=tmp_path / "config" / "0.ckpt",
+    )[2]  # fmt: skip
+    assert_close(again, ours, 0.0)
+
+
+class Configured(Net):
+    """Makes its parts in ``configure_model``, where stage 3 divides each parameter at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.body
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "body"):
+            torch.manual_seed(4)
+            self.body = nn.Sequential(nn.Linear(33, 33), nn.Tanh(), nn.LayerNorm(33))
+            self.was_divided = hasattr(self.body[0].weight, "ds_id")
+
+
+@needs_deepspeed
+@pytest.mark.world_size(2)
+def test_parts_made_in_configure_model_and_evaluation_alone(tmp_path: Path) -> None:
+    expected = fit(2, "deepspeed_stage_2", tmp_path / "two", Configured())[2]
+    _, net, ours = fit(2, "deepspeed_stage_3", tmp_path / "three", Configured())
+    assert net.was_divided
+    assert_close(ours, expected, 1e-6)
+    resumed = fit(2, "deepspeed_stage_3", tmp_path / "r", Configured(), ckpt_path=tmp_path / "three" / "0.ckpt")[2]
+    assert_close(resumed, ours, 0.0)
+    values = []
+    for strategy in ("deepspeed_stage_3", "deepspeed_stage_2", "ddp"):
+        quiet = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_progress_bar=False)
+        result = quiet.validate(Configured(), loader(4, 9), ckpt_path=tmp_path / "three" / "1.ckpt", verbose=False)
+        values.append(result[0]["val_loss"])
+    assert values == pytest.approx([values[0]] * 3, abs=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.world_size(2)
+def test_fabric_trains_and_saves_with_an_engine(tmp_path: Path) -> None:
+    def train(strategy: Any, devices: int, path: Path | None = None) -> tuple[dict[str, Any], Any]:
+        fabric = L.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+        fabric.launch()
+        net = Net()
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.02))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if path is not None:
+            fabric.load(path, state)
+        batches = list(fabric.setup_dataloaders(loader(8 // devices, 48)))
+        for step in range(state["step"], 4):
+            for x, y in batches[step * 2 : step * 2 + 2]:
+                fabric.backward(nn.functional.mse_loss(model(x), y) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and path is None:
+                fabric.save(tmp_path / f"{strategy}.ckpt", {**state, "step": 2})
+        fabric.save(tmp_path / f"{strategy}-end.ckpt", state)
+        found = saved(tmp_path / f"{strategy}-end.ckpt")
+        fabric.strategy.teardown()
+        return found, fabric
+
+    expected, _ = train("single_device", 1)
+    for strategy in ("deepspeed_stage_2", "deepspeed_stage_3"):
+        found, fabric = train(strategy, 2)
+        for name, value in expected["model"].items():
+            torch.testing.assert_close(found["model"][name], value, atol=1e-6, rtol=1e-6)
+        again, _ = train(strategy, 2, tmp_path / f"{strategy}.ckpt")
+        for name, value in found["model"].items():
+            assert torch.equal(again["model"][name], value)
+    net = Net()
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="deepspeed_stage_3")
+    fabric.launch()
+    model = fabric.setup_module(net)
+    with torch.no_grad():
+        assert model(torch.ones(2, 5)).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"model, optimizer = fabric.setup\(model, optimizer\)"):
+        fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="the engine clips gradients when it steps"):
+        fabric.clip_gradients(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), max_norm=1.0)
+    fabric.strategy.teardown()
+
+
+# -- what is refused
+
+
+def lbfgs(groups: Any, lr: float) -> Any:
+    return torch.optim.LBFGS([parameter for group in groups for parameter in group["params"]], lr=lr)
+
+
+def stepping_in_backward(groups: Any, lr: float) -> Any:
+    return in_backward(torch.optim.SGD, groups, lr=lr)
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.head.parameters(), lr=0.1), torch.optim.SGD(self.body.parameters(), lr=0.1)]
+
+
+class OwnClipping(Net):
+    def configure_gradient_clipping(self, optimizer: Any, **how: Any) -> None:
+        pass
+
+
+@needs_deepspeed
+@pytest.mark.world_size(1)
+def test_one_process_and_what_the_engine_cannot_do(tmp_path: Path) -> None:
+    expected = fit(1, "auto", tmp_path / "one")[2]
+    assert_close(fit(1, "deepspeed_stage_2", tmp_path / "two")[2], expected, 1e-6)
+    for net, options, message in (
+        (TwoOptimizers(manual=True), {"accumulate_grad_batches": 1, "gradient_clip_val": None}, "has one optimizer"),
+        (Net(lbfgs), {}, "LBFGS and strategy='deepspeed'"),
+        (Net(stepping_in_backward), {}, r"in_backward\(SGD\) and strategy='deepspeed'"),
+        (OwnClipping(), {}, "configure_gradient_clipping.* the engine clips"),
+        (Net(), {"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'"),
+        (Net(), {"on_bad_loss": "skip"}, "on_bad_loss='skip'"),
+        (Net(), {"compile": True}, "compile"),
+        (Net(), {"val_check_interval": 3}, "Use a multiple of 2"),
+        (Net(), {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging and strategy='deepspeed'"),
+        (Net(), {"callbacks": [BackboneFinetuning()]}, "backbone"),
+        (Net(), {"precision": "64-true"}, "not DoublePrecision"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            fit(1, "deepspeed_stage_2", tmp_path / "refused", net, **options)
+
+    class SaveAnywhere(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "open.ckpt")
+
+    with pytest.raises(RuntimeError, match="gradients have been computed that no step has used yet"):
+        fit(1, "deepspeed_stage_1", tmp_path / "open", callbacks=[SaveAnywhere()])
+    # Other strategies read what was saved with weights alone, and this one reads files.
+    again = fit(1, "deepspeed_stage_3", tmp_path / "file", ckpt_path=tmp_path / "one" / "0.ckpt")[2]
+    assert_close(again, expected, 1e-6)
+    every = ModelCheckpoint(dirpath=tmp_path / "timed", train_time_interval={"microseconds": 1}, save_top_k=-1)
+    fit(
+        1,
+        "deepspeed_stage_2",
+        tmp_path / "timed2",
+        enable_checkpointing=True,
+        callbacks=[every, SaveEach(tmp_path / "timed2")],
+    )
+    assert len(list((tmp_path / "timed").iterdir())) >= 6
+
+
+# -- without the package
+
+
+def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.strategies.deepspeed.installed", lambda name: False)
+    with pytest.raises(ImportError, match=re.escape('pip install "hasten[deepspeed]"')):
+        L.Trainer(strategy="deepspeed_stage_2_offload", accelerator="cpu")
+
+
+@pytest.fixture
+def _as_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.strategies.deepspeed.installed", lambda name: True)
+
+
+TWO, FP16 = {"zero_optimization": {"stage": 2}}, {"fp16": {"enabled": True}}
+
+
+def trainer(**arguments: Any) -> L.Trainer:
+    return L.Trainer(accelerator="cpu", **arguments)
+
+
+@pytest.mark.usefixtures("_as_if_installed")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DeepSpeedStrategy(stage=4), r"DeepSpeedStrategy\(stage=4\)"),
+        (lambda: DeepSpeedStrategy(zero_optimization=False), "Use strategy='ddp'"),
+        (lambda: DeepSpeedStrategy(offload_parameters=True), "with stage=3 alone"),
+        (lambda: DeepSpeedStrategy(config={"zero_optimization": {"stage": 0}}), "strategy='ddp'"),
+        (lambda: DeepSpeedStrategy(stage=3, config=TWO), r"config=..., stage=3"),
+        (lambda: DeepSpeedStrategy(config=3), "use a dict or the path"),  # type: ignore[arg-type]
+        (lambda: DeepSpeedStrategy(config="nowhere.json"), "there is no such file"),
+        (lambda: DeepSpeedStrategy(precision_plugin=DeepSpeedPrecision("32-true")), "as precision=..."),
+        (
+            lambda: trainer(strategy=DeepSpeedStrategy(config=TWO | FP16), precision="bf16-mixed"),
+            "contradict each other",
+        ),
+        (lambda: trainer(strategy="deepspeed_stage_3_offload_nvme"), "'nvme' and accelerator='cpu'"),
+        (lambda: trainer(strategy="deepspeed", plugins=HalfPrecision("bf16-true")), "HalfPrecision"),
+        (lambda: DeepSpeedPrecision("64-true"), "64-true"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_that_cannot_be_trained_with_are_refused(make: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+        make()
+
+
+def test_the_configuration_is_completed_and_contradictions_name_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}))
+    monkeypatch.setenv(CONFIG_VARIABLE, str(path))
+    config = read_config(None)
+    assert config is not None
+    settings = EngineSettings(config)
+    settings.take_precision("bf16-mixed")
+    settings.take_accumulation(4, "Trainer")
+    settings.take_clipping(0.5, "Trainer")
+    settings.take_batch_size(None, world_size=2)
+    assert settings.take_batch_size(8, world_size=2) == 8
+    assert settings.config["bf16"] == {"enabled": True}
+    assert settings.config["train_batch_size"] == 8 * 4 * 2
+    assert settings.config["gradient_clipping"] == 0.5
+    assert config == {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
+    for said, call, message in (
+        ({"gradient_accumulation_steps": 3}, lambda one: one.take_accumulation(4, "Trainer"), "grad_batches=4"),
+        ({"gradient_clipping": 1.0}, lambda one: one.take_clipping(0.5, "Trainer"), "gradient_clip_val=0.5.*1.0"),
+        ({"train_micro_batch_size_per_gpu": 4}, lambda one: one.take_batch_size(8, 2), "batch_size=8.*: 4"),
+        ({"train_batch_size": 4}, lambda one: one.take_batch_size(8, 2), "'train_batch_size': 4"),
+        ({"bf16": {"enabled": False}}, lambda one: one.take_precision("bf16-true"), "'enabled': False"),
+        ({"optimizer": {"params": {"lr": "auto"}}}, lambda one: one.check(), "optimizer.params.lr is 'auto'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call(EngineSettings({"zero_optimization": {"stage": 2}, **said}))
+    unclipped = EngineSettings({"zero_optimization": {"stage": 1}, "gradient_clipping": 1.0})
+    unclipped.take_clipping(0.0, "Trainer")
+    assert unclipped.config["gradient_clipping"] == 1.0
+
+
+def test_a_range_of_elements_is_parts_with_straight_sides_in_its_order() -> None:
+    for shape in ((), (1,), (7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)):
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        for start in range(whole.numel() + 1):
+            for stop in range(start, whole.numel() + 1):
+                found = [
+                    whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].reshape(-1)
+                    for offsets, sizes in boxes(shape, start, stop)
+                ]
+                assert torch.cat([torch.empty(0, dtype=torch.long), *found]).tolist() == list(range(start, stop))
+
+
+def test_a_lock_that_a_build_has_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    monkeypatch.setattr("hasten.machine.host._LOCK_SECONDS", 1.0)
+    lock = tmp_path / "lock"
+    lock.touch()
+    watch = LockWatch()
+    said: list[str] = []
+
+    def remove_when_said() -> None:
+        until = time.monotonic() + 20
+        while time.monotonic() < until and not any("remove the lock" in text for text in said):
+            said.append(capsys.readouterr().err)
+            time.sleep(0.05)
+        lock.unlink()
+
+    thread = threading.Thread(target=remove_when_said)
+    thread.start()
+    FileBaton(str(lock)).wait()
+    thread.join()
+    watch.end()
+    assert f"rm {lock}" in "".join(said)
+
+
+def test_hasten_imports_without_deepspeed() -> None:
+    code = "import hasten.strategies, sys; assert not any(n.split('.')[0] == 'deepspeed' for n in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
