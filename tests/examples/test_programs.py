@@ -127,3 +127,43 @@ def test_prediction_of_two_processes(tmp_path: Path) -> None:
     assert "2 processes wrote [51, 50] predictions, equal to those of one: True" in done.stdout
     parts = [torch.load(tmp_path / "out" / f"part-{rank}.pt") for rank in range(2)]
     assert sorted(torch.cat([part["samples"] for part in parts]).tolist()) == list(range(101))
+
+
+def test_a_pipeline_trains_as_one_process(tmp_path: Path) -> None:
+    done = run_python(EXAMPLES / "pipeline_parallel.py", "gpipe", "1f1b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    reached = result(done.stdout, r"loss gpipe ([\d.]+), 1f1b ([\d.]+)")
+    program = runpy.run_path(str(EXAMPLES / "pipeline_parallel.py"))
+    model = torch.nn.Sequential(program["layers"]())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = program["loader"]()
+    loss = torch.zeros(())
+    for _epoch in range(3):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+    assert reached == pytest.approx([loss.item()] * 2, abs=2e-6)
+    for name in ("gpipe", "1f1b"):
+        weights = torch.load(tmp_path / f"pipeline-{name}.ckpt")["model"]
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=1e-6)
+
+
+def test_context_parallel_without_a_gpu_says_so(run: Callable[..., str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(RuntimeError, match="context parallel needs GPUs"):
+        run("context_parallel.py", "1")
+
+
+@pytest.mark.gpu
+def test_context_parallel_trains_as_one_gpu(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    losses = []
+    for devices in ("1", "2"):
+        done = run_python(EXAMPLES / "context_parallel.py", devices, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses += result(done.stdout, rf"loss ([\d.]+) on {devices} GPU\(s\)")
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)

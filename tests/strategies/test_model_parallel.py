@@ -308,6 +308,36 @@ def test_what_cannot_train_is_refused_before_the_first_batch() -> None:
     elsewhere.launch()
     with pytest.raises(TypeError, match="it returned ReLU"):
         elsewhere.setup_module(Block())
+    nothing = L.Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(lambda model, mesh: model))
+    nothing.launch()
+    with (
+        pytest.warns(UserWarning, match="nothing divides the layers of Block") if not dist.get_rank() else nullcontext()
+    ):
+        nothing.setup_module(Block())
+
+
+def test_a_pipeline_is_refused_where_another_loop_runs() -> None:
+    from torch.distributed.pipelining import Schedule1F1B
+
+    schedule = Schedule1F1B.__new__(Schedule1F1B)
+    module = Net()
+    module.schedule = schedule
+    with pytest.raises(ValueError, match=r"Net.schedule is a Schedule1F1B. .* examples/pipeline_parallel.py"):
+        quiet().fit(module, loader())
+    with pytest.raises(TypeError, match=r"got `Schedule1F1B`. A pipeline schedule runs forward and backward"):
+        quiet().fit(schedule, loader())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"not Schedule1F1B. Make the pipeline of modules that are not set up"):
+        L.Fabric(accelerator="cpu").setup_module(schedule)  # type: ignore[arg-type]
+
+
+def test_a_mesh_that_a_strategy_does_not_have_is_named() -> None:
+    class Divides(Net):
+        def configure_model(self) -> None:
+            self.device_mesh["tensor_parallel"]  # type: ignore[index]
+
+    with pytest.raises(TypeError, match="'NoneType' object is not subscriptable") as caught:
+        quiet().fit(Divides(), loader())
+    assert "self.device_mesh is None under strategy=" in caught.value.__notes__[0]
 
 
 @pytest.mark.world_size(4)
@@ -411,6 +441,9 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         ({"loss_parallel": True}, "it belongs to a plan"),
         ({"parallelize_fn": 2}, "Write data_parallel_size=2"),
         ({"save_distributed_checkpoint": None}, "save_distributed_checkpoint=None"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2): unknown argument. Did you mean 'tensor_parallel_size'?"),
+        ({"pipeline_parallel_size": 2}, "as examples/pipeline_parallel.py does"),
+        ({"context_parallel_size": 2}, "as examples/context_parallel.py does"),
     ):
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
             ModelParallelStrategy(**arguments)  # type: ignore[arg-type]

@@ -47,6 +47,7 @@ from hasten.precision.matmul import set_matmul_precision
 from hasten.resolve import runtime as resolve_runtime
 from hasten.runtime import ReadOnly, RuntimeView
 from hasten.seed import seed_everything
+from hasten.strategies.parallel import is_of_pipeline
 from hasten.types import (
     AcceleratorLike,
     CompileLike,
@@ -349,6 +350,8 @@ class Fabric(RuntimeView):
     ) -> FabricModule:
         if not isinstance(module, nn.Module):
             hint = f" Write {module.__name__}()." if isinstance(module, type) else ""
+            if is_of_pipeline(module):
+                hint = " Make the pipeline of modules that are not set up, as examples/pipeline_parallel.py does."
             raise TypeError(
                 f"Fabric.{method}(): the first argument must be a torch.nn.Module, not {type(module).__name__}.{hint}"
             )

@@ -29,7 +29,7 @@ from hasten.loops.processes import check_module, check_optimizers
 from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState, check_left_to_train
 from hasten.loops.run import Run
-from hasten.loops.user_code import check_fit, check_parameters, warn_about_missing_parts
+from hasten.loops.user_code import check_fit, check_parameters, check_pipeline, warn_about_missing_parts
 from hasten.machine import allocator
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -86,10 +86,11 @@ def prepare(
         hooks.prepare_data()
     runtime.barrier("prepare_data")
     hooks.setup(fn.value)
-    with runtime.init_module():
+    with runtime.init_module(), _explained_mesh(module):
         hooks.configure_model()
         if overrides(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
+    check_pipeline(fn.value, module)
     check_module(run)
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
         normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
@@ -146,6 +147,21 @@ def prepare(
             run.progress.epoch_ended = True
         run.progress.in_epoch = False
         run.averages.resume_with(None)
+
+
+@contextmanager
+def _explained_mesh(module: LightningModule) -> Iterator[None]:
+    """Say with an error of ``configure_model`` that there is no device mesh, if that is what it has used."""
+    try:
+        yield
+    except TypeError as error:
+        code = getattr(module.configure_model, "__code__", None)
+        if "'NoneType' object" in str(error) and code and "device_mesh" in code.co_names and module.device_mesh is None:
+            error.add_note(
+                f"self.device_mesh is None under strategy={module.trainer.strategy.name!r}, which has no mesh. Use "
+                "ModelParallelStrategy."
+            )
+        raise
 
 
 def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ from hasten.module.callback import Callback
 from hasten.module.datamodule import DataHooks, LightningDataModule
 from hasten.module.hook_defaults import ModelHooks
 from hasten.optim import check_accumulation
+from hasten.strategies.parallel import PIPELINE_IN_FABRIC, is_of_pipeline
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -74,6 +76,8 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
             hint = f" That is the class: write {module.__name__}()."
         elif isinstance(module, nn.Module):
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
+        elif is_of_pipeline(module):
+            hint = f" {PIPELINE_IN_FABRIC}."
         raise TypeError(f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
         raise TypeError(f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}.")
@@ -86,6 +90,17 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         raise MisconfigurationException(f"Trainer.{call}(): {problem}")
     if call == "fit" and (problem := _problem_of_arguments(arguments, module)) is not None:
         raise MisconfigurationException(f"Trainer({problem}")
+
+
+def check_pipeline(call: str, module: LightningModule) -> None:
+    """Refuse a module that holds a pipeline of torch's, whose schedule runs forward and backward by itself."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return
+    for name, value in vars(module).items():
+        if is_of_pipeline(value):
+            raise MisconfigurationException(
+                f"Trainer.{call}(): {type(module).__name__}.{name} is a {type(value).__name__}. {PIPELINE_IN_FABRIC}."
+            )
 
 
 def _problem_of_methods(call: str, module: LightningModule) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 import logging
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -16,7 +18,8 @@ from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.rank_zero import warn_once
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import is_sharded, leaves
 from hasten.memory import repeated_blocks
 from hasten.optim.fused import on_several_meshes
@@ -24,6 +27,7 @@ from hasten.precision.base import Precision
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
 from hasten.seed import RandomGenerators
 from hasten.strategies.fsdp import children_apart, gathered_apart, is_manual
+from hasten.strategies.parallel import CONTEXT_IN_FABRIC, PIPELINE_IN_FABRIC
 from hasten.strategies.sharded import ADVICE, ShardedStrategy, keep_class_name
 
 if TYPE_CHECKING:
@@ -81,9 +85,11 @@ class ModelParallelStrategy(ShardedStrategy):
         loss_parallel: compute cross entropy from logits that stay split over the classes; with ``plan="auto"`` the
             output layer leaves them so.
 
+    Pipeline and context parallel are loops of your own, with Fabric: ``docs/model_parallel.md``.
+
     Raises:
         ValueError: the sizes do not multiply to the number of processes, or two arguments contradict each other.
-        TypeError: an argument has a wrong type.
+        TypeError: an argument has a wrong type or is unknown.
 
     Example::
 
@@ -117,8 +123,11 @@ class ModelParallelStrategy(ShardedStrategy):
         plan: Plan | None = None,
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        **unknown: object,
     ) -> None:
         owner = type(self).__name__
+        for name, given in unknown.items():
+            raise TypeError(f"{owner}({name}={given!r}): {_problem_of_argument(name)}")
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise TypeError(
                 f"{owner}({parallelize_fn!r}): the first argument is parallelize_fn, a function of module and mesh. "
@@ -230,6 +239,12 @@ class ModelParallelStrategy(ShardedStrategy):
             raise MisconfigurationException(
                 f"ModelParallelStrategy(): nothing divides {type(module).__name__}. Pass plan='auto' or "
                 "plan={name: style}, or divide it in configure_model() with self.device_mesh."
+            )
+        if self.tensor_parallel_size > 1 and not any(map(_is_on_group, module.parameters())):
+            rank_zero_warn(
+                f"ModelParallelStrategy(tensor_parallel_size={self.tensor_parallel_size}): nothing divides the layers "
+                f"of {type(module).__name__} over a group, so its {self.tensor_parallel_size} processes compute the "
+                "same. Pass plan={name: style}, or use strategy='fsdp'."
             )
         if self.data_parallel_size > 1:
             self._shard_over_groups(module)
@@ -419,6 +434,16 @@ def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[
     return found_data, found_tensor
 
 
+def _problem_of_argument(name: str) -> str:
+    """Return what is wrong with an argument that there is not."""
+    if re.match("pipeline|pp(_|$)", name):
+        return f"{PIPELINE_IN_FABRIC}."
+    if re.match("context|cp(_|$)", name):
+        return f"{CONTEXT_IN_FABRIC}."
+    known = [*inspect.signature(ModelParallelStrategy.__init__).parameters][1:-1]
+    return f"unknown argument.{did_you_mean(name, known)}"
+
+
 def _digest(batch: object) -> str:
     """Return a text that is the same for equal batches."""
     digest = hashlib.blake2b(digest_size=8)
@@ -436,6 +461,12 @@ def _digest(batch: object) -> str:
 def _is_about_other_things(record: logging.LogRecord) -> bool:
     """Return False for torch's advice to gather over both dimensions of the mesh at once, which it cannot itself."""
     return not record.getMessage().startswith("While redistributing from")
+
+
+def _is_on_group(parameter: nn.Parameter) -> bool:
+    """Return whether the processes of a group have a parameter in common."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and TENSOR in (mesh.mesh_dim_names or ())
 
 
 def _is_sharded_over_groups(parameter: nn.Parameter) -> bool:

@@ -37,6 +37,21 @@ TIMEOUT = timedelta(minutes=10)
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
+# What only a loop of the user's own can do, and where one is.
+PIPELINE_IN_FABRIC = (
+    "A pipeline schedule runs forward and backward of all micro-batches itself. Write the loop with Fabric, as "
+    "examples/pipeline_parallel.py does (docs/model_parallel.md)"
+)
+CONTEXT_IN_FABRIC = (
+    "Context parallel needs each batch divided along its sequence. Write the loop with Fabric, as "
+    "examples/context_parallel.py does (docs/model_parallel.md)"
+)
+
+
+def is_of_pipeline(value: object) -> bool:
+    """Return whether ``value`` is a stage or a schedule of ``torch.distributed.pipelining``."""
+    return any(kind.__module__.startswith("torch.distributed.pipelining") for kind in type(value).__mro__)
+
 
 class ParallelStrategy(Strategy):
     """The base of strategies with several processes: their ranks, how they start and how they communicate.
