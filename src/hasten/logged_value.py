@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import children, is_sharded, move_to
+from hasten.machine import collectives
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
     from hasten.logged_values import LoggedValues
 
 # Attributes of a LoggedValue that follow from the options of ``self.log``; a checkpoint keeps them.
-_SETTINGS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce", "sync")
+SETTINGS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce", "sync")
 
 
 class LogOptions(NamedTuple):
@@ -162,7 +165,8 @@ class LoggedValue:
         """Return (numerator, weight, reduction); a metric is computed and has weight None."""
         if self.metric is None:
             return self.total, self.weight, self.reduce
-        value = self.metric.compute()
+        with _without_update_warning(self.metric):
+            value = self.metric.compute()
         if (isinstance(value, Tensor) and value.numel() != 1) or isinstance(value, Mapping):
             raise ValueError(
                 f"self.log({self.name!r}, metric): {type(self.metric).__name__} computes {describe(value)}, and only a "
@@ -174,16 +178,26 @@ class LoggedValue:
     def has_epoch_value(self) -> bool:
         return self.total is not None if self.metric is None else self.value is not None
 
+    def take_from_others(self, settings: Mapping[str, Any], neutral: tuple[float, float], metric: Any) -> None:
+        """Take part in the reduction of a value that other processes logged: this one had no batch."""
+        for name, setting in settings.items():
+            setattr(self, name, setting)
+        self.metric = metric
+        if metric is None:
+            self.total, self.weight = neutral
+        else:
+            self.value, self.weight = metric, 1
+
     def state_dict(self) -> dict[str, Any]:
         """Return what an interrupted epoch has accumulated, as plain data and CPU tensors, without the metric."""
-        kept = {name: getattr(self, name) for name in ("name", *_SETTINGS)}
+        kept = {name: getattr(self, name) for name in ("name", *SETTINGS)}
         value = None if self.metric is not None else self.value
         values = {"value": value, "total": self.total, "weight": self.weight}
         return kept | {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], metric: object, device: torch.device) -> None:
         """Restore what ``state_dict`` returned; the tensors on ``device``. A ``metric`` restores its own state."""
-        for name in _SETTINGS:
+        for name in SETTINGS:
             setattr(self, name, state[name])
         self.metric = metric
         self.value = move_to(state["value"], device) if metric is None else metric
@@ -209,6 +223,15 @@ class LoggingContext:
         """Yield the values of all dataloaders."""
         for values in self.by_loader.values():
             yield from values.values()
+
+
+@contextmanager
+def _without_update_warning(metric: Any) -> Iterator[None]:
+    """Keep torchmetrics from warning that a metric has had no batch where another process has had one."""
+    with warnings.catch_warnings():
+        if not getattr(metric, "update_called", True) and collectives.world_size() > 1:
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        yield
 
 
 def _first(value: Any, weight: Any, reduce: str) -> Any:

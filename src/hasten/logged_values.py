@@ -7,7 +7,6 @@ the processes with one collective an operation, and move it to the host in one c
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,13 +14,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
-from hasten.machine import agreement
+from hasten.shared_values import Row, SharedValues
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
@@ -35,9 +34,6 @@ BAR_INTERVAL_SECONDS = 5.0
 
 # (record, name, value, options, batch_size): calls record(name, value, options, batch_size)
 Observer = Callable[[Callable[..., Any], str, Any, tuple[Any, ...], Any], None]
-
-# Numbers the runs that agree on values with other processes; the same run has the same number on each.
-_numbers = itertools.count()
 
 
 class _Pending(NamedTuple):
@@ -59,6 +55,10 @@ class LoggedValues:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.shared = SharedValues(runtime)
+        # What evaluation steps logged, where several processes reduce it at the end.
+        self._rows: list[Row] = []
+        self._loader_idx: int | None = None
         self.on_first_process = runtime.global_rank == 0
         self.loggers: Sequence[Logger] = ()
         self.batch: Any = None
@@ -75,11 +75,7 @@ class LoggedValues:
         self._pending: list[_Pending] = []
         self._bar_sent = time.monotonic()
         self._warned: set[str] = set()
-        # What each moment reduced last, and how many times it came.
-        self._reduced: dict[str, list[str]] = {}
-        self._times: dict[str, int] = {}
         self._closed: dict[str, int] = {}
-        self._number: int | None = None
         self._loss = LoggedValue("loss", self, _OUTSIDE.row)
         self._loss_sent_at: int | None = None
 
@@ -250,7 +246,7 @@ class LoggedValues:
             for logged in self.of_stage("train")
             if logged.on_step and (logged.prog_bar or (logged.logger and to_loggers))
             # Each process refreshes its bar by its own clock: nothing may be exchanged for that.
-            and (to_loggers or not self._is_shared(logged))
+            and (to_loggers or not self.shared.reduces(logged))
             and logged.value is not None
             and logged.step_value() is not None
         ]  # fmt: skip
@@ -258,7 +254,7 @@ class LoggedValues:
         if entries or (loss is not None and self.loss_report is not None):
             self._send(entries, step if to_loggers else -1, epoch, loss, moment=moment)
         elif moment is not None:
-            self._synchronized([], [], moment)
+            self.shared.of_step([], [], moment)
         self.deliver()
 
     def publish_loss(self, loss: Tensor | None, step: int, epoch: int) -> None:
@@ -280,10 +276,39 @@ class LoggedValues:
             for logged in self.of_stage(stage, current_loader=True)
             if logged.on_step and logged.step_value() is not None
         ]
-        if entries:
-            self._send(entries, step, None, moment=f"{stage} step")
+        if self._rows or any(self.shared.reduces(logged) for logged, _ in entries):
+            # Processes may have different numbers of batches: all steps are reduced at the end.
+            self._rows.append(Row(self._loader_idx, step, [(logged, logged.step_value()) for logged, _ in entries]))
+        elif entries:
+            self._send(entries, step, None)
         if len(self._pending) > 64:
             self.deliver()
+
+    def complete_evaluation(self, stage: str, module: nn.Module, batches: list[int]) -> None:
+        """Agree with the other processes on what was logged, also where this one had no batches; all call it.
+
+        Args:
+            stage: "validate" or "test".
+            module: has the metrics.
+            batches: how many batches this process had, by loader.
+
+        """
+        absent, rows = self.shared.of_evaluation(self._of_epoch(stage), self._rows, module, batches)
+        self._rows = []
+        for each in absent:
+            logged = self.context_of(each.row).by_loader.setdefault(each.loader_idx, {})
+            metric = None if each.metric is None else module.get_submodule(each.metric)
+            logged.setdefault(each.name, LoggedValue(each.name, self, each.row)).take_from_others(
+                each.settings, each.neutral, metric
+            )
+        self.deliver(wait=True)
+        for step, values in rows:
+            for name, value in values:
+                if self.loss_report is not None and not math.isfinite(value) and "loss" in name.name.lower():
+                    self.loss_report.logged(name.hook, stage, name.name, value)
+                if name.prog_bar:
+                    self.bar_values[name.name] = value
+            self._write_row({name.name: value for name, value in values if name.logger}, step, None)
 
     def logged_on_steps(self) -> list[str]:
         """Return the names of the training values meant for the loggers' rows of steps."""
@@ -294,16 +319,12 @@ class LoggedValues:
         shared = [
             logged
             for logged in self.of_stage("train")
-            if logged.on_step and self._is_shared(logged)
+            if logged.on_step and self.shared.reduces(logged)
             and logged.weight is not None and logged.step_value() is not None
         ]  # fmt: skip
-        values = self._synchronized([logged.step_value() for logged in shared], shared, "asked")
+        values = self.shared.of_step([logged.step_value() for logged in shared], shared, "asked")
         for logged, value in zip(shared, send_to_host(values).values(), strict=True):
             self.callback_values[logged.base_name] = self.callback_values[logged.step_name] = value
-
-    def _is_shared(self, logged: LoggedValue) -> bool:
-        """Return whether a value is reduced over several processes here; metrics do so themselves."""
-        return bool(logged.sync) and self._runtime.world_size > 1 and logged.metric is None
 
     def _send(
         self,
@@ -320,7 +341,8 @@ class LoggedValues:
             # First: what is logged is often the same.
             entries, values = [(self._loss, "loss"), *entries], [loss.detach(), *values]
             self._loss_sent_at = step
-        values = self._synchronized(values, [logged for logged, _ in entries], moment)
+        if moment is not None:
+            values = self.shared.of_step(values, [logged for logged, _ in entries], moment)
         self._pending.append(_Pending(send_to_host(values), entries, step, epoch))
 
     def deliver(self, *, wait: bool = False) -> None:
@@ -334,7 +356,7 @@ class LoggedValues:
                     self.bar_values[name] = value
                 if logged.logger and step >= 0:
                     row[name] = value
-                if epoch is not None and self._is_shared(logged):
+                if epoch is not None and self.shared.reduces(logged):
                     self.callback_values[logged.base_name] = self.callback_values[name] = value
             self._write_row(row, step, epoch)
 
@@ -368,16 +390,10 @@ class LoggedValues:
 
         """
         self.deliver(wait=True)
-        entries = [
-            (loader_idx or 0, logged)
-            for context in self._contexts_of(stage)
-            for loader_idx, values in context.by_loader.items()
-            for logged in values.values()
-            if logged.on_epoch and logged.weight is not None and logged.has_epoch_value
-        ]
+        entries = [(loader_idx or 0, logged) for loader_idx, logged in self._of_epoch(stage)]
         latest = self._latest_step_values(stage)
         self._closed[stage] = self._closed.get(stage, 0) + 1
-        values = self._epoch_values([logged for _, logged in entries], f"{stage} epoch {self._closed[stage]}")
+        values = self.shared.of_epoch([logged for _, logged in entries], f"{stage} epoch {self._closed[stage]}")
         row: dict[str, float] = {}
         self.callback_values.update(latest)
         by_loader: list[dict[str, float]] = [{} for _ in range(max((index for index, _ in entries), default=0) + 1)]
@@ -392,6 +408,16 @@ class LoggedValues:
             logged.weight = None  # Computed: the epoch's last hooks may log more and close it again.
         return by_loader, row
 
+    def _of_epoch(self, stage: str) -> list[tuple[int | None, LoggedValue]]:
+        """Return the loader index and the value of what the epoch has gathered and not computed yet."""
+        return [
+            (loader_idx, logged)
+            for context in self._contexts_of(stage)
+            for loader_idx, values in context.by_loader.items()
+            for logged in values.values()
+            if logged.on_epoch and logged.weight is not None and logged.has_epoch_value
+        ]
+
     def log_epoch(self, values: dict[str, float], step: int, epoch: int) -> None:
         """Write the values of an epoch as one row."""
         self._write_row(values, step, epoch)
@@ -401,7 +427,7 @@ class LoggedValues:
         if stage != "train":
             return {}
         found = [v for v in self.of_stage(stage) if v.on_step and v.step_value() is not None]
-        latest = self._synchronized([logged.step_value() for logged in found], found, f"{stage} latest")
+        latest = self.shared.of_step([logged.step_value() for logged in found], found, f"{stage} latest")
         values: dict[str, float] = {}
         for logged, value in zip(found, send_to_host(latest).values(), strict=True):
             if logged.prog_bar:
@@ -413,97 +439,19 @@ class LoggedValues:
                 values[logged.base_name] = value
         return values
 
-    def _epoch_values(self, entries: list[LoggedValue], moment: str) -> list[float]:
-        with torch.inference_mode(False), torch.no_grad():
-            parts = [logged.epoch_value() for logged in entries]
-            numerators = [
-                total / weight if reduce == "mean" and not logged.sync else total
-                for logged, (total, weight, reduce) in zip(entries, parts, strict=True)
-            ]
-            for op, chosen in self._shared(entries, moment):
-                values = [numerators[i] for i in chosen]
-                if op == "mean":
-                    sums = self._reduce([*values, *(parts[i][1] for i in chosen)], "sum")
-                    reduced = [total / weight for total, weight in zip(sums, sums[len(chosen) :], strict=False)]
-                else:
-                    reduced = self._reduce(values, op)
-                for i, value in zip(chosen, reduced, strict=True):
-                    numerators[i] = value
-            return send_to_host(numerators).values()
-
-    # -- several processes
-
-    def _synchronized(self, values: list[Any], logged: list[LoggedValue], moment: str | None) -> list[Any]:
-        for op, chosen in [] if moment is None else self._shared(logged, moment):
-            for i, value in zip(chosen, self._reduce([values[i] for i in chosen], op), strict=True):
-                values[i] = value
-        return values
-
-    def _reduce(self, values: Iterable[Any], op: str) -> list[Tensor]:
-        """Return values reduced over the processes, by one collective."""
-        device = self._runtime.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        stacked = torch.stack([torch.as_tensor(value, device=device).to(dtype) for value in values])
-        return list(self._runtime.data_parallel_reduce(stacked, op=op).unbind())
-
-    def _shared(self, entries: list[LoggedValue], moment: str) -> list[tuple[str, list[int]]]:
-        """Return (operation, indices of the values it reduces), in the same order on all processes.
-
-        Args:
-            entries: those with a value.
-            moment: when they are reduced; all processes reach the same moments equally often.
-
-        Raises:
-            RuntimeError: other processes reduce other values at this moment.
-
-        """
-        if self._runtime.world_size == 1:
-            return []
-        places = [f"{logged.base_name!r} in {logged.row.name}" for logged in entries]
-        shared = [i for i, logged in enumerate(entries) if self._is_shared(logged)]
-        shared.sort(key=lambda i: places[i])
-        named = [f"{places[i]} ({entries[i].reduce})" for i in shared]
-        self._times[moment] = self._times.get(moment, 0) + 1
-        if named != self._reduced.get(moment, []):
-            self._agree(named, moment)
-            self._reduced[moment] = named
-        by_operation = {op: [i for i in shared if entries[i].reduce == op] for op in ("mean", "sum", "max", "min")}
-        return [(op, chosen) for op, chosen in by_operation.items() if chosen]
-
-    def _agree(self, names: list[str], moment: str) -> None:
-        """Check that all processes reduce the same values, whenever they are others than the last time."""
-        if self._number is None:
-            self._number = next(_numbers)
-        before = self._reduced.get(moment, [])
-        trains = moment.startswith(("step", "train"))
-        by_rank = agreement.exchange(
-            f"log/{self._number}/{moment}/{self._times[moment]}",
-            names,
-            what=f"self.log({', '.join(names)}, sync_dist=True)",
-            patience_seconds=None if trains else agreement.PATIENCE_AFTER_EVALUATION_SECONDS,
-        )
-        # A process that does not answer reduces what it reduced the last time, as this one did.
-        sets = [set(before if found is None else found) for found in by_rank]
-        for name in sorted(set().union(*sets)):
-            present = [rank for rank, found in enumerate(sets) if name in found]
-            absent = [rank for rank, found in enumerate(sets) if name not in found]
-            if absent:
-                raise RuntimeError(
-                    f"self.log({name}, sync_dist=True): logged on {agreement.ranks(present)} and not on "
-                    f"{agreement.ranks(absent)}. Log it on all processes, or leave sync_dist out."
-                )
-
     # -- epochs
 
     def start_epoch(self, stage: str) -> None:
         """Forget what the stage's last epoch accumulated."""
         self._closed.pop(stage, None)
+        self._rows = []
         self._bar_sent = time.monotonic()
         for logged in self.of_stage(stage):
             logged.reset()
 
     def enter_loader(self, stage: str, loader_idx: int | None) -> None:
         """Take the next values as those of one of several dataloaders; None when there is one."""
+        self._loader_idx = loader_idx
         for context in self._contexts_of(stage):
             if context.row.log is not None and context.row.log.step_allowed:
                 context.enter_loader(loader_idx)
@@ -521,7 +469,7 @@ class LoggedValues:
         """Return the latest value of every name as tensors; reading one of them may wait for the device."""
         metrics = {name: _as_metric(value) for name, value in self.callback_values.items()}
         for logged, value in self._current_step_values():
-            if not (self._is_shared(logged) and logged.base_name in metrics):
+            if not (self.shared.reduces(logged) and logged.base_name in metrics):
                 metrics[logged.base_name] = metrics[logged.step_name] = value
         return metrics
 

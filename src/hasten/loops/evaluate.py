@@ -68,10 +68,13 @@ def evaluate(
         with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
+            batches = []
             for loader_idx in range(count):
                 logged.enter_loader(stage, loader_idx if count > 1 else None)
-                _evaluate_loader(run, source, loader_idx, several=count > 1)
+                batches.append(_evaluate_loader(run, source, loader_idx, several=count > 1))
             logged.enter_loader(stage, None)
+            if run.runtime.world_size > 1:
+                logged.complete_evaluation(stage, run.module, batches)
             by_loader, values = logged.close_epoch(stage)
             (hooks.on_test_epoch_end if testing else hooks.on_validation_epoch_end)()
             if not testing:
@@ -111,7 +114,8 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
     return results
 
 
-def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: bool) -> None:
+def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: bool) -> int:
+    """Evaluate on every batch of a loader; return how many this process had."""
     hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
     testing = stage == "test"
     name = STEP_OF[stage]
@@ -120,7 +124,9 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
     suffix = (loader_idx,) if several else ()
     if several:
         logged.context_of(STEPS[name]).enter_loader(loader_idx)
+    count = 0
     for batch_idx, (batch, _) in enumerate(in_step(run, source.batches(loader_idx))):
+        count += 1
         if transfer is not None:
             batch = transfer(batch)
         logged.batch, logged.batch_size = batch, 0
@@ -132,6 +138,7 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
             logged.publish_evaluation_step(stage, batch_idx)
         progress.evaluated += 1
         _leave_if_stopped(run)
+    return count
 
 
 def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], Any]:

@@ -48,6 +48,7 @@ class StageData:
         overfit: read the same batches in the same order each epoch.
         reload_every_n_epochs: get new loaders this often; 0 for never.
         remake: given a loader, the stage and the loader's name, return the one to read instead.
+        several_processes: others read the rest of the data, or more of it.
 
     """
 
@@ -64,9 +65,11 @@ class StageData:
         overfit: bool = False,
         reload_every_n_epochs: int = 0,
         remake: Callable[[Any, str, str], Any] | None = None,
+        several_processes: bool = False,
     ) -> None:
         self.stage, self.given, self.datamodule = stage, given, datamodule
         self._remake = remake
+        self._several_processes = several_processes
         self._reads_datamodule = reads_datamodule
         self._module = module
         # The number or share of batches, and the one from the next ``take_limit`` on.
@@ -94,7 +97,8 @@ class StageData:
         evaluates = self.stage in ("validate", "test")
         if evaluates and not overrides(self._module, LightningModule, STEP_OF[self.stage]):
             return True
-        return all(limit == 0 for limit in self.limits)
+        # A process without batches takes part in what the others reduce.
+        return not self._several_processes and all(limit == 0 for limit in self.limits)
 
     def require(self) -> None:
         """Raise unless the data is provided."""

@@ -5,9 +5,14 @@ For rare events that one process may reach alone: a collective would then wait f
 
 from __future__ import annotations
 
+import atexit
 import json
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +26,14 @@ PATIENCE_SECONDS = 60.0
 PATIENCE_AFTER_EVALUATION_SECONDS = 300.0
 NOTICE_SECONDS = 15.0
 _POLL_SECONDS = 0.002
+# After this time, those that have not come are asked whether they are past the place.
+_ASK_AFTER_SECONDS = 1.0
+_ANSWER_POLL_SECONDS = 0.05
+_END = "end"
+
+# Given where another process waits: True if this one has passed there without stopping, False if it has not come there
+# yet, None if it waits there, too.
+Passed = Callable[[Any], "bool | None"]
 
 # torch has no public name for the default store, and no type hints for stores.
 _torch: Any = distributed_c10d
@@ -43,28 +56,46 @@ def has_left(rank: int) -> bool:
     return bool(store().check([f"left/{rank}"]))
 
 
-def exchange(place: str, own: object, *, what: str = "", patience_seconds: float | None = None) -> list[Any]:
-    """Return the values of all processes at ``place``, by rank; None for those that do not arrive in time.
+def exchange(
+    place: str,
+    own: object,
+    *,
+    what: str = "",
+    patience_seconds: float | None = None,
+    ask: tuple[str, Any] | None = None,
+) -> list[Any]:
+    """Return the values of all processes at ``place``, by rank; None for those that do not arrive.
 
     Args:
         place: a name that is the same on all processes and used once.
         own: the value of this process, plain data, not None.
         what: describes ``place`` in the message about missing processes.
         patience_seconds: how long to wait for the others; ``PATIENCE_SECONDS`` by default.
+        ask: the kind of a question that the others ``answer``, and where this process is. One that has passed there is
+            not waited for: it may be in a collective, waiting for this process.
 
     """
-    messages, size = store(), dist.get_world_size()
-    messages.set(f"{place}/{dist.get_rank()}", json.dumps(own))
-    keys = [f"{place}/{rank}" for rank in range(size)]
+    messages, rank, size = store(), dist.get_rank(), dist.get_world_size()
+    messages.set(f"{place}/{rank}", json.dumps(own))
+    keys = [f"{place}/{other}" for other in range(size)]
     patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     began = time.monotonic()
-    noticed = False
+    noticed = asked = False
     while not messages.check(keys) and (waited := time.monotonic() - began) < patience_seconds:
+        if ask is not None and waited > _ASK_AFTER_SECONDS:
+            absent = [other for other, key in enumerate(keys) if not messages.check([key])]
+            if not asked:
+                asked = True
+                for other in absent:
+                    _send(messages, other, {"kind": ask[0], "at": ask[1], "place": place})
+            if all(messages.check([f"{place}/passed/{other}"]) or has_left(other) for other in absent):
+                break
+            time.sleep(_ANSWER_POLL_SECONDS)
         if waited > NOTICE_SECONDS and not noticed:
             noticed = True
-            absent = [rank for rank, key in enumerate(keys) if not messages.check([key])]
+            absent = [other for other, key in enumerate(keys) if not messages.check([key])]
             log.warning(
-                f"rank {dist.get_rank()} has waited {NOTICE_SECONDS:.0f} s for {ranks(absent)} ({what or place}), and "
+                f"rank {rank} has waited {NOTICE_SECONDS:.0f} s for {ranks(absent)} ({what or place}), and "
                 f"gives up after {patience_seconds:.0f} s."
             )
         time.sleep(_POLL_SECONDS)
@@ -120,3 +151,96 @@ def ranks(numbers: list[int]) -> str:
 
     """
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+# -- answers to those that wait, while the main thread of this process is elsewhere
+
+
+class _Listener:
+    """A thread that waits for questions of other processes, and answers them; it costs nothing while there are none."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, weakref.WeakMethod[Passed]] = {}
+        self.group = id(_torch._get_default_store())
+        # A connection of its own: on another one, the main thread would wait until this thread has its question.
+        self._store = store().clone()
+        self._rank = dist.get_rank()
+        self._thread = threading.Thread(target=self._listen, name="hasten-agreement", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        # The store may end before this thread does: there is nobody left to ask, then.
+        with suppress(RuntimeError):
+            self._answer_all()
+
+    def _answer_all(self) -> None:
+        messages, number, waiting = self._store, 0, list[dict[str, Any]]()
+        while True:
+            letter = f"letters/{self._rank}/{number}"
+            if not waiting:
+                with suppress(dist.DistStoreError):
+                    messages.wait([letter], timedelta(days=1))
+            if messages.check([letter]):
+                question = json.loads(messages.get(letter))
+                number += 1
+                if question == _END:
+                    return
+                waiting.append(question)
+            waiting = [question for question in waiting if not self._answers(question)]
+            if waiting:
+                time.sleep(_ANSWER_POLL_SECONDS)
+
+    def _answers(self, question: dict[str, Any]) -> bool:
+        """Return whether nothing more is to be said about a question."""
+        reference = self.known.get(question["kind"])
+        if reference is None:
+            return False  # It has not begun here.
+        passed = reference()
+        # What is gone has passed every place.
+        answer = True if passed is None else passed(question["at"])
+        if answer:
+            self._store.set(f"{question['place']}/passed/{self._rank}", "1")
+        return answer is not False
+
+    def end(self) -> None:
+        """End the thread: one that waits in a call when the interpreter ends could abort the process."""
+        if self._thread.is_alive():
+            with suppress(RuntimeError):
+                _send(self._store_of_main(), self._rank, _END)
+            self._thread.join(timeout=2.0)
+
+    def _store_of_main(self) -> Any:
+        return store() if dist.is_initialized() else self._store.clone()
+
+
+_listener: _Listener | None = None
+
+
+def answer(kind: str, passed: Passed) -> None:
+    """Let other processes that wait know whether this one has passed where they are, whatever it does at that time.
+
+    Args:
+        kind: of the question, see ``exchange``.
+        passed: a method, which a second thread calls; questions are answered as long as its object lives.
+
+    """
+    global _listener
+    if _listener is None or _listener.group != id(_torch._get_default_store()):
+        stop_answering()
+        _listener = _Listener()
+        atexit.unregister(stop_answering)
+        atexit.register(stop_answering)
+    _listener.known[kind] = weakref.WeakMethod(passed)
+
+
+def stop_answering() -> None:
+    """End the thread that answers; before the process leaves its group."""
+    global _listener
+    listener, _listener = _listener, None
+    if listener is not None:
+        listener.end()
+
+
+def _send(messages: Any, rank: int, message: object) -> None:
+    number = messages.add(f"letters/{rank}/count", 1) - 1
+    messages.set(f"letters/{rank}/{number}", json.dumps(message))

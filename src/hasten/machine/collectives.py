@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import by_kind, map_leaves, map_tensors
+from hasten.machine import agreement
 from hasten.machine.rendezvous import store_of_this_attempt
 
 if TYPE_CHECKING:
@@ -299,6 +300,7 @@ def leave() -> None:
     while _before_leaving:
         _before_leaving.pop()()
     if joined():
+        agreement.stop_answering()
         dist.destroy_process_group()
 
 

@@ -1,0 +1,400 @@
+"""Values of ``self.log`` over several processes: who has which, and one reduction for all of them.
+
+Reductions pair values by their position, so the processes reduce in the order of the sorted names, and agree on the
+names whenever those of one of them change. As long as they stay the same, nothing is exchanged for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.tree import send_to_host
+from hasten.logged_value import SETTINGS, LoggedValue, is_metric
+from hasten.machine import agreement
+
+if TYPE_CHECKING:
+    from hasten.hooks import Hook
+    from hasten.runtime import Runtime
+
+# Numbers the runs of several processes; the same run has the same number on each.
+_numbers = itertools.count()
+_OPERATIONS = ("mean", "sum", "max", "min")
+_OPERATION_NAMES = tuple(f" ({op})" for op in _OPERATIONS)
+# What adds nothing to a reduction.
+_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
+
+
+class Row(NamedTuple):
+    """What an evaluation step logged for the loggers' rows of steps."""
+
+    loader_idx: int | None
+    step: int
+    values: list[tuple[LoggedValue, Any]]
+
+
+class _StepName(NamedTuple):
+    """The name of a value that an evaluation step logs; the same on all processes."""
+
+    loader: int
+    hook: str
+    name: str
+    op: str
+    logger: bool
+    prog_bar: bool
+
+
+class StepRow(NamedTuple):
+    """The values of one step of an evaluation, on the host."""
+
+    step: int
+    values: list[tuple[_StepName, float]]
+
+
+class Absent(NamedTuple):
+    """A value as another process describes it, for those that have no batches and cannot log it themselves."""
+
+    row: Hook
+    name: str
+    # The index of the loader whose steps log it, -1 for other hooks; and None where there is only one.
+    loader: int
+    loader_idx: int | None
+    # What it is called in messages; None if it is not reduced.
+    key: str | None
+    settings: dict[str, Any]
+    # Where the module has the metric.
+    metric: str | None
+    # Of a value that is not reduced.
+    value: float | None
+
+    @property
+    def neutral(self) -> tuple[float, float]:
+        """Total and weight that add nothing to those of the other processes; the value if it is not reduced."""
+        if self.value is not None:
+            return self.value, 1
+        reduce = self.settings["reduce"]
+        return _NEUTRAL[reduce], 0 if reduce == "mean" else 1
+
+
+class SharedValues:
+    """The values that processes reduce together.
+
+    Args:
+        runtime: reduces them.
+
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.several = runtime.world_size > 1
+        # Whether some processes may have no batch in a step of training, and whether this one has none.
+        self.uneven = self.has_no_batch = False
+        # What each moment reduced last.
+        self._reduced: dict[str, list[str]] = {}
+        self._number: int | None = None
+        # The number of the latest moment, its name, and whether this process waits there for the others.
+        self._at = (0, "", False)
+
+    def reduces(self, logged: LoggedValue) -> bool:
+        """Return whether a value is reduced here; metrics do so themselves."""
+        return self.several and bool(logged.sync) and logged.metric is None
+
+    # -- reductions
+
+    def of_step(self, values: list[Any], logged: Sequence[LoggedValue], moment: str) -> list[Any]:
+        """Return ``values`` with those of ``logged`` that are shared reduced; one collective an operation."""
+        for op, chosen in self._agreed(logged, moment):
+            given = [values[i] for i in chosen]
+            reduced = self._of_present(given, op) if self.uneven else self._reduce(given, op)
+            for i, value in zip(chosen, reduced, strict=True):
+                values[i] = value
+        return values
+
+    def _of_present(self, values: list[Any], op: str) -> list[Any]:
+        """Reduce over the processes that have a batch in this step."""
+        if self.has_no_batch:
+            values = [_NEUTRAL[op]] * len(values)
+        if op != "mean":
+            return self._reduce(values, op)
+        *sums, count = self._reduce([*values, float(not self.has_no_batch)], "sum")
+        return [total / count for total in sums]
+
+    def of_epoch(self, logged: Sequence[LoggedValue], moment: str) -> list[float]:
+        """Return what an epoch's values amount to, on the host."""
+        shared = self._agreed(logged, moment) if self.several else []
+        with torch.inference_mode(False), torch.no_grad():
+            parts: list[Any] = [None] * len(logged)
+            # Metrics exchange what they have gathered one after the other: in the same order on all processes.
+            for i in sorted(range(len(logged)), key=lambda i: _place(logged[i])):
+                parts[i] = logged[i].epoch_value()
+            numerators = [
+                total / weight if reduce == "mean" and not each.sync else total
+                for each, (total, weight, reduce) in zip(logged, parts, strict=True)
+            ]
+            for op, chosen in shared:
+                values = [numerators[i] for i in chosen]
+                if op == "mean":
+                    sums = self._reduce([*values, *(parts[i][1] for i in chosen)], "sum")
+                    reduced = [total / weight for total, weight in zip(sums, sums[len(chosen) :], strict=False)]
+                else:
+                    reduced = self._reduce(values, op)
+                for i, value in zip(chosen, reduced, strict=True):
+                    numerators[i] = value
+            return send_to_host(numerators).values()
+
+    def _reduce(self, values: Iterable[Any], op: str) -> list[Tensor]:
+        """Return values reduced over the processes, by one collective."""
+        device = self._runtime.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        stacked = torch.stack([torch.as_tensor(value, device=device).to(dtype) for value in values])
+        return list(self._runtime.data_parallel_reduce(stacked, op=op).unbind())
+
+    # -- agreement on the names
+
+    def _agreed(self, logged: Sequence[LoggedValue], moment: str) -> list[tuple[str, list[int]]]:
+        """Return (operation, indices of the values it reduces), in the same order on all processes.
+
+        Args:
+            logged: those with a value.
+            moment: when they are reduced; all processes reach the same moments equally often.
+
+        Raises:
+            RuntimeError: other processes reduce other values at this moment.
+
+        """
+        if not self.several:
+            return []
+        if self._number is None:
+            self._number = next(_numbers)
+            agreement.answer(f"log/{self._number}", self._has_passed)
+        shared = [i for i, each in enumerate(logged) if self.reduces(each)]
+        shared.sort(key=lambda i: _place(logged[i]))
+        named = [_key(logged[i]) for i in shared]
+        if "epoch" in moment:
+            # At a step, a metric's value is that of this process alone.
+            named += sorted(_key(each) for each in logged if _exchanges(each))
+        changed = named != self._reduced.get(moment, [])
+        self._at = (self._at[0] + 1, moment, changed)
+        if changed:
+            self._agree(named, moment)
+            self._reduced[moment] = named
+        by_operation = {op: [i for i in shared if logged[i].reduce == op] for op in _OPERATIONS}
+        return [(op, chosen) for op, chosen in by_operation.items() if chosen]
+
+    def _agree(self, names: list[str], moment: str) -> None:
+        """Check that all processes reduce the same values, whenever they are others than the last time."""
+        before = self._reduced.get(moment, [])
+        number = self._at[0]
+        by_rank = agreement.exchange(
+            f"log/{self._number}/{number}/{moment}",
+            names,
+            what=f"self.log({', '.join(names)}, sync_dist=True)",
+            patience_seconds=(
+                agreement.PATIENCE_SECONDS
+                if moment.startswith(("step", "train"))
+                else agreement.PATIENCE_AFTER_EVALUATION_SECONDS
+            ),
+            ask=(f"log/{self._number}", [number, moment]),
+        )
+        # A process that went on without an answer reduces what it reduced the last time, as this one did.
+        _check_same([set(before if found is None else found) for found in by_rank])
+
+    def _has_passed(self, where: Any) -> bool | None:
+        number, moment = where
+        here, name, waits = self._at
+        if here < number:
+            return False
+        return None if here == number and name == moment and waits else True
+
+    # -- evaluations, in which some processes may have fewer batches than others, or none
+
+    def of_evaluation(
+        self, own: Sequence[tuple[int | None, LoggedValue]], rows: Sequence[Row], module: nn.Module, batches: list[int]
+    ) -> tuple[list[Absent], list[StepRow]]:
+        """Agree on what an evaluation logged, and reduce what its steps did; all processes call it after their batches.
+
+        Args:
+            own: the values of the epoch that this process has, with their loaders.
+            rows: the values of its steps.
+            module: has the metrics. Those without a batch are made ready to exchange their states with the others.
+            batches: how many batches this process had, by loader.
+
+        Returns:
+            the values that other processes logged for loaders of which this process had no batch; the rows of all
+            steps.
+
+        Raises:
+            RuntimeError: a value is logged on some processes alone.
+
+        """
+        no_batch = [loader for loader, count in enumerate(batches) if not count]
+        steps = sorted({_step_name(row, logged) for row in rows for logged, _ in row.values if self.reduces(logged)})
+        names = [_key(each) for _, each in own if self.reduces(each) or _exchanges(each)]
+        digest = float(int(hashlib.sha256(repr((sorted(names), steps)).encode()).hexdigest()[:12], 16))
+        longest = max((row.step + 1 for row in rows), default=0)
+        mine = torch.tensor([digest, -digest, bool(no_batch), longest], dtype=torch.float64)
+        # The only exchange in an evaluation of which all processes have batches and log the same.
+        most, minus_least, somebody_has_none, length = self._runtime.all_reduce(mine, op="max").tolist()
+        absent: list[Absent] = []
+        if most != -minus_least or somebody_has_none:
+            states = _list_states(module)
+            everybody = self._runtime.strategy.gather_objects(
+                (self._described(own, module), steps, no_batch, states if somebody_has_none else {})
+            )
+            _check_same_names(everybody)
+            mine_already = {(each.row.name, each.name, each.loader) for each in everybody[self._runtime.global_rank][0]}
+            for described, their_steps, _, their_states in everybody:
+                for each in described:
+                    place = (each.row.name, each.name, each.loader)
+                    if each.loader in no_batch and place not in mine_already:
+                        mine_already.add(place)
+                        absent.append(each)
+                steps = sorted({*steps, *their_steps})
+                _make_ready(module, their_states)
+        return absent, self._of_rows(rows, steps, int(length))
+
+    def _described(self, own: Sequence[tuple[int | None, LoggedValue]], module: nn.Module) -> list[Absent]:
+        found = []
+        for loader_idx, logged in own:
+            metric = value = None
+            shared = self.reduces(logged) or _exchanges(logged)
+            if logged.metric is not None:
+                metric = next((name for name, part in module.named_modules() if part is logged.metric), None)
+            elif not shared and not logged.zero_only:
+                # A process without batches takes the value of another one: there is no other to take.
+                value = float(logged.total / logged.weight if logged.reduce == "mean" else logged.total)
+            of_step = logged.row.log is not None and logged.row.log.step_allowed
+            found.append(
+                Absent(
+                    logged.row,
+                    logged.name,
+                    (loader_idx or 0) if of_step else -1,
+                    loader_idx,
+                    _key(logged) if shared else None,
+                    {name: getattr(logged, name) for name in ("loader_suffix", *SETTINGS)},
+                    metric,
+                    value,
+                )
+            )
+        return found
+
+    def _of_rows(self, rows: Sequence[Row], steps: list[_StepName], length: int) -> list[StepRow]:
+        """Return the values of steps, reduced over the processes that had a batch in the step."""
+        by_place: dict[tuple[int, int], dict[str, tuple[_StepName, Any]]] = {}
+        index = {name: i for i, name in enumerate(steps)}
+        given: list[list[Any]] = [[_NEUTRAL[name.op]] * length for name in steps]
+        there = [[0.0] * length for _ in steps]
+        for row in rows:
+            for logged, value in row.values:
+                name = _step_name(row, logged)
+                if self.reduces(logged):
+                    given[index[name]][row.step], there[index[name]][row.step] = value, 1.0
+                else:
+                    by_place.setdefault((name.loader, row.step), {})[name.name] = name, value
+        if steps and length:
+            summed = [i for i, name in enumerate(steps) if name.op in ("mean", "sum")]
+            parts = [value for i in summed for value in given[i]] + [one for line in there for one in line]
+            sums = torch.stack(self._reduce(parts, "sum")).view(-1, length)
+            present = sums[len(summed) :]
+            reduced = dict(zip(summed, sums, strict=False))
+            for op in ("max", "min"):
+                chosen = [i for i, name in enumerate(steps) if name.op == op]
+                if chosen:
+                    values = self._reduce([value for i in chosen for value in given[i]], op)
+                    reduced |= dict(zip(chosen, torch.stack(values).view(-1, length), strict=True))
+            counts = present.tolist()
+            for i, name in enumerate(steps):
+                line = reduced[i] / present[i] if name.op == "mean" else reduced[i]
+                for step, value in enumerate(line.tolist()):
+                    if counts[i][step]:
+                        by_place.setdefault((name.loader, step), {})[name.name] = name, value
+        places = sorted(by_place)
+        flat = [value for place in places for _, value in by_place[place].values()]
+        on_host = iter(send_to_host(flat).values())
+        return [
+            StepRow(step, [(name, next(on_host)) for name, _ in by_place[loader, step].values()])
+            for loader, step in places
+        ]
+
+
+def _place(logged: LoggedValue) -> str:
+    return f"{logged.base_name!r} in {logged.row.name}"
+
+
+def _key(logged: LoggedValue) -> str:
+    return f"{_place(logged)} ({logged.reduce if logged.metric is None else type(logged.metric).__name__})"
+
+
+def _exchanges(logged: LoggedValue) -> bool:
+    """Return whether the value of an epoch is that of a metric that exchanges its states itself."""
+    return logged.metric is not None and bool(getattr(logged.metric, "sync_on_compute", True))
+
+
+def _step_name(row: Row, logged: LoggedValue) -> _StepName:
+    return _StepName(
+        row.loader_idx or 0, logged.row.name, logged.step_name, logged.reduce, logged.logger, logged.prog_bar
+    )
+
+
+def _check_same(by_rank: Sequence[Collection[str]]) -> None:
+    """Raise unless all processes have the same names.
+
+    Raises:
+        RuntimeError: a name is missing on some.
+
+    """
+    for name in sorted(set().union(*by_rank)):
+        present = [rank for rank, found in enumerate(by_rank) if name in found]
+        absent = [rank for rank, found in enumerate(by_rank) if name not in found]
+        if absent:
+            logged = (
+                f"logged on {agreement.ranks(present)} and not on {agreement.ranks(absent)}. Log it on all processes"
+            )
+            if name.endswith(_OPERATION_NAMES):
+                raise RuntimeError(f"self.log({name}, sync_dist=True): {logged}, or leave sync_dist out.")
+            raise RuntimeError(f"self.log({name}): {logged}, or make the metric with sync_on_compute=False.")
+
+
+def _check_same_names(everybody: Sequence[tuple[list[Absent], list[_StepName], list[int], Any]]) -> None:
+    """Raise unless all processes have the same names, but for those of loaders of which they had no batch."""
+    loader_of: dict[str, int] = {}
+    by_rank: list[set[str]] = []
+    for described, steps, _, _ in everybody:
+        found = {each.key: each.loader for each in described if each.key is not None}
+        found |= {f"{step.name!r} in {step.hook} ({step.op})": step.loader for step in steps}
+        loader_of |= found
+        by_rank.append(set(found))
+    for found_here, (_, _, no_batch, _) in zip(by_rank, everybody, strict=True):
+        found_here |= {name for name, loader in loader_of.items() if loader in no_batch}
+    _check_same(by_rank)
+
+
+def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, part in module.named_modules():
+        if is_metric(part):
+            yield name, part
+
+
+def _list_states(module: nn.Module) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Return type and shape of one sample in the states that the module's metrics keep as lists."""
+    found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    for name, metric in _metrics(module):
+        for state in metric._defaults:
+            values = getattr(metric, state)
+            if isinstance(values, list) and values and isinstance(values[0], Tensor):
+                found.setdefault(name, {})[state] = values[0].dtype, tuple(values[0].shape[1:])
+    return found
+
+
+def _make_ready(module: nn.Module, states: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]) -> None:
+    """Give metrics that no batch has reached states that can be gathered beside those of other processes."""
+    for name, metric in _metrics(module):
+        for state, (dtype, shape) in states.get(name, {}).items():
+            if getattr(metric, state) == []:
+                setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
