@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _OPERATIONS = ("mean", "sum", "max", "min")
 _OPERATION_NAMES = tuple(f" ({op})" for op in _OPERATIONS)
+# By metric and state: type of the samples, and shape of one.
+_States = dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]
 # What adds nothing to a reduction.
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 
@@ -238,15 +240,13 @@ class SharedValues:
         names = [_key(each) for _, each in own if self.reduces(each) or _exchanges(each)]
         digest = float(int(hashlib.sha256(repr((sorted(names), steps)).encode()).hexdigest()[:12], 16))
         longest = max((row.step + 1 for row in rows), default=0)
+        states = _states_of(module)
         mine = torch.tensor([digest, -digest, bool(no_batch), longest], dtype=torch.float64)
         # The only exchange in an evaluation of which all processes have batches and log the same.
         most, minus_least, somebody_has_none, length = self._runtime.all_reduce(mine, op="max").tolist()
         absent: list[Absent] = []
         if most != -minus_least or somebody_has_none:
-            states = _list_states(module)
-            everybody = self._runtime.strategy.gather_objects(
-                (self._described(own, module), steps, no_batch, states if somebody_has_none else {})
-            )
+            everybody = self._runtime.strategy.gather_objects((self._described(own, module), steps, no_batch, states))
             _check_same_names(everybody)
             mine_already = {(each.row.name, each.name, each.loader) for each in everybody[self._runtime.global_rank][0]}
             for described, their_steps, _, their_states in everybody:
@@ -353,9 +353,8 @@ def _check_same(by_rank: Sequence[Collection[str]]) -> None:
         present = [rank for rank, found in enumerate(by_rank) if name in found]
         absent = [rank for rank, found in enumerate(by_rank) if name not in found]
         if absent:
-            logged = (
-                f"logged on {agreement.ranks(present)} and not on {agreement.ranks(absent)}. Log it on all processes"
-            )
+            logged = f"logged on {agreement.ranks(present)} and not on {agreement.ranks(absent)}. "
+            logged += "Log it on all processes"
             if name.endswith(_OPERATION_NAMES):
                 raise RuntimeError(f"self.log({name}, sync_dist=True): {logged}, or leave sync_dist out.")
             raise RuntimeError(f"self.log({name}): {logged}, or make the metric with sync_on_compute=False.")
@@ -381,20 +380,33 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def _list_states(module: nn.Module) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Return type and shape of one sample in the states that the module's metrics keep as lists."""
-    found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+def _samples_of(metric: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the states in which a metric keeps samples, to be joined with those of other processes."""
+    for state, joined in metric._reductions.items():
+        values = getattr(metric, state)
+        if isinstance(values, list) and getattr(joined, "__name__", None) == "dim_zero_cat":
+            yield state, values
+
+
+def _states_of(module: nn.Module) -> _States:
+    """Return type and shape of a sample in the states of the module's metrics that keep samples.
+
+    Samples that are single numbers get a dimension: torchmetrics gathers tensors of one number of dimensions, and gives
+    several numbers one by itself.
+    """
+    found: _States = {}
     for name, metric in _metrics(module):
-        for state in metric._defaults:
-            values = getattr(metric, state)
-            if isinstance(values, list) and values and isinstance(values[0], Tensor):
+        for state, values in _samples_of(metric):
+            if values and isinstance(values[0], Tensor):
+                values[:] = [value.reshape(1) if value.dim() == 0 else value for value in values]
                 found.setdefault(name, {})[state] = values[0].dtype, tuple(values[0].shape[1:])
     return found
 
 
-def _make_ready(module: nn.Module, states: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]) -> None:
+def _make_ready(module: nn.Module, states: _States) -> None:
     """Give metrics that no batch has reached states that can be gathered beside those of other processes."""
     for name, metric in _metrics(module):
-        for state, (dtype, shape) in states.get(name, {}).items():
-            if getattr(metric, state) == []:
-                setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
+        for state, values in _samples_of(metric):
+            if not values and (known := states.get(name, {}).get(state)) is not None:
+                dtype, shape = known
+                values.append(torch.empty((0, *shape), dtype=dtype, device=metric.device))

@@ -48,7 +48,7 @@ class StageData:
         overfit: read the same batches in the same order each epoch.
         reload_every_n_epochs: get new loaders this often; 0 for never.
         remake: given a loader, the stage and the loader's name, return the one to read instead.
-        several_processes: others read the rest of the data, or more of it.
+        several_processes: other processes may have batches where this one has none.
 
     """
 
