@@ -178,7 +178,7 @@ class LoggedValue:
     def has_epoch_value(self) -> bool:
         return self.total is not None if self.metric is None else self.value is not None
 
-    def take_from_others(self, settings: Mapping[str, Any], neutral: tuple[float, float], metric: Any) -> None:
+    def take_from_others(self, settings: Mapping[str, Any], neutral: tuple[float, float], metric: object) -> None:
         """Take part in the reduction of a value that other processes logged: this one had no batch."""
         for name, setting in settings.items():
             setattr(self, name, setting)
