@@ -20,7 +20,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
-from hasten.shared_values import Row, SharedValues
+from hasten.shared_values import LoggedStep, SharedValues
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
@@ -57,7 +57,7 @@ class LoggedValues:
         self._runtime = runtime
         self.shared = SharedValues(runtime)
         # What evaluation steps logged, where several processes reduce it at the end.
-        self._rows: list[Row] = []
+        self._rows: list[LoggedStep] = []
         self._loader_idx: int | None = None
         self.on_first_process = runtime.global_rank == 0
         self.loggers: Sequence[Logger] = ()
@@ -278,7 +278,9 @@ class LoggedValues:
         ]
         if self._rows or any(self.shared.reduces(logged) for logged, _ in entries):
             # Processes may have different numbers of batches: all steps are reduced at the end.
-            self._rows.append(Row(self._loader_idx, step, [(logged, logged.step_value()) for logged, _ in entries]))
+            self._rows.append(
+                LoggedStep(self._loader_idx, step, [(logged, logged.step_value()) for logged, _ in entries])
+            )
         elif entries:
             self._send(entries, step, None)
         if len(self._pending) > 64:

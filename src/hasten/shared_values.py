@@ -33,7 +33,7 @@ _States = dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 
 
-class Row(NamedTuple):
+class LoggedStep(NamedTuple):
     """What an evaluation step logged for the loggers' rows of steps."""
 
     loader_idx: int | None
@@ -217,7 +217,11 @@ class SharedValues:
     # -- evaluations, in which some processes may have fewer batches than others, or none
 
     def of_evaluation(
-        self, own: Sequence[tuple[int | None, LoggedValue]], rows: Sequence[Row], module: nn.Module, batches: list[int]
+        self,
+        own: Sequence[tuple[int | None, LoggedValue]],
+        rows: Sequence[LoggedStep],
+        module: nn.Module,
+        batches: list[int],
     ) -> tuple[list[Absent], list[StepRow]]:
         """Agree on what an evaluation logged, and reduce what its steps did; all processes call it after their batches.
 
@@ -284,7 +288,7 @@ class SharedValues:
             )
         return found
 
-    def _of_rows(self, rows: Sequence[Row], steps: list[_StepName], length: int) -> list[StepRow]:
+    def _of_rows(self, rows: Sequence[LoggedStep], steps: list[_StepName], length: int) -> list[StepRow]:
         """Return the values of steps, reduced over the processes that had a batch in the step."""
         by_place: dict[tuple[int, int], dict[str, tuple[_StepName, Any]]] = {}
         index = {name: i for i, name in enumerate(steps)}
@@ -336,7 +340,7 @@ def _exchanges(logged: LoggedValue) -> bool:
     return logged.metric is not None and bool(getattr(logged.metric, "sync_on_compute", True))
 
 
-def _step_name(row: Row, logged: LoggedValue) -> _StepName:
+def _step_name(row: LoggedStep, logged: LoggedValue) -> _StepName:
     return _StepName(
         row.loader_idx or 0, logged.row.name, logged.step_name, logged.reduce, logged.logger, logged.prog_bar
     )
