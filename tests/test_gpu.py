@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import hasten as L
 from hasten.checkpoint import files
+from hasten.machine.watchdog import write_flight_record
 from hasten.plugins import AsyncCheckpointIO
+from hasten.resolve import runtime as resolve_runtime
 from hasten.strategies import FSDPStrategy
 from tests.models import Classifier, loader, quiet, same_weights
 
@@ -65,6 +68,19 @@ def test_one_process_speaks_nccl() -> None:
 
     on_gpu(devices=1, strategy="ddp").fit(Asks(), loader())
     assert seen == ["nccl"]
+
+
+def test_nccls_record_of_collectives_is_written_beside_the_logs(tmp_path: Path) -> None:
+    runtime = resolve_runtime(accelerator="cuda", devices=1, strategy="ddp")
+
+    def work() -> None:
+        torch.distributed.all_reduce(torch.ones(1, device="cuda"))
+        torch.cuda.synchronize()
+        write_flight_record(0, str(tmp_path / "logs"))
+
+    runtime.launch(work)
+    record = pickle.loads((tmp_path / "logs" / "nccl_trace_rank_0").read_bytes())
+    assert any("all_reduce" in entry["profiling_name"] for entry in record["entries"])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_cpu_offload"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from hasten.machine.rendezvous import agree_on_name, store_of_this_attempt
+from hasten.machine import rendezvous
+from hasten.machine.cluster import find_free_port
+from hasten.machine.rendezvous import Party, agree_on_name, store_of_this_attempt
 
 
 def meet(store: dist.Store, ranks: list[int], world_size: int) -> list[str]:
@@ -17,7 +21,7 @@ def meet(store: dist.Store, ranks: list[int], world_size: int) -> list[str]:
     names = dict.fromkeys(ranks, "")
 
     def join(rank: int) -> None:
-        names[rank] = agree_on_name(store, rank, world_size, timedelta(seconds=30))
+        names[rank] = agree_on_name(store, Party(rank, world_size, timedelta(seconds=30)))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -39,14 +43,47 @@ def test_processes_that_died_while_they_met_do_not_count() -> None:
     # One died after it had a number, another one after its question.
     store.add("questions", 1)
     store.set(f"question/{store.add('questions', 1)}", uuid.uuid4().hex)
-    with pytest.raises(TimeoutError, match="1 of 2 processes came within 0 s"):
-        agree_on_name(store, 0, 2, timedelta(seconds=0.2))
+    with pytest.raises(RuntimeError, match="rank 1 did not come within 0 s; rank 0 waited at"):
+        agree_on_name(store, Party(0, 2, timedelta(seconds=0.2)))
     first, second = meet(store, [0, 1], 2)
     assert first == second
 
 
 def test_without_an_earlier_attempt_torch_s_own_store_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert store_of_this_attempt(0, 2, timedelta(seconds=1)) is None
+    assert store_of_this_attempt(Party(0, 2, timedelta(seconds=1))) is None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert store_of_this_attempt(0, 2, timedelta(seconds=1)) is None
+    assert store_of_this_attempt(Party(0, 2, timedelta(seconds=1))) is None
+
+
+def test_who_is_missing_is_printed_while_the_others_wait_and_named_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "NEXT_SECONDS", 0.2)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    store, timeout = dist.HashStore(), timedelta(seconds=0.8)
+    monkeypatch.setattr(rendezvous, "_meetings", itertools.repeat(0))
+    second = threading.Thread(target=suppressed, args=(store, Party(1, 6, timeout, per_machine=2)))
+    second.start()
+    with pytest.raises(RuntimeError, match=r"did not come within 1 s; rank 0 waited at 10\.0\.0\.1:29500"):
+        rendezvous.meet(store, Party(0, 6, timeout, per_machine=2))
+    second.join()
+    lines = capfd.readouterr().err.splitlines()
+    # One process prints for all.
+    assert len(lines) >= 2
+    for line in lines:
+        assert line.startswith("hasten: rank 0 has waited ")
+        assert line.endswith("all of machine 1 (ranks 2 to 3), all of machine 2 (ranks 4 to 5).")
+        assert "10.0.0.1:29500" in line
+
+
+def suppressed(store: dist.Store, party: Party) -> None:
+    with suppress(RuntimeError):
+        rendezvous.meet(store, party)
+
+
+def test_a_first_process_that_is_missing_is_named_by_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 did not come within 0 s; rank 1 waited at"):
+        rendezvous.store_of_first("127.0.0.1", find_free_port(), Party(1, 2, timedelta(seconds=0.2)))

@@ -112,8 +112,7 @@ class Model(Classifier):
             time.sleep(1000)  # here
         return super().training_step(batch, batch_idx)
 
-def trainer(**arguments):
-    seconds = 4 if HOW == "stuck" else 100
+def trainer(seconds=100, **arguments):
     strategy = DDPStrategy(timeout=timedelta(seconds=seconds), start_method=METHOD)
     return quiet(devices=2, strategy=strategy, **arguments)
 
@@ -139,7 +138,7 @@ if __name__ == "__main__":
     watchdog.WARN_SECONDS, watchdog.GRACE_SECONDS = 2.0, 2.0
     if HOW == "stuck":
         differ()
-    trainer().fit(Model(), loader(64))
+    trainer(4 if HOW == "stuck" else 100).fit(Model(), loader(64))
 """
 
 

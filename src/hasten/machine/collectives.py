@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import by_kind, map_leaves, map_tensors
 from hasten.machine import agreement
-from hasten.machine.rendezvous import store_of_this_attempt
+from hasten.machine.rendezvous import Party, meet, store_of_first, store_of_this_attempt
 
 if TYPE_CHECKING:
     from hasten.types import Group, ReduceOperation, Tensors
@@ -237,15 +239,12 @@ def first_one_first(rank: int) -> Iterator[None]:
         dist.destroy_process_group(group)
 
 
-def join(
-    *, backend: str, rank: int, world_size: int, device: torch.device, timeout: datetime.timedelta, store: object = None
-) -> None:
+def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.timedelta, store: Any = None) -> None:
     """Join the process group, and leave it when the program ends.
 
     Args:
+        party: this process and those it waits for.
         backend: "gloo", "nccl", ....
-        rank: of this process.
-        world_size: number of processes.
         device: the device of this process.
         timeout: how long a collective may wait for the others.
         store: the store where the processes connect; None for MASTER_ADDR and MASTER_PORT.
@@ -255,18 +254,25 @@ def join(
 
     """
     if joined():
-        if dist.get_world_size() != world_size:
+        if dist.get_world_size() != party.world_size:
             raise RuntimeError(
                 f"this process is already in a group of {dist.get_world_size()} processes, but the run asks for "
-                f"{world_size}. Use the same devices and num_nodes everywhere in one program."
+                f"{party.world_size}. Use the same devices and num_nodes everywhere in one program."
             )
+        # That of the run to come, which may be longer than that of the first one.
+        if any(name in dist.get_backend() for name in ("gloo", "nccl")):
+            distributed_c10d._set_pg_timeout(timeout)
         return
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed: use devices=1.")
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
-    if store is None:
-        store = store_of_this_attempt(rank, world_size, timeout)
-    if store is not None:
+    options: dict[str, Any] = {"rank": party.rank, "world_size": party.world_size, "timeout": timeout}
+    if party.world_size > 1:
+        if store is None:
+            store = store_of_this_attempt(party)
+        if store is None:
+            store = store_of_first(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), party)
+        meet(store, party)
+        store.set_timeout(timeout)
         options["store"] = store
     if device.type == "cuda" and "nccl" in backend:
         options["device_id"] = device

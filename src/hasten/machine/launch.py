@@ -400,6 +400,8 @@ def end_now(code: int, reason: str) -> NoReturn:
 
     The main thread may be in a call that nothing can interrupt, so no exit function runs.
     """
+    # The main thread may come back when its partners are gone: its error is a consequence.
+    sys.excepthook = _say_nothing
     if _children is not None:
         _children.stop()
     for function in _end_observers:
@@ -412,6 +414,10 @@ def end_now(code: int, reason: str) -> NoReturn:
     flush.start()
     flush.join(1.0)
     os._exit(code)
+
+
+def _say_nothing(*error: object) -> None:
+    pass
 
 
 def _flush() -> None:
@@ -467,7 +473,7 @@ def end_when(gone: Callable[[], object]) -> None:
 # -- several machines
 
 # Machines that are started at the same time need no message.
-_FIRST_SECONDS, _NEXT_SECONDS = 0.7, 60.0
+_FIRST_SECONDS = 0.7
 
 
 @contextmanager
@@ -491,15 +497,14 @@ def print_while_waiting(
         text = f"{text}\nStart on each, with its own NODE_RANK from 0: {variables} {shlex.join(command)}"
     met = threading.Event()
 
-    def print_until_met() -> None:
-        seconds = _FIRST_SECONDS
-        while not met.wait(seconds):
-            seconds = _NEXT_SECONDS
+    def print_unless_met() -> None:
+        # Who is missing for how long is printed by the rendezvous.
+        if not met.wait(_FIRST_SECONDS):
             # Not print: the main thread is inside torch and may hold the lock of its output.
             os.write(2, f"{text}\n".encode())
 
     if local_rank == 0:
-        threading.Thread(target=print_until_met, name="hasten-waiting", daemon=True).start()
+        threading.Thread(target=print_unless_met, name="hasten-waiting", daemon=True).start()
     try:
         yield
     finally:

@@ -114,7 +114,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
     elif preparing:
         doing = "prepares the run"
     else:
-        doing = _inside_torch(frames) or "in the program"
+        doing = _inside_torch(frames) or _function(frames)
     return Activity(
         doing=doing,
         hook=hook,
@@ -124,6 +124,13 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         saves=saving and not waits,
         is_patient=leaving or hook.rpartition(".")[2].startswith("on_"),
     )
+
+
+def _function(frames: Sequence[Frame]) -> str:
+    """Return the innermost function of a program without a loop of ours."""
+    index = marked(frames)
+    name = "<module>" if index is None else frames[index].name
+    return "in the program" if name == "<module>" else f"in {name.replace('<locals>.', '')}"
 
 
 def _any(frames: Iterable[Frame], functions: Mapping[str, Sequence[str]]) -> bool:

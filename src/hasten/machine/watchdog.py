@@ -8,6 +8,7 @@ compares them.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hasten.machine import collectives, launch, signals, stacks
+from hasten.machine.agreement import announce_leaving
 from hasten.machine.agreement import ranks as text_of_ranks
 
 # How long a stop that was asked for may wait for a step to complete.
@@ -558,7 +560,11 @@ def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
     global _current, _runs
     # Also counted where nothing is watched, so that processes agree on the number.
     _runs += 1
-    if world_size == 1 or _current is not None:
+    if _current is not None:
+        # Another run in the same processes.
+        _current.timeout_seconds = timeout.total_seconds()
+        return
+    if world_size == 1:
         return
     store = _torch._get_default_store()
     try:
@@ -566,7 +572,11 @@ def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
     except (NotImplementedError, RuntimeError):
         # A store in memory, such as that of a group for tests, has no second connection.
         return
+    collectives.before_leaving(announce_leaving)
     collectives.before_leaving(stop)
+    # A thread that is inside the store when the interpreter ends would abort the process.
+    atexit.unregister(stop)
+    atexit.register(stop)
 
 
 def stop() -> None:

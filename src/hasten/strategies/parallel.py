@@ -14,7 +14,7 @@ import torch
 
 from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_only
-from hasten.machine import agreement, collectives, watchdog
+from hasten.machine import collectives, watchdog
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.launch import (
     Launcher,
@@ -23,6 +23,7 @@ from hasten.machine.launch import (
     joint_call,
     print_while_waiting,
 )
+from hasten.machine.rendezvous import Party
 from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
@@ -174,16 +175,13 @@ class ParallelStrategy(Strategy):
         self.accelerator.setup_device(device)
         with self._notice(store):
             collectives.join(
+                Party(self.global_rank, self.world_size, self._timeout, per_machine=self.num_processes),
                 backend=self.process_group_backend,
-                rank=self.global_rank,
-                world_size=self.world_size,
                 device=device,
                 # What watches the run comes first, and says more.
                 timeout=watchdog.LONG_FACTOR * self._timeout + timedelta(minutes=1),
                 store=store,
             )
-        if self.world_size > 1:
-            collectives.before_leaving(agreement.announce_leaving)
         watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
         with joint_call():
             return function(*args, **kwargs)
