@@ -8,7 +8,15 @@ from typing import Any
 from hasten._lib.errors import absent
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
-from hasten.machine.cluster import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from hasten.machine.cluster import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from hasten.precision import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
@@ -38,10 +46,7 @@ def _absent(name: str, base: type, instead: str) -> Any:
     return absent(name, base, home="hasten.plugins", instead=instead)
 
 
-KubeflowEnvironment = _absent("KubeflowEnvironment", ClusterEnvironment, _TORCHRUN)
-LSFEnvironment = _absent("LSFEnvironment", ClusterEnvironment, _TORCHRUN)
 LayerSync = _absent("LayerSync", ABC, "Use Trainer(sync_batchnorm=True).")
-MPIEnvironment = _absent("MPIEnvironment", ClusterEnvironment, _TORCHRUN)
 TorchSyncBatchNorm = _absent("TorchSyncBatchNorm", LayerSync, "Use Trainer(sync_batchnorm=True).")
 XLACheckpointIO = _absent("XLACheckpointIO", TorchCheckpointIO, "Use TorchCheckpointIO.")
 XLAEnvironment = _absent("XLAEnvironment", ClusterEnvironment, _TORCHRUN)

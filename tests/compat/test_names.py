@@ -215,7 +215,6 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
     ("home", "name", "base", "says"),
     [
         ("strategies", "DataParallelStrategy", "ParallelStrategy", "Write strategy='ddp'"),
-        ("plugins", "KubeflowEnvironment", "ClusterEnvironment", "Start the program with torchrun"),
         ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),
         ("accelerators", "TPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),
         ("loggers", "LitLogger", "Logger", "There are CSVLogger"),

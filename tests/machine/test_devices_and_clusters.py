@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +13,10 @@ import torch
 
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from hasten.machine.cluster import (
+    KubeflowEnvironment,
     LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
     find_cluster,
@@ -106,14 +112,28 @@ SLURM = {
 }  # fmt: skip
 
 
+# One process in each pod.
+KUBEFLOW = {
+    "KUBERNETES_PORT": "tcp://10.0.0.1:443", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "3",
+    "WORLD_SIZE": "4",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("variables", "kind", "place", "message"),
     [
         (TORCHRUN, TorchElasticEnvironment, ("host", 1234), "torchrun started 4 processes"),
         (SLURM, SLURMEnvironment, ("gpu07", 18456), "SLURM started 4 processes"),
         ({**SLURM, "SLURM_JOB_NAME": "bash"}, LightningEnvironment, None, ""),
+        (
+            {**TORCHRUN, "HASTEN_LAUNCHER": "hasten launch"},
+            TorchElasticEnvironment,
+            ("host", 1234),
+            "hasten launch started 4 processes",
+        ),
+        ({**TORCHRUN, **KUBEFLOW}, TorchElasticEnvironment, ("job-master-0", 23456), "torchrun started 4"),
     ],
-    ids=["torchrun", "slurm", "a shell in a slurm job"],
+    ids=["torchrun", "slurm", "a shell in a slurm job", "hasten launch", "torchrun in a pod"],
 )
 def test_launchers_are_recognized(
     variables: dict[str, str], kind: type, place: Any, message: str, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +151,77 @@ def test_launchers_are_recognized(
     cluster.validate_settings(2, 2)
     with pytest.raises(ValueError, match=message):
         cluster.validate_settings(3, 1)
+
+
+def replay(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[type, tuple[int, ...], tuple[str, int]]:
+    """Return the cluster that is found, its ranks (global, local, node, number) and the place where all connect."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cluster = find_cluster()
+    assert cluster.creates_processes_externally
+    with pytest.raises(ValueError, match=f"started {cluster.world_size()} processes"):
+        cluster.validate_settings(3, 1)
+    cluster.validate_settings(cluster.world_size(), 1)
+    cluster.set_global_rank(7)
+    cluster.set_world_size(7)
+    ranks = cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()
+    return type(cluster), ranks, (cluster.main_address, cluster.main_port)
+
+
+def test_kubeflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert replay(KUBEFLOW, monkeypatch) == (KubeflowEnvironment, (3, 0, 3, 4), ("job-master-0", 23456))
+
+
+def test_lsf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hosts = tmp_path / "rankfile"
+    hosts.write_text("batch1\na01\na01\na02.cluster\na02.cluster\n")
+    monkeypatch.setattr("socket.gethostname", lambda: "a02")
+    variables = {
+        "LSB_JOBID": "712345", "LSB_DJOB_RANKFILE": str(hosts), "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "3",
+        "JSM_NAMESPACE_LOCAL_RANK": "1",
+    }  # fmt: skip
+    assert replay(variables, monkeypatch) == (LSFEnvironment, (3, 1, 1, 4), ("a01", 10345))
+    monkeypatch.setattr("socket.gethostname", lambda: "laptop")
+    with pytest.raises(ValueError, match=r"this machine, laptop, is not in LSB_DJOB_RANKFILE.*a01, a02.cluster"):
+        LSFEnvironment().node_rank()
+    hosts.write_text("batch1\n")
+    with pytest.raises(ValueError, match="the host that launches, and those that compute"):
+        LSFEnvironment().main_address
+
+
+class World:
+    """In the place of ``MPI.COMM_WORLD``: the second process on the second of two machines."""
+
+    def Get_size(self) -> int:
+        return 4
+
+    def Get_rank(self) -> int:
+        return 3
+
+    def allgather(self, own: tuple[str, int]) -> list[tuple[str, int]]:
+        return [("b", 5000), ("b", 5001), ("a", 5002), own]
+
+
+def test_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setattr("hasten.machine.cluster.installed", lambda name: False)
+    assert type(find_cluster()) is LightningEnvironment
+    monkeypatch.setattr("hasten.machine.cluster.installed", lambda name: True)
+    module = ModuleType("mpi4py.MPI")
+    module.COMM_WORLD = World()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
+    monkeypatch.setattr("socket.gethostname", lambda: "a")
+    assert replay({"PMI_SIZE": "4"}, monkeypatch) == (MPIEnvironment, (3, 1, 1, 4), ("b", 5000))
+    # A program that mpirun started alone is like any other.
+    monkeypatch.setenv("PMI_SIZE", "1")
+    assert type(find_cluster()) is LightningEnvironment
+
+
+def test_mpi_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ModuleNotFoundError, match="mpi4py"):
+        MPIEnvironment()
 
 
 def test_the_first_host_of_a_list() -> None:

@@ -300,7 +300,12 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
         return None
     text: str = os.fspath(ckpt_path)
     if text == "last":
-        return _find_last(trainer)
+        last = find_last(trainer)
+        if last is None:
+            rank_zero_warn(
+                'ckpt_path="last": there is none yet. No checkpoint will be loaded: the run starts from the beginning.'
+            )
+        return last
     if text == "best":
         callback = trainer.checkpoint_callback
         best = getattr(callback, "best_model_path", "")
@@ -346,16 +351,14 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
     )
 
 
-def _find_last(trainer: Any) -> str | None:
+def find_last(trainer: Trainer) -> str | None:
+    """Return the newest "last" checkpoint of the trainer's callbacks; None if there is none."""
     found = [
         path
         for callback in trainer.checkpoint_callbacks
         if hasattr(callback, "find_last") and (path := callback.find_last(trainer)) is not None
     ]
     if not found:
-        rank_zero_warn(
-            'ckpt_path="last": there is none yet. No checkpoint will be loaded: the run starts from the beginning.'
-        )
         return None
     local = [path for path in found if os.path.exists(path)]
     return str(max(local, key=os.path.getmtime) if local else found[0])

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import signal
 import socket
+import subprocess
 import uuid
 from abc import ABC, abstractmethod
+from typing import Any
 
-from hasten._lib.rank_zero import rank_zero_only
+from hasten._lib import check
+from hasten._lib.optional import installed, need
+from hasten._lib.rank_zero import log, rank_zero_only
 
 
 class ClusterEnvironment(ABC):
@@ -71,6 +77,22 @@ class ClusterEnvironment(ABC):
 
     def teardown(self) -> None:  # noqa: B027 - most hold nothing
         """Release resources of the cluster."""
+
+    # -- a job that goes on in another one
+
+    @property
+    def stop_signals(self) -> tuple[int, ...]:
+        """Signals at which a run saves its state, calls ``requeue`` and ends; none by default."""
+        return ()
+
+    @property
+    def requeued_job(self) -> str | None:
+        """A name of this job that it keeps when it is queued again; None if it cannot be."""
+        return None
+
+    def requeue(self) -> str:
+        """Queue this job again, in the first process; return "" or why that failed."""
+        return "there is no queue"
 
 
 class _FromVariables(ClusterEnvironment):
@@ -156,11 +178,15 @@ class _ExternalCluster(_FromVariables):
         return _number(self._global_rank)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        if num_devices * num_nodes != self.world_size():
-            raise ValueError(
-                f"devices={num_devices}, num_nodes={num_nodes}: {self._launcher} started {self.world_size()} "
-                "processes. Use devices='auto' and the right num_nodes, or start as many as these."
-            )
+        _check_world_size(self._launcher, self.world_size(), num_devices, num_nodes)
+
+
+def _check_world_size(launcher: str, world_size: int, num_devices: int, num_nodes: int) -> None:
+    if num_devices * num_nodes != world_size:
+        raise ValueError(
+            f"devices={num_devices}, num_nodes={num_nodes}: {launcher} started {world_size} processes. Use "
+            "devices='auto' and the right num_nodes, or start as many as these."
+        )
 
 
 # Set by `hasten launch`, which starts processes as torchrun does, to its own name.
@@ -195,8 +221,21 @@ class TorchElasticEnvironment(_ExternalCluster):
 class SLURMEnvironment(_ExternalCluster):
     """Processes started by ``srun``.
 
+    A job that asks for a signal before its time limit (``#SBATCH --signal=USR1@120``, ``#SBATCH --requeue``) goes on in
+    a new one: at the signal, all processes stop after the same step, the Trainer saves ``hpc_ckpt_JOB.ckpt`` in its
+    ``default_root_dir``, and the first process calls ``scontrol requeue JOB``. The requeued job continues from there.
+
     Args:
-        auto_requeue: accepted and ignored: hasten saves on SIGTERM and does not requeue.
+        auto_requeue: handle ``requeue_signal`` in this way. Other signals end a job as without SLURM.
+        requeue_signal: the signal; SIGUSR1 by default.
+
+    Raises:
+        ValueError: it is not a signal that can be handled.
+
+    Example::
+
+        >>> SLURMEnvironment(requeue_signal=signal.SIGUSR2).requeue_signal.name
+        'SIGUSR2'
 
     """
 
@@ -204,8 +243,20 @@ class SLURMEnvironment(_ExternalCluster):
     _local_rank, _node_rank = ("SLURM_LOCALID",), ("SLURM_NODEID",)
     _launcher = "SLURM"
 
-    def __init__(self, auto_requeue: bool = True) -> None:
-        self.auto_requeue = auto_requeue
+    def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
+        self.auto_requeue = check.boolean("SLURMEnvironment", "auto_requeue", auto_requeue)
+        # Windows does not have it.
+        self.requeue_signal: signal.Signals | None = getattr(signal, "SIGUSR1", None)
+        if requeue_signal is not None:
+            try:
+                self.requeue_signal = signal.Signals(requeue_signal)
+            except ValueError:
+                self.requeue_signal = None
+            if self.requeue_signal is None or self.requeue_signal.name in ("SIGKILL", "SIGSTOP", "SIGINT"):
+                raise ValueError(
+                    f"SLURMEnvironment(requeue_signal={requeue_signal!r}): use a signal that a program can handle, "
+                    "such as signal.SIGUSR1, and name it in #SBATCH --signal=USR1@120."
+                )
 
     @property
     def main_address(self) -> str:
@@ -221,15 +272,197 @@ class SLURMEnvironment(_ExternalCluster):
     @staticmethod
     def detect() -> bool:
         """Return whether srun started this process; an interactive shell in a job does not count."""
-        shells = ("bash", "interactive")
-        return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in shells
+        return "SLURM_NTASKS" in os.environ and SLURMEnvironment.job_name() not in ("bash", "interactive")
+
+    @staticmethod
+    def job_name() -> str | None:
+        """Return the name of the job."""
+        return os.environ.get("SLURM_JOB_NAME")
+
+    @staticmethod
+    def job_id() -> int | None:
+        """Return the number of the job; None in an interactive shell."""
+        text = os.environ.get("SLURM_JOB_ID", "")
+        return int(text) if text.isdigit() and SLURMEnvironment.job_name() not in ("bash", "interactive") else None
+
+    @staticmethod
+    def resolve_root_node_address(nodes: str) -> str:
+        """Return the first host of a list of nodes; see ``first_host``."""
+        return first_host(nodes)
+
+    # -- going on in a requeued job
+
+    @property
+    def stop_signals(self) -> tuple[int, ...]:
+        """The signal at which the job is requeued."""
+        return (self.requeue_signal,) if self.auto_requeue and self.requeue_signal and self.requeued_job else ()
+
+    @property
+    def requeued_job(self) -> str | None:
+        """The name of this job for ``scontrol``, which it keeps when it is requeued."""
+        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+        if array and task:
+            return f"{array}_{task}"
+        number = self.job_id()
+        return None if number is None else str(number)
+
+    def requeue(self) -> str:
+        """Let SLURM queue this job again; return "" or why it did not."""
+        assert self.requeued_job is not None
+        command = ["scontrol", "requeue", self.requeued_job]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{shlex.join(command)}: {error}"
+        said = (done.stderr or done.stdout).strip()
+        return "" if done.returncode == 0 else f"{shlex.join(command)} ended with {done.returncode}: {said}"
+
+
+class KubeflowEnvironment(_ExternalCluster):
+    """Processes started by the operator of Kubeflow for PyTorchJobs, one in each pod."""
+
+    _world_size, _global_rank, _node_rank = "WORLD_SIZE", "RANK", ("RANK",)
+    _launcher = "Kubeflow"
+    _required = ("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT."""
+        return _number("MASTER_PORT", default=12910)
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether the operator set the variables; those of torchrun in a pod are others."""
+        names = KubeflowEnvironment._required
+        by_others = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return all(name in os.environ for name in names) and not any(name in os.environ for name in by_others)
+
+    def local_rank(self) -> int:
+        return 0
+
+
+class LSFEnvironment(_ExternalCluster):
+    """Processes started by ``jsrun`` of IBM's LSF."""
+
+    _world_size, _global_rank = "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"
+    _local_rank = ("JSM_NAMESPACE_LOCAL_RANK",)
+    _launcher = "jsrun"
+    _required = ("LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE")
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, or the first host of the file LSB_DJOB_RANKFILE that computes."""
+        return os.environ.get("MASTER_ADDR") or self._hosts()[0]
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, or one derived from the job's number, the same on all machines."""
+        return _number("MASTER_PORT", default=10000 + _number("LSB_JOBID") % 1000)
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether jsrun started this process."""
+        return all(name in os.environ for name in LSFEnvironment._required)
+
+    def node_rank(self) -> int:
+        """Return the place of this machine in LSB_DJOB_RANKFILE."""
+        hosts, name = self._hosts(), socket.gethostname()
+        for place, host in enumerate(hosts):
+            if host.partition(".")[0] == name.partition(".")[0]:
+                return place
+        raise ValueError(
+            f"this machine, {name}, is not in LSB_DJOB_RANKFILE={os.environ['LSB_DJOB_RANKFILE']!r}, which has "
+            f"{', '.join(hosts)}. Start the program with jsrun inside the job."
+        )
+
+    def _hosts(self) -> list[str]:
+        """Return the machines that compute, without the one from which the job is launched."""
+        file = os.environ["LSB_DJOB_RANKFILE"]
+        with open(file, encoding="utf-8") as lines:
+            hosts = [line.strip() for line in lines if line.strip()]
+        if len(hosts) < 2:
+            raise ValueError(
+                f"LSB_DJOB_RANKFILE={file!r}: expected the host that launches, and those that compute, on a line each."
+            )
+        return list(dict.fromkeys(hosts[1:]))
+
+
+class MPIEnvironment(ClusterEnvironment):
+    """Processes started by ``mpirun`` or ``mpiexec``; needs ``mpi4py``, through which they find each other.
+
+    Raises:
+        ModuleNotFoundError: mpi4py is not installed.
+
+    """
+
+    creates_processes_externally = True
+
+    def __init__(self) -> None:
+        # Importing it starts MPI.
+        self._world: Any = need("mpi4py.MPI", purpose="MPIEnvironment").COMM_WORLD
+        self._hosts: list[tuple[str, int]] | None = None
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether mpirun started this process and others, and mpi4py is installed."""
+        return _started_by_mpi() and installed("mpi4py")
+
+    def _places(self) -> list[tuple[str, int]]:
+        """Return the host of each rank and a free port there; all processes call it together, once."""
+        if self._hosts is None:
+            self._hosts = self._world.allgather((socket.gethostname(), find_free_port()))
+        return self._hosts
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, or the host of the first process."""
+        return os.environ.get("MASTER_ADDR") or self._places()[0][0]
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, or a port that is free on that host."""
+        return _number("MASTER_PORT", default=self._places()[0][1])
+
+    def world_size(self) -> int:
+        return int(self._world.Get_size())
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return int(self._world.Get_rank())
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        hosts = [host for host, _ in self._places()[: self.global_rank() + 1]]
+        return hosts.count(hosts[-1]) - 1
+
+    def node_rank(self) -> int:
+        hosts = [host for host, _ in self._places()]
+        return list(dict.fromkeys(hosts)).index(hosts[self.global_rank()])
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        _check_world_size("mpirun", self.world_size(), num_devices, num_nodes)
+
+
+# What the implementations of MPI (Open MPI; MPICH, Intel, Cray; MVAPICH) tell the processes about their number.
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def _started_by_mpi() -> bool:
+    return any(os.environ.get(name, "1").isdigit() and int(os.environ.get(name, "1")) > 1 for name in _OF_MPI)
 
 
 def find_cluster() -> ClusterEnvironment:
     """Return the cluster this process runs in."""
-    for kind in (TorchElasticEnvironment, SLURMEnvironment):
+    kinds = (TorchElasticEnvironment, SLURMEnvironment, KubeflowEnvironment, LSFEnvironment, MPIEnvironment)
+    for kind in kinds:
         if kind.detect():
             return kind()
+    if _started_by_mpi() and "LOCAL_RANK" not in os.environ:
+        log.warning("mpirun started several processes, and each will run by itself. To join them: pip install mpi4py.")
     return LightningEnvironment()
 
 

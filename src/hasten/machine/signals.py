@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
@@ -25,12 +25,12 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
-    """Call ``handler`` for SIGINT and SIGTERM while the context is open; yield the handlers they had.
+def handling(handler: Callable[[int, FrameType | None], None], also: Iterable[int] = ()) -> Iterator[dict[int, Any]]:
+    """Call ``handler`` for SIGINT, SIGTERM and the signals ``also`` while the context is open; yield their handlers.
 
     In the main thread only. Ignored signals stay ignored, as a shell ignores Ctrl-C for its background jobs.
     """
-    handled: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    handled: set[int] = {signal.SIGINT, signal.SIGTERM, *also}
     previous: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
@@ -49,6 +49,7 @@ class StopRequests:
 
     Args:
         all_reduce: ``runtime.all_reduce`` if several processes must agree, else None.
+        also: signals that ask to stop as SIGTERM does.
 
     Handlers are installed in the main thread only, and removed at the end. Ignored signals stay ignored.
     A second Ctrl-C raises KeyboardInterrupt at once.
@@ -64,7 +65,8 @@ class StopRequests:
     # The one whose context is open; hasten handles signals meanwhile.
     active: ClassVar[StopRequests | None] = None
 
-    def __init__(self, all_reduce: AllReduce | None = None) -> None:
+    def __init__(self, all_reduce: AllReduce | None = None, *, also: Iterable[int] = ()) -> None:
+        self._also = tuple(also)
         self._outer: StopRequests | None = None
         self.signal: int | None = None
         # Whether this process asks to stop (``trainer.should_stop``), and whether any does, as of the last agreement.
@@ -77,7 +79,7 @@ class StopRequests:
         self._interval = 1
 
     def __enter__(self) -> StopRequests:
-        self._handling = handling(self._note)
+        self._handling = handling(self._note, self._also)
         self._previous = self._handling.__enter__()
         self._outer, StopRequests.active = StopRequests.active, self
         return self

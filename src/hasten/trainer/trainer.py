@@ -45,7 +45,7 @@ from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
 from hasten.seed import set_deterministic
 from hasten.speed.auto import advise, choose_speed
-from hasten.trainer import limited_runs, parts
+from hasten.trainer import limited_runs, parts, requeue
 from hasten.trainer.profiling import LOOP, profiled
 from hasten.trainer.properties import TrainerView
 from hasten.types import (
@@ -539,7 +539,9 @@ class Trainer(TrainerView):
         runtime.strategy._trainer = self
         self._logged.forget_callback_values()
         parts.settle_loggers(self._loggers, runtime)
-        with StopRequests(runtime.all_reduce if runtime.world_size > 1 else None) as stop:
+        requeue.count(self.state.fn)
+        also = runtime.cluster.stop_signals
+        with StopRequests(runtime.all_reduce if runtime.world_size > 1 else None, also=also) as stop:
             run = self._run = self._make_run(module, given, stop)
             run.number = number
             watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
@@ -560,7 +562,9 @@ class Trainer(TrainerView):
             except BaseException as error:
                 self._abort(run, error)
                 raise
-            if stop.signal is not None:
+            if stop.signal in also:
+                rank_zero_info("The signal to requeue the job came when the run was over: the program goes on.")
+            elif stop.signal is not None:
                 # It came when the run was over, and still ends the program.
                 parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
         return result
@@ -631,12 +635,17 @@ class Trainer(TrainerView):
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
 
     def _leave(self, run: Run, signal_number: int) -> NoReturn:
-        """End the program after Ctrl-C or SIGTERM, between two batches; checkpoint callbacks save the state."""
+        """End the program after a signal, between two batches; checkpoint callbacks save the state."""
         self._received_sigterm = signal_number == signals.SIGTERM
-        name = "SIGTERM" if self._received_sigterm else "Ctrl-C"
+        by_keyboard = signal_number == signals.SIGINT
+        name = "Ctrl-C" if by_keyboard else signals.Signals(signal_number).name
         rank_zero_info(f"{name}: the run ends here, after a complete batch.")
-        error = SystemExit(128 + signal_number) if self._received_sigterm else KeyboardInterrupt()
-        self._abort(run, error)
+        error = KeyboardInterrupt() if by_keyboard else SystemExit(128 + signal_number)
+        try:
+            if signal_number in self._runtime.cluster.stop_signals:
+                requeue.save(self, run)
+        finally:
+            self._abort(run, error)
         parts.leave_program(signal_number, error)
 
     def _abort(self, run: Run, error: BaseException) -> None:
@@ -690,7 +699,9 @@ class Trainer(TrainerView):
         return checkpoint
 
     def _read_checkpoint(self, ckpt_path: Any, weights_only: bool | None) -> tuple[dict[str, Any] | None, str | None]:
-        path = resolve_path(self, ckpt_path)
+        path = requeue.resumed_path(self, ckpt_path)
+        if path is None:
+            path = requeue.newest(self) if ckpt_path == "hpc" else resolve_path(self, ckpt_path)
         self._ckpt_path = path
         if path is None:
             return None, None
