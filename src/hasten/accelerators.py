@@ -16,12 +16,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _absent(name: str) -> Any:
-    return absent(name, Accelerator, home="hasten.accelerators", instead="Write Trainer(accelerator='auto').")
+def _absent(name: str, **why: str) -> Any:
+    return absent(name, Accelerator, home="hasten.accelerators", instead="Write Trainer(accelerator='auto').", **why)
 
 
-HPUAccelerator = _absent("HPUAccelerator")
-IPUAccelerator = _absent("IPUAccelerator")
+HPUAccelerator = _absent("HPUAccelerator", why="is discontinued")
+IPUAccelerator = _absent("IPUAccelerator", why="is discontinued")
 TPUAccelerator = _absent("TPUAccelerator")
 XLAAccelerator = _absent("XLAAccelerator")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hasten import elsewhere
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
@@ -71,15 +72,6 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "deepspeed_stage_3": {"stage": 3},
     "deepspeed_stage_3_offload": _ON_HOST,
     "deepspeed_stage_3_offload_nvme": {**_ON_HOST, **_ON_DISK},
-}
-_MODEL_PARALLEL = "To split layers, pass ModelParallelStrategy(plan='auto') of hasten.strategies."
-# A part of a strategy's name in other libraries, and what to write here; the first that fits.
-_ELSEWHERE = {
-    "stage_3": "What divides parameters is 'fsdp'.",
-    "zero3": "What divides parameters is 'fsdp'.",
-    "zero": "What divides optimizer states is 'ddp_sharded'.",
-    "model_parallel": _MODEL_PARALLEL,
-    "tensor_parallel": _MODEL_PARALLEL,
 }
 
 
@@ -189,6 +181,12 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         return best_accelerator()
     if name == "gpu":
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
+    if name in elsewhere.ACCELERATORS and name not in ACCELERATORS:
+        raise refused(elsewhere.ACCELERATORS[name].message())
+    if name not in ACCELERATORS and name in accepted_strategies():
+        raise refused(f"that is a strategy. Write strategy={name!r}.")
+    if name not in ACCELERATORS and name in elsewhere.STRATEGIES:
+        raise refused(elsewhere.STRATEGIES[name].message())
     if name not in ACCELERATORS:
         raise refused(f"use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
     if not ACCELERATORS[name].is_available():
@@ -245,13 +243,7 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     elif name in DEEPSPEED:
         chosen = DeepSpeedStrategy(**DEEPSPEED[name])
     elif name:
-        allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES, *SHARDED, *DEEPSPEED)
-        listed = _listed(one for one in allowed if "_find_unused" not in one)
-        instead = next((f" {advice}" for part, advice in _ELSEWHERE.items() if part in name), "")
-        raise ValueError(
-            f"{owner}(strategy={strategy!r}): use one of {listed}, or a Strategy. Names with 'ddp' can end in "
-            f"'_find_unused_parameters_true'.{instead or did_you_mean(name, allowed)}"
-        )
+        raise ValueError(f"{owner}(strategy={strategy!r}): {_why_no_strategy(name)}")
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
     else:
@@ -268,6 +260,48 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
             "processes. Use strategy='auto', or accelerator='cpu'."
         )
     return chosen
+
+
+def _why_no_strategy(name: str) -> str:
+    """Return why a name is no strategy, and what to write."""
+    if name in elsewhere.STRATEGIES:
+        return elsewhere.STRATEGIES[name].message()
+    if name in ACCELERATORS or name in elsewhere.ACCELERATORS or name == "gpu":
+        return f"that is a kind of device. Write accelerator={name!r}."
+    allowed = accepted_strategies()
+    listed = _listed(one for one in allowed if "_find_unused" not in one)
+    return (
+        f"use one of {listed}, or a Strategy. Names with 'ddp' can end in '_find_unused_parameters_true'."
+        f"{did_you_mean(name, allowed)}"
+    )
+
+
+def accepted_strategies() -> dict[str, str]:
+    """Return the names that ``strategy=`` takes, and what each stands for, as a program would write it."""
+
+    def written(kind: type[Strategy], arguments: Mapping[str, Any]) -> str:
+        return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+    single = written(SingleDeviceStrategy, {})
+    return {
+        "auto": f"{single} on one device, else {written(DDPStrategy, {})}",
+        _SINGLE_DEVICE: single,
+        **{
+            name: written(DDPStrategy, {**({} if method == "popen" else {"start_method": method}), **arguments})
+            for name, (method, arguments) in STRATEGIES.items()
+        },
+        **{name: written(FSDPStrategy, arguments) for name, arguments in SHARDED.items()},
+        **{name: written(DeepSpeedStrategy, arguments) for name, arguments in DEEPSPEED.items()},
+    }
+
+
+def accepted_accelerators() -> dict[str, str]:
+    """Return the names that ``accelerator=`` takes, and what each stands for."""
+    return {
+        "auto": "the fastest of these that the machine has",
+        "gpu": "cuda or mps, whichever the machine has",
+        **{name: f"{kind.__name__}()" for name, kind in ACCELERATORS.items()},
+    }
 
 
 def _precision(

@@ -150,7 +150,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
     [
         ({"accelerator": "cdua"}, ValueError, "(accelerator='cdua'): use one of"),
         ({"accelerator": "cqu"}, ValueError, "use one of 'auto', 'cpu'. Did you mean 'cpu'?"),
-        ({"accelerator": "tpu"}, ValueError, "use one of 'auto', 'cpu'"),
+        ({"accelerator": "abacus"}, ValueError, "use one of 'auto', 'cpu'"),
         ({"accelerator": "mps"}, MisconfigurationException, "Use one of 'auto', 'cpu'"),
         ({"accelerator": 1}, TypeError, "not int"),
         ({"accelerator": CPUAccelerator}, TypeError, "Write CPUAccelerator()"),
@@ -164,7 +164,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"strategy": "fsdb"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
         ({"strategy": "deepspeed_stage_4"}, ValueError, "Did you mean 'deepspeed_stage_"),
         ({"strategy": "zero1"}, ValueError, "'ddp_sharded'"),
-        ({"strategy": "model_parallel"}, ValueError, "pass ModelParallelStrategy(plan='auto')"),
+        ({"strategy": "model_parallel"}, ValueError, "Write strategy=ModelParallelStrategy("),
         ({"strategy": "single_device", "devices": 2}, ValueError, "Use devices=1, or strategy='auto'"),
         ({"strategy": DDPStrategy}, TypeError, "Write DDPStrategy()"),
         ({"strategy": 3}, TypeError, "not int"),

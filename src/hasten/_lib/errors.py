@@ -25,7 +25,7 @@ class CheckpointRefused(RuntimeError):
     """Raised for a file that cannot be read without running code from it."""
 
 
-def absent(name: str, base: type, *, home: str, instead: str) -> Any:
+def absent(name: str, base: type, *, home: str, instead: str, why: str = "is not in this version of hasten") -> Any:
     """Return a class for ``import``, type hints, subclasses and ``isinstance``, whose constructor raises.
 
     Args:
@@ -33,6 +33,7 @@ def absent(name: str, base: type, *, home: str, instead: str) -> Any:
         base: its base class.
         home: the module that offers it.
         instead: a sentence that says what to use in its place.
+        why: what is said of the name.
 
     Example::
 
@@ -47,7 +48,7 @@ def absent(name: str, base: type, *, home: str, instead: str) -> Any:
     """
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        raise MisconfigurationException(f"{name} is not in this version of hasten. {instead}")
+        raise MisconfigurationException(f"{name} {why}. {instead}")
 
     members = {
         "__new__": refuse,

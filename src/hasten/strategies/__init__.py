@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten import elsewhere
 from hasten._lib.errors import absent
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
@@ -19,7 +20,6 @@ __all__ = [
     "XLAStrategy",
 ]  # fmt: skip
 
-_THREADS = "Write strategy='ddp', which does not copy the model to each device in each step."
 _TPU = "hasten does not train on TPUs. Write Trainer(accelerator='auto')."
 
 
@@ -27,7 +27,13 @@ def _absent(name: str, instead: str, base: type = ParallelStrategy) -> Any:
     return absent(name, base, home="hasten.strategies", instead=instead)
 
 
-DataParallelStrategy = _absent("DataParallelStrategy", _THREADS)
+DataParallelStrategy = absent(
+    "DataParallelStrategy",
+    ParallelStrategy,
+    home="hasten.strategies",
+    instead=elsewhere.STRATEGIES["dp"].message(),
+    why="is not in hasten",
+)
 SingleDeviceXLAStrategy = _absent("SingleDeviceXLAStrategy", _TPU, SingleDeviceStrategy)
 XLAFSDPStrategy = _absent("XLAFSDPStrategy", _TPU)
 XLAStrategy = _absent("XLAStrategy", _TPU)
