@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.data.loader_parts import has_state, overrides_iter, with_attributes
+from hasten.data.first_samples import FirstSample, compare_first, digest_of, first_of_worker
+from hasten.data.loader_parts import has_state, with_attributes
 from hasten.data.memory.dataset_parts import changed, comparable, fingerprint, parts
 from hasten.data.memory.read import DatasetProxy
 from hasten.machine import agreement
@@ -109,7 +110,7 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
             f"read only that, give {kind} a method shard(num_shards, index), or divide the samples yourself and pass "
             "use_distributed_sampler=False."
         )
-        return _in_parts(loader, dataset, Share(num_replicas, rank, seed))
+        return _in_parts(loader, dataset, Share(num_replicas, rank, seed, name=name, setup=_counts[name]))
     if _is_hugging_face(own):
         # Divides itself among workers too.
         return with_attributes(loader, dataset=own)
@@ -140,7 +141,7 @@ def asks_for_worker(loader: DataLoader[Any]) -> bool:
 
 
 def _in_parts(loader: DataLoader[Any], dataset: Any, share: Share) -> DataLoader[Any]:
-    if not overrides_iter(loader):
+    if not has_state(dataset):
         share.block = loader.batch_size or 1
     if loader.num_workers and loader.persistent_workers:
         share.epoch.share_memory_()
@@ -371,9 +372,11 @@ class Share:
         rank: which of them this is.
         seed: of the random numbers that the dataset draws, with the epoch.
         splits_workers: whether workers divide what the dataset does not divide among them itself.
-        block: samples to read at once.
+        block: samples to read at once; 1 of a dataset whose position must be known after each.
         epoch: the number of the epoch; in memory that persistent workers share.
         goes_on: what the next iteration continues.
+        name: what to call the loader in messages; empty where the processes need not read the same.
+        setup: how many loaders of this name this process has made ready.
         is_part: whether the dataset is one process's part already, and only workers are left to divide it.
         by_workers: whether the dataset divides itself among workers; False as long as that is not known.
 
@@ -386,6 +389,8 @@ class Share:
     block: int = 1
     epoch: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     goes_on: GoesOn | None = None
+    name: str = ""
+    setup: int = 0
     is_part: bool = False
     by_workers: bool = False
 
@@ -518,8 +523,11 @@ class _Reading:
         if self._by_workers is None:
             # A dataset that divides itself among workers has asked which one it is in to give its first sample.
             with _watched_worker_info(self._asked):
-                samples = itertools.chain(list(itertools.islice(samples, 1)), samples)
+                first_one = list(itertools.islice(samples, 1))
+            samples = itertools.chain(first_one, samples)
             self._by_workers = self._share.by_workers or bool(self._asked)
+            if first_one and self._share.name:
+                self._note_first(first_one[0])
         if self._after:
             samples = self._remaining(samples)
         step, first = self._step()
@@ -527,6 +535,15 @@ class _Reading:
             first = self._skip
         self._own = itertools.islice(samples, first, None, step)
         return self._own
+
+    def _note_first(self, sample: Any) -> None:
+        share, kind = self._share, type(self._dataset).__name__
+        first = FirstSample(share.name, share.setup, kind, self._worker, digest_of(sample))
+        if get_worker_info() is None:
+            compare_first(first)
+        else:
+            # Only the main process can compare it.
+            first_of_worker.append(first)
 
     def _step(self) -> tuple[int, int]:
         share = self._share

@@ -102,6 +102,20 @@ def exchange(
     return [json.loads(messages.get(key)) if messages.check([key]) else None for key in keys]
 
 
+def differs_from_neighbor(place: str, own: str) -> int | None:
+    """Return a rank next to this one that has another value at ``place``; None if none is known to.
+
+    Nobody waits: of two processes the later one sees the value of the other.
+
+    """
+    messages, rank, size = store(), dist.get_rank(), dist.get_world_size()
+    messages.set(f"{place}/{rank}", own)
+    for other in {(rank - 1) % size, (rank + 1) % size}:
+        if messages.check([f"{place}/{other}"]) and messages.get(f"{place}/{other}") != own.encode():
+            return other
+    return None
+
+
 def all_at(place: str, *, patience_seconds: float) -> bool:
     """Return whether all processes reach ``place`` in time; those that do get the same answer."""
     messages, size = store(), dist.get_world_size()

@@ -74,7 +74,7 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 def comparable(dataset: object) -> dict[str, int]:
     """Return a number for each part of a dataset by its place; other processes have the same one for an equal part."""
-    return {place: zlib.crc32(repr(_contents(part)).encode()) for place, part in parts(dataset)}
+    return {place: zlib.crc32(repr(contents_of(part)).encode()) for place, part in parts(dataset)}
 
 
 def _generator(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
@@ -130,7 +130,7 @@ def _value(part: Any) -> Any:
     return kind.__qualname__, id(getattr(part, "__func__", part))
 
 
-def _contents(part: Any) -> Any:
+def contents_of(part: Any) -> Any:
     """Return what is the same for equal parts of any two processes."""
     kind = type(part).__qualname__
     if (access := _generator(part)) is not None:

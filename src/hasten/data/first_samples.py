@@ -1,0 +1,65 @@
+"""Whether all processes that divide a stream among them read the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from hasten._lib.tree import leaves
+from hasten.data.memory.dataset_parts import contents_of
+from hasten.machine import agreement
+
+
+class FirstSample(NamedTuple):
+    """The first sample that a process, or a worker of it, has read of an epoch.
+
+    Args:
+        loader: its name.
+        setup: how many loaders of this name this process has made ready.
+        dataset: the class of the dataset.
+        worker: its number.
+        digest: of the sample.
+
+    """
+
+    loader: str
+    setup: int
+    dataset: str
+    worker: int
+    digest: str
+
+
+# In a worker: what it has not sent yet.
+first_of_worker: list[FirstSample] = []
+
+_compared: set[str] = set()
+
+
+def compare_first(first: FirstSample) -> None:
+    """Warn if a process beside this one has begun the first epoch with another sample."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    place = f"first/{first.loader}/{first.setup}/{first.worker}"
+    if place in _compared:
+        return
+    _compared.add(place)
+    other = agreement.differs_from_neighbor(place, first.digest)
+    if other is not None:
+        # By the process that knows it.
+        warnings.warn(
+            f"{first.loader}: {first.dataset} begins with another sample on rank {dist.get_rank()} than on rank "
+            f"{other}, so some samples are read twice and others not at all. Give it the same order on all processes, "
+            "with a seed of its own, or pass use_distributed_sampler=False.",
+            stacklevel=2,
+        )
+
+
+def digest_of(sample: object) -> str:
+    """Return a text that is the same for equal samples."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in leaves(sample):
+        digest.update(repr(contents_of(leaf)).encode())
+    return digest.hexdigest()
