@@ -251,6 +251,7 @@ class Arguments:
     benchmark: bool | None = _row(_optional_boolean)
     inference_mode: bool = _row(check.boolean)
     use_distributed_sampler: bool = _row(check.boolean)
+    uneven: str = _row(partial(check.one_of, allowed=("stop", "join", "error")))
     detect_anomaly: bool = _row(check.boolean)
     on_bad_loss: str = _row(partial(check.one_of, allowed=("warn", "stop", "skip", "rewind")))
     barebones: bool = _row(check.boolean)

@@ -117,6 +117,9 @@ class Hooks:
     on_train_batch_end_last: Call
     on_validation_end_last: Call
     on_validation_epoch_end_last: Call
+    # Where this process has no batch and others have: hasten's callbacks alone, which do the same on all processes.
+    on_train_batch_start_without: Call
+    on_train_batch_end_without: Call
 
     def __init__(
         self,
@@ -142,6 +145,9 @@ class Hooks:
         for row in HOOKS:
             early = [callback for callback in everyone if not (row.runs_last and callback.runs_last)]
             setattr(self, row.name, self._caller(row, early, self._module))
+            if row.name in ("on_train_batch_start", "on_train_batch_end"):
+                own = [callback for callback in early if _is_own(callback, row.name)]
+                setattr(self, row.name + "_without", self._caller(row, own, None))
             if row.runs_last:
                 late = [callback for callback in everyone if callback.runs_last]
                 setattr(self, row.name + "_last", self._caller(row, late, None))
@@ -208,6 +214,12 @@ def overrides(owner: object, base: type, name: str) -> bool:
     code = getattr(function, "__code__", None)
     # A program may have assigned a function to the base class itself.
     return code is None or not code.co_filename.startswith(_PACKAGE)
+
+
+def _is_own(callback: Callback, name: str) -> bool:
+    """Return whether a hook of a callback is hasten's code."""
+    module = getattr(getattr(callback, name), "__module__", None) or ""
+    return module.startswith("hasten.")
 
 
 def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str) -> None:

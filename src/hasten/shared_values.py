@@ -95,8 +95,10 @@ class SharedValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.several = runtime.world_size > 1
-        # Whether some processes may have no batch in a step of training, and whether this one has none.
-        self.uneven = self.has_no_batch = False
+        # Whether some processes may have no batch in a step of training; whether some have none in this step, and
+        # whether this process has none; the first process that has one.
+        self.uneven = self.somebody_has_none = self.has_no_batch = False
+        self.first_with_batch = 0
         # What each moment reduced last.
         self._reduced: dict[str, list[str]] = {}
         self._number: int | None = None

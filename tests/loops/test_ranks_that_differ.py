@@ -235,3 +235,44 @@ def test_a_value_logged_on_one_process_alone_is_an_error_that_names_it(
         expected += "|[Cc]onnection|closed"  # what is left of the process that said so
     with pytest.raises(RuntimeError, match=expected):
         two(Logs(values), log_every_n_steps=every, max_epochs=2)
+
+
+class TenValues(Model):
+    """Logs ten values in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        for index in range(10):
+            self.log(f"value {index}", float(index), sync_dist=True, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.world_size(2)
+def test_ten_values_cost_one_collective_a_flush_and_none_in_between() -> None:
+    model = TenValues()
+    collectives: list[tuple[int, int]] = []
+    exchanges: list[int] = []
+    reduce, exchange = torch.distributed.all_reduce, agreement.exchange
+
+    def counted_reduce(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        collectives.append((model.count, tensor.numel()))
+        return reduce(tensor, *arguments, **options)
+
+    def counted_exchange(*arguments: Any, **options: Any) -> Any:
+        exchanges.append(model.count)
+        return exchange(*arguments, **options)
+
+    torch.distributed.all_reduce = counted_reduce
+    agreement.exchange = counted_exchange
+    try:
+        two(model, max_epochs=3, log_every_n_steps=2)
+    finally:
+        torch.distributed.all_reduce, agreement.exchange = reduce, exchange
+    # Five batches an epoch. Those of three numbers, and before each epoch of five, agree on whether and where to stop.
+    of_values = [(batch, size) for batch, size in collectives if size >= 10]
+    flushes = [(batch, 10) for batch in (2, 4, 6, 8, 10, 12, 14)]
+    # The last step's values and the means (sums and weights) at the end of an epoch.
+    ends = [(batch, size) for batch in (5, 10, 15) for size in (10, 20)]
+    assert sorted(of_values) == sorted(flushes + ends)
+    assert {size for _, size in collectives if size < 10} <= {1, 3, 5}
+    # Names are compared the first time that they are reduced.
+    assert exchanges == [2, 5, 5]

@@ -101,6 +101,7 @@ _OF_FABRIC = {
     "resident": "Write hasten.data.resident(loader) before setup_dataloaders.",
     "num_workers": "Write hasten.data.auto_workers(loader) before setup_dataloaders.",
     "on_bad_loss": "Write `if torch.isfinite(loss):` before fabric.backward(loss) and optimizer.step() in the loop.",
+    "uneven": "Give each process the same number of batches, or write the loop within torch's Join([model]).",
     "micro_batch": "Compute parts of the batch in the loop, with fabric.no_backward_sync(model) for all but the last.",
     "max_epochs": "The loop over the epochs is yours: Fabric leaves it to you.",
     "gradient_clip_val": "Write fabric.clip_gradients(model, optimizer, max_norm={value!r}) before optimizer.step().",

@@ -396,7 +396,8 @@ class ThroughputMonitor(Callback):
     ) -> None:
         """Count the operations of the first batch of a stage."""
         measured = self._stage(trainer)
-        if measured is not None and measured.flops is None:
+        # In a step without a batch there is nothing to measure.
+        if measured is not None and measured.flops is None and batch is not None:
             self._counter = flop_counter()
             self._counter.__enter__()
 
@@ -406,7 +407,7 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Measure, and log with the step's other values."""
-        measured = self._batch_ended(trainer, pl_module, batch)
+        measured = None if batch is None else self._batch_ended(trainer, pl_module, batch)
         progress, every = trainer.progress, trainer.log_every_n_steps
         # With the optimizer's step: an accumulation is measured when it is complete.
         is_due = every and progress.accumulation_index == 0 and progress.logged_step % every == 0

@@ -18,12 +18,17 @@ from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.prepare import compiled_step, follow_arguments, recorded_steps
 from hasten.loops.processes import (
+    NO_BATCH,
+    Batches,
     agree_after_batch,
     agree_on_end,
-    batch_by_batch,
+    agree_on_weight,
+    check_join,
     checked_in_group,
     exchange_without_loss,
+    nothing_to_train,
     skip_epoch,
+    touch,
 )
 from hasten.loops.progress import RunningStage
 from hasten.loops.resume import batch_start
@@ -65,7 +70,11 @@ def fit(run: Run) -> None:
             on_train_epoch_end, checkpoints
         on_train_end
     """
-    if run.train.is_off() or run.finished():
+    check_join(run)
+    if nothing_to_train(run):
+        rank_zero_info("`Trainer.fit` stopped: No training batches.")
+        return
+    if run.finished():
         _say_why_finished(run)
         return
     if run.arguments.max_epochs_assumed:
@@ -111,9 +120,9 @@ def train_epoch(run: Run) -> None:
     progress, hooks, logged, train = run.progress, run.hooks, run.logged, run.train
     several_processes = run.runtime.world_size > 1
     progress.in_epoch = True
-    ends_unknown = False
+    read_by: Callable[[Batches], Batches] | None = None
     if progress.mid_epoch:
-        ends_unknown = several_processes and agree_on_end(run)
+        read_by = agree_on_end(run) if several_processes else None
         # Worker processes start before the random numbers of training are restored.
         if progress.last_batch:
             train.stream.finish()
@@ -125,18 +134,19 @@ def train_epoch(run: Run) -> None:
     else:
         run.restore_random()
         progress.next_epoch()
+        train.is_read = False
         train.take_limit()
         train.reload_if_due(progress.epoch)
         train.stream.finish()
         train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
-        ends_unknown = several_processes and agree_on_end(run)
+        read_by = agree_on_end(run) if several_processes else None
         run.runtime.strategy.begin_epoch()
         batches = train.start_epoch()
     if run.runtime.strategy.shares_batches:
         batches = checked_in_group(run, batches)
-    if ends_unknown and not progress.last_batch:
-        batches = batch_by_batch(run, batches)
+    if read_by is not None and not progress.last_batch:
+        batches = read_by(batches)
 
     if run.runtime.syncs_gradients and run.wrapped is run.module:
         # At the start no parameter required gradients, so there was nothing to wrap; a callback may have unfrozen some.
@@ -185,10 +195,14 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     for batch, is_last in batches:
         batch_idx = progress.batch
         run.is_last_batch = is_last
-        if plan.transfer is not None:
+        has_batch = batch is not NO_BATCH
+        if not has_batch:
+            batch = None
+        elif plan.transfer is not None:
             batch = plan.transfer(batch)
         logged.batch, logged.batch_size = batch, 0
-        if hooks.on_train_batch_start(batch, batch_idx) == -1:
+        start = hooks.on_train_batch_start if has_batch else hooks.on_train_batch_start_without
+        if start(batch, batch_idx) == -1:
             if several_processes:
                 skip_epoch(run)
             _skip_rest_of_epoch(run)
@@ -216,7 +230,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         if run.schedulers:
             plan.step_schedulers(run, stepped=is_end)
 
-        hooks.on_train_batch_end(outputs, batch, batch_idx)
+        (hooks.on_train_batch_end if has_batch else hooks.on_train_batch_end_without)(outputs, batch, batch_idx)
         if is_end and progress.logged_step % plan.log_every_n_steps == 0:
             logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
@@ -310,7 +324,7 @@ def _make_plan(run: Run) -> _EpochPlan:
     )
     accumulation_size, tail_size, tail_start = _plan_windows(run)
     return _EpochPlan(
-        train_step=run.watch("run_training_batch", make_step(run)),
+        train_step=run.watch("run_training_batch", _joining(run, make_step(run))),
         transfer=make_transfer(run, run.train),
         step_schedulers=run.watch("lr_scheduler_step", schedule.step),
         accumulation_size=accumulation_size,
@@ -336,6 +350,43 @@ def make_step(run: Run) -> Step:
     batches = run.accumulate_grad_batches
     check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     return _closure_step(run) if _needs_closure(run) else _automatic_step(run)
+
+
+def _joining(run: Run, train_step: Step) -> Step:
+    """With ``uneven="join"``, return a step that a process can make without a batch, while others have some.
+
+    Such a process adds nothing to the gradients, and steps with those of the others, so that weights, optimizers,
+    schedulers and counters stay the same on all.
+    """
+    if run.arguments.uneven != "join" or run.runtime.world_size == 1:
+        return train_step
+    window, progress, shared, strategy = run.window, run.progress, run.logged.shared, run.runtime.strategy
+    zero_grad = _zero_grad(run, run.optimizers[0])
+    finish_gradients, step = _finish_and_step(run)
+
+    def join() -> None:
+        run.last_loss = None
+        if window.is_start:
+            zero_grad()
+            run.window_weight, run.window_is_unweighed = None, False
+        strategy.step_without_batch(run.wrapped, touch, exchanges=window.is_end)
+        if window.is_end:
+            finish_gradients()
+            step(None)
+            progress.global_step += 1
+
+    def step_or_join(batch: Any, batch_idx: int) -> Any:
+        outputs = None
+        if shared.has_no_batch:
+            join()
+        else:
+            outputs = train_step(batch, batch_idx)
+        if window.is_end and shared.first_with_batch > 0:
+            # DDP broadcasts those of the first process, which has not seen this batch.
+            strategy.share_buffers(run.wrapped, shared.first_with_batch)
+        return outputs
+
+    return step_or_join
 
 
 def _needs_closure(run: Run) -> bool:
@@ -663,10 +714,13 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     custom = any(overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients"))
     clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward) and not runtime.strategy.owns_step
     clip = runtime.clip_value if arguments.gradient_clip_algorithm == "value" else runtime.clip_norm
+    joins = arguments.uneven == "join" and runtime.world_size > 1
 
     def finish_gradients() -> None:
         if unscale is not None:
             unscale(optimizer)
+        if joins:
+            agree_on_weight(run)
         if run.window_weight is not None:
             weight = run.window_weight
             if runtime.world_size > 1:
@@ -802,9 +856,7 @@ def _enough(run: Run) -> bool:
 
 def _say_why_finished(run: Run) -> None:
     progress, arguments = run.progress, run.arguments
-    if run.train.is_off():
-        rank_zero_info("`Trainer.fit` stopped: No training batches.")
-    elif progress.global_step >= run.max_steps:
+    if progress.global_step >= run.max_steps:
         rank_zero_info(f"`Trainer.fit` stopped: `max_steps={arguments.max_steps}` reached.")
     elif progress.epochs_done >= run.max_epochs:
         rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={arguments.max_epochs}` reached.")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import warn_once
+from hasten.hooks import overrides
 from hasten.machine import agreement, same_program
+from hasten.module import LightningModule
+from hasten.optim import needs_closure
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
@@ -25,6 +31,12 @@ Batches = Iterator[tuple[Any, bool]]
 _SAME_MOMENT_SECONDS = 2.0
 
 _END: Any = object()
+# What a process without batches gets while others have some.
+NO_BATCH: Any = object()
+# For numbers of batches without an end, which JSON and whole numbers do not have.
+_INFINITE = 2.0**52
+_MOST_RANKS = 8
+_ADVICE = "Give each process the same number of batches, or use uneven='stop'."
 # Runs of this process alone are not counted: others may not have them.
 _numbers = itertools.count(1)
 # The state of each process's current batch; the largest counts.
@@ -89,32 +101,167 @@ def check_optimizers(run: Run) -> None:
         same_program.require_same(f"optimizers/{run.number}", f"Trainer.{run.state.fn}()", facts)
 
 
-def agree_on_end(run: Run) -> bool:
-    """End the epoch to come where the process with the fewest batches does; all processes call it.
+def nothing_to_train(run: Run) -> bool:
+    """Return whether there are no batches to train on; the same on all processes, which all call it.
 
-    Returns whether the ends are not known beforehand on all processes, so that each batch has to be agreed on.
+    Raises:
+        ValueError: with ``uneven="error"``, processes are known to have different numbers of batches.
+
+    """
+    is_off = run.train.is_off()
+    if run.runtime.world_size == 1:
+        return is_off
+    uneven = run.arguments.uneven
+    ends = run.runtime.strategy.gather_objects((is_off, None if is_off else run.train.certain_end))
+    off = [each for each, _ in ends]
+    if uneven == "error" and all(end is not None for each, end in ends if not each):
+        counts = [0 if each else int(min(end or 0, _INFINITE)) for each, end in ends]
+        if len(set(counts)) > 1:
+            raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
+    return all(off) if uneven == "join" else any(off)
+
+
+def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
+    """Agree on how the epoch to come ends, where processes may have different numbers of batches; all call it.
+
+    Returns what the batches of the epoch have to be read by; None where all end together as they are.
+
+    Raises:
+        ValueError: with ``uneven="error"``, processes have different numbers of batches.
+
     """
     run.number = run.number or next(_numbers)
-    end = run.train.certain_end
-    known = -1.0 if end is None else min(end, 2.0**52)
+    train, uneven, shared = run.train, run.arguments.uneven, run.logged.shared
+    # What an earlier epoch agreed on need not be true of this one.
+    train.most_batches, train.agreed_limit, train.joins = math.inf, math.inf, False
+    shared.uneven = shared.has_no_batch = shared.somebody_has_none = False
+    shared.first_with_batch = 0
+    end = train.certain_end
+    known = -1.0 if end is None else min(end, _INFINITE)
     asks = run.should_stop or run.stop.asks
+    limit = train.limits[0]
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
-    numbers = torch.tensor([known, -known, run.train.limits[0], -float(asks)], dtype=torch.float64)
-    fewest, most, limit, nobody_asks = run.runtime.all_reduce(numbers, op="min").tolist()
-    run.train.agreed_limit = limit
+    numbers = torch.tensor([known, -known, limit, -limit, -float(asks)], dtype=torch.float64)
+    fewest, minus_most, least, minus_greatest, nobody_asks = run.runtime.all_reduce(numbers, op="min").tolist()
+    train.agreed_limit, train.joins = least, False
     run.stop.granted = nobody_asks < 0
     run.take_agreement()
+    if uneven == "join" and (fewest < 0 or fewest != -minus_most):
+        train.agreed_limit, train.joins = -minus_greatest, True
     if fewest < 0:
-        return True
-    if fewest != -most:
-        lengths = run.runtime.strategy.gather_objects(int(known))
-        _warn(lengths.index(min(lengths)), f"has {int(fewest)} batches, and others have up to {int(-most)}")
-        run.train.most_batches = int(fewest)
-    return False
+        return functools.partial(joined if uneven == "join" else batch_by_batch, run)
+    if fewest == -minus_most:
+        return None
+    counts = run.runtime.strategy.gather_objects(int(known))
+    if uneven == "error":
+        raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
+    if uneven == "join":
+        return functools.partial(joined, run, counts=counts)
+    _warn(_text_of(counts), int(fewest))
+    train.most_batches = int(fewest)
+    return None
+
+
+def check_join(run: Run) -> None:
+    """Check that a run with ``uneven="join"`` can make the steps of other processes without a batch.
+
+    Raises:
+        MisconfigurationException: it cannot; the message says why.
+
+    """
+    if run.arguments.uneven != "join" or run.runtime.world_size == 1:
+        return
+    arguments, module = run.arguments, run.module
+    problems = (
+        (run.runtime.strategy.refuses_join(), ""),
+        (not module.automatic_optimization, "with manual optimization, training_step makes the steps"),
+        (not run.optimizers, "configure_optimizers() returned no optimizer, so there are no steps to join"),
+        (
+            overrides(module, LightningModule, "optimizer_step") or any(map(needs_closure, run.optimizers)),
+            "optimizer_step, or the optimizer, computes the loss itself, which needs a batch",
+        ),
+        (arguments.on_bad_loss != "warn", f"on_bad_loss={arguments.on_bad_loss!r} judges the loss of every process"),
+        (
+            arguments.speed.micro_batch is not None or arguments.speed.memory == "auto",
+            "micro_batch and memory='auto' agree on the size of each batch",
+        ),
+        (run.compiled is not None and run.compiled.settings.cuda_graphs, "CUDA graphs record the step of a batch"),
+        (
+            any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
+            "the forward of SyncBatchNorm waits for all processes",
+        ),
+    )
+    for holds, why in problems:
+        if holds:
+            raise MisconfigurationException(
+                f"Trainer(uneven='join'): {why or holds}. Use uneven='stop', or give each process the same number of "
+                "batches and use uneven='error'."
+            )
+
+
+def joined(run: Run, batches: Batches, counts: Sequence[int] | None = None) -> Batches:
+    """Yield ``(batch, is_last)`` until the last process has no more; ``NO_BATCH`` on those that have none left.
+
+    Args:
+        run: its step takes part in those of the others where there is no batch.
+        batches: of this process.
+        counts: of the processes, if they are known.
+
+    """
+    group, shared, rank, number = host_group(run), run.logged.shared, run.runtime.global_rank, run.progress.batch
+    shared.uneven = True
+    if counts is not None:
+        _say_joined(_text_of(counts))
+    try:
+        while True:
+            if counts is None:
+                batch, is_last = (_END, False) if run.train.is_read else next(batches, (_END, False))
+                run.train.is_read = batch is _END or is_last
+                state = torch.tensor([_NONE if batch is _END else _LAST if is_last else _MORE])
+                states = [torch.empty_like(state) for _ in range(run.runtime.world_size)]
+                # Between the hosts: no device is waited for.
+                dist.all_gather(states, state, group=group)
+                here = [bool(each != _NONE) for each in states]
+                is_last = not any(each == _MORE for each in states)
+                if any(here) and not all(here):
+                    _say_joined(_text_of([number + one for one in here], here))
+            else:
+                here = [number < count for count in counts]
+                batch = next(batches)[0] if here[rank] else _END
+                is_last = number + 1 >= max(counts)
+            if not any(here):
+                return
+            shared.has_no_batch, shared.somebody_has_none = not here[rank], not all(here)
+            shared.first_with_batch = here.index(True)
+            yield NO_BATCH if batch is _END else batch, is_last
+            if is_last:
+                return
+            number += 1
+    finally:
+        batches.close()  # type: ignore[attr-defined]
+
+
+def _say_joined(counts: str) -> None:
+    warn_once(
+        "batches-differ-by-rank",
+        f"The train dataloaders of the processes differ in length: {counts}. With uneven='join', those without batches "
+        "make the steps of the others, with gradients divided by the number of all processes.",
+    )
+
+
+def agree_on_weight(run: Run) -> None:
+    """Have processes without a batch take part in the exchange of weights, where the losses of others have some."""
+    if run.logged.shared.somebody_has_none:
+        weighs = torch.tensor(float(run.window_weight is not None))
+        if run.runtime.all_reduce(weighs, op="max") and run.window_weight is None:
+            run.window_weight = 0.0
 
 
 def batch_by_batch(run: Run, batches: Batches) -> Batches:
-    """Yield ``(batch, is_last)`` while all processes have a batch; the last of one is the last of all."""
+    """Yield ``(batch, is_last)`` while all processes have a batch; the last of one is the last of all.
+
+    The processes agree before each batch, so none of them is in a backward that others do not come to.
+    """
     group = host_group(run)
     try:
         while True:
@@ -124,11 +271,7 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
             # Between the hosts: no device is waited for.
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
             if worst.item() != _MORE:
-                everybody: list[Any] = [None] * run.runtime.world_size
-                dist.all_gather_object(everybody, state, group=group)
-                if len(set(everybody)) > 1:
-                    first = everybody.index(max(everybody))
-                    _warn(first, f"has no more batches after {run.progress.batch + (state != _NONE)}, and others have")
+                _compare(run, batches, state)
             if worst.item() == _NONE:
                 return
             yield batch, worst.item() == _LAST
@@ -136,6 +279,21 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
                 return
     finally:
         batches.close()  # type: ignore[attr-defined]
+
+
+def _compare(run: Run, batches: Batches, state: int) -> None:
+    """Say which processes have fewer batches than others, when the first of them has no more."""
+    # Not every loader says which batch is its last.
+    more = state == _MORE and next(batches, _END) is not _END
+    everybody: list[Any] = [None] * run.runtime.world_size
+    dist.all_gather_object(everybody, (run.progress.batch + (state != _NONE) + more, more), group=host_group(run))
+    counts = [count for count, _ in everybody]
+    if len(set(counts)) == 1:
+        return
+    text = _text_of(counts, [more for _, more in everybody])
+    if run.arguments.uneven == "error":
+        raise RuntimeError(f"Trainer(uneven='error'): {text}. {_ADVICE}")
+    _warn(text, min(counts))
 
 
 def checked_in_group(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
@@ -260,9 +418,30 @@ class _Touch(torch.autograd.Function):
         return tuple(p.new_zeros(()).expand_as(p) for p in ctx.saved_tensors)
 
 
-def _warn(rank: int, what: str) -> None:
+def _warn(counts: str, fewest: int) -> None:
     warn_once(
         "batches-differ-by-rank",
-        f"The train dataloader of rank {rank} {what}: every epoch ends there on all processes, and what the others "
-        "have left is not read. Give each process the same number of batches to train on all of them.",
+        f"The train dataloaders of the processes differ in length: {counts}. Every epoch ends after {fewest} on all of "
+        "them, and what the others have left is not read. Give each process the same number of batches, or use "
+        "Trainer(uneven='join') with DDP, to train on all of them.",
     )
+
+
+def _text_of(counts: Sequence[int], at_least: Sequence[bool] = ()) -> str:
+    """Return the number of batches of each process as text, "at least" so many where the end is not known.
+
+    Example::
+
+        >>> _text_of([5, 7, 7])
+        'rank 0 has 5 batches, ranks 1, 2 have 7'
+
+    """
+    by_count: dict[tuple[int, bool], list[int]] = {}
+    for rank, count in enumerate(counts):
+        by_count.setdefault((count, bool(at_least) and at_least[rank]), []).append(rank)
+    parts: list[str] = []
+    for (count, more), members in by_count.items():
+        named = agreement.ranks(members[:_MOST_RANKS]) + (" and others" if len(members) > _MOST_RANKS else "")
+        number = f"{'at least ' if more else ''}{count}" + ("" if parts else " batch" if count == 1 else " batches")
+        parts.append(f"{named} {'has' if len(members) == 1 else 'have'} {number}")
+    return ", ".join(parts)

@@ -26,6 +26,7 @@ from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
 from hasten.loops.run import Run
 from hasten.loops.saved_state import StepState
+from hasten.machine import agreement
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import StoredHyperParameters
@@ -211,7 +212,13 @@ class RunState:
         run.metrics.load_state_dict(state["metrics"])
         if state["data"] is not None:
             (batch,) = run.train.load_state_dict([state["data"]], moved=moved)
-            if progress.mid_epoch and not progress.last_batch:
+            run.train.is_read = progress.mid_epoch and not progress.last_batch and bool(state["data"]["ended"])
+            if run.train.is_read and run.arguments.uneven != "join":
+                raise ValueError(
+                    f"Trainer(uneven={run.arguments.uneven!r}): the checkpoint was saved in an epoch of which "
+                    f"rank {run.runtime.global_rank} had no batches left. Resume it with uneven='join'."
+                )
+            if progress.mid_epoch and not progress.last_batch and not run.train.is_read:
                 # Of larger batches, or with more processes, fewer are done; maybe none.
                 progress.batch, progress.begun = batch, progress.begun or not batch
         rows = {row.name: row for row in HOOKS} | STEPS
@@ -231,6 +238,12 @@ class RunState:
     def _restore_moved(self, ranks: list[dict[str, Any]], source: str) -> None:
         """Restore this process's part of the states of another number of processes, and say what is not exact."""
         run, share = self._run, self._share()
+        ended = [(state["data"] or {}).get("ended") for state in ranks]
+        if run.progress.mid_epoch and not run.progress.last_batch and any(ended):
+            raise RuntimeError(
+                f"{source}: {agreement.ranks([rank for rank, end in enumerate(ended) if end])} had no batches left of "
+                f"its epoch (uneven='join'), so that the rest cannot be divided. Resume it with {len(ranks)} processes."
+            )
         shares, lost = processes.by_share(ranks), set[str]()
 
         def join_metrics(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

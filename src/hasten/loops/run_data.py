@@ -76,8 +76,11 @@ class StageData:
         self._limit = self.next_limit = limit
         # Every epoch ends after this many batches, also where there are more.
         self.most_batches = math.inf
-        # The limit of the process with the fewest batches: windows and validation are planned by it on all.
-        self.agreed_limit = math.inf
+        # The limit by which windows and validation are planned on all processes: of the one with the fewest batches, or
+        # with the most where the others join its steps.
+        self.agreed_limit, self.joins = math.inf, False
+        # Whether this process has read its batches of an epoch that goes on for others.
+        self.is_read = False
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
         self.reload_every_n_epochs = reload_every_n_epochs
@@ -130,8 +133,8 @@ class StageData:
 
     @property
     def limit(self) -> float:
-        """Batches of the only loader to use, on the process that says the fewest; infinite when unknown."""
-        return min(self.limits[0], self.agreed_limit)
+        """Batches of the epoch on all processes; infinite when unknown."""
+        return self.agreed_limit if self.joins else min(self.limits[0], self.agreed_limit)
 
     def streams(self) -> list[Any]:
         """Return every loader by itself, also those that are joined."""
@@ -255,6 +258,8 @@ class StageData:
             again: the last batch that was handed out is to come again.
 
         """
+        if self.joins and consumed is not None:
+            consumed = min(consumed, self.stream.handed)
         return [
             stream.state_dict(stream.position if consumed is None else consumed, again=again)
             for stream in self._streams or ()

@@ -236,6 +236,25 @@ class Strategy(ABC):
         """Return what a step exchanges with other processes, in its order; nothing where processes compute alone."""
         return ()
 
+    def refuses_join(self) -> str:
+        """Return why a process without a batch cannot make the steps of the others; "" if it can."""
+        return f"strategy={self.name!r} exchanges more than gradients in a step, and only DDP knows how to go without"
+
+    def step_without_batch(  # noqa: B027 - most refuse it
+        self, wrapped: nn.Module, touch: Callable[[list[torch.Tensor]], torch.Tensor], *, exchanges: bool
+    ) -> None:
+        """Take part in forward and backward of other processes, without a batch.
+
+        Args:
+            wrapped: as ``wrap`` returned it.
+            touch: returns a loss whose backward reaches tensors and adds nothing to their gradients.
+            exchanges: whether the others exchange gradients after this batch.
+
+        """
+
+    def share_buffers(self, wrapped: nn.Module, source: int) -> None:  # noqa: B027 - most refuse it
+        """Give all processes the buffers of process ``source``, if they are kept equal."""
+
     def compute_along(self, module: nn.Module) -> None:  # noqa: B027 - most compute alone
         """Take part in a step of an evaluation on other processes, without a batch."""
 

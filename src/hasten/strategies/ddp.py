@@ -344,6 +344,35 @@ class DDPStrategy(ParallelStrategy):
             searches = wrapped.find_unused_parameters and not wrapped.static_graph
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
+    # -- processes without a batch
+
+    def refuses_join(self) -> str:
+        if self._ddp_kwargs.get("static_graph"):
+            return "DDPStrategy(static_graph=True) needs the same graph in every step of every process"
+        return ""
+
+    def step_without_batch(
+        self, wrapped: nn.Module, touch: Callable[[list[torch.Tensor]], torch.Tensor], *, exchanges: bool
+    ) -> None:
+        if not isinstance(wrapped, DistributedDataParallel):
+            return
+        wrapped = _current(wrapped)
+        trained: list[torch.Tensor] = [p for p in wrapped.parameters() if p.requires_grad]
+        if wrapped.find_unused_parameters:
+            # What no process has used must not count as used by this one; one is what a backward needs.
+            trained = trained[:1]
+        # The forward of DDP, as its buffers are broadcast at its start.
+        wrapped.module.__dict__["function"] = lambda: touch(trained)
+        with nullcontext() if exchanges else wrapped.no_sync():
+            loss = wrapped()
+            if exchanges:
+                loss.backward()
+
+    def share_buffers(self, wrapped: nn.Module, source: int) -> None:
+        if isinstance(wrapped, DistributedDataParallel) and _current(wrapped).broadcast_buffers:
+            for buffer in wrapped.buffers():
+                torch.distributed.broadcast(buffer, source)
+
     # -- optimizers
 
     def take_optimizer(self, optimizer: Optimizer) -> None:

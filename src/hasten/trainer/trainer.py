@@ -108,6 +108,10 @@ class Trainer(TrainerView):
         benchmark: ``torch.backends.cudnn.benchmark``.
         inference_mode: evaluate in inference mode instead of ``no_grad``.
         use_distributed_sampler: give each process its own part of the data.
+        uneven: what to do if the processes have different numbers of training batches. "stop" (default) ends every
+            epoch on all of them where the one with the fewest batches does. "join" trains on all batches; a process
+            that has none left adds nothing to the gradients of the others and makes the same steps (DDP only).
+            "error" raises. See docs/processes.md.
         detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a NaN gradient raises an error that names
             the function and, if known, the layer. Steps take several times as long.
         on_bad_loss: what to do if the loss is NaN or infinite. "warn" (default) warns at the next logging interval
@@ -193,6 +197,7 @@ class Trainer(TrainerView):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        uneven: Literal["stop", "join", "error"] = "stop",
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         on_bad_loss: Literal["warn", "stop", "skip", "rewind"] = "warn",
