@@ -393,7 +393,8 @@ class LoggedValues:
         """
         self.deliver(wait=True)
         entries = [(loader_idx or 0, logged) for loader_idx, logged in self._of_epoch(stage)]
-        latest = self._latest_step_values(stage)
+        # The hooks between the first and the second closing log no steps.
+        latest = {} if stage in self._closed else self._latest_step_values(stage)
         self._closed[stage] = self._closed.get(stage, 0) + 1
         values = self.shared.of_epoch([logged for _, logged in entries], f"{stage} epoch {self._closed[stage]}")
         row: dict[str, float] = {}
