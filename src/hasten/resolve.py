@@ -12,7 +12,12 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten.checkpoint.files import CheckpointIO
-from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment, find_cluster
+from hasten.machine.cluster import (
+    ClusterEnvironment,
+    ProcessGroupEnvironment,
+    TorchElasticEnvironment,
+    find_cluster,
+)
 from hasten.machine.devices import ACCELERATORS, Accelerator, CPUAccelerator, best_accelerator
 from hasten.machine.host import is_interactive
 from hasten.precision.base import Precision
@@ -210,11 +215,12 @@ def _devices(
 ) -> tuple[list[torch.device], int]:
     """Return the devices of this machine, one for each process, and the number of machines."""
     if devices is None or devices == "auto":
-        if isinstance(cluster, TorchElasticEnvironment):
-            # torchrun has set the number of processes.
-            per_machine = cluster.local_world_size()
+        # What has started the processes has set their number, also where an environment of Ray's is passed.
+        started: ClusterEnvironment = ProcessGroupEnvironment() if ProcessGroupEnvironment.detect() else cluster
+        if isinstance(started, (TorchElasticEnvironment, ProcessGroupEnvironment)):
+            per_machine = started.local_world_size()
             if num_nodes == 1:
-                num_nodes = max(1, cluster.world_size() // per_machine)
+                num_nodes = max(1, started.world_size() // per_machine)
             return accelerator.get_parallel_devices(per_machine), num_nodes
         return accelerator.get_parallel_devices(accelerator.auto_device_count()), num_nodes
     if isinstance(devices, (bool, float)):

@@ -167,3 +167,28 @@ def test_context_parallel_trains_as_one_gpu(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         losses += result(done.stdout, rf"loss ([\d.]+) on {devices} GPU\(s\)")
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+# Runs the code of a notebook as its kernel does: in a session, cell by cell.
+AS_NOTEBOOK = """
+import code, json, sys
+sys.ps1 = ">>> "
+session = code.InteractiveInterpreter({"__name__": "__main__"})
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        session.runcode(compile("".join(cell["source"]), "<cell>", "exec"))
+"""
+
+
+def test_notebook(tmp_path: Path) -> None:
+    done = run_python("-c", AS_NOTEBOOK, EXAMPLES / "notebook.ipynb", cwd=tmp_path)
+    accuracy, steps = result(done.stdout, r"accuracy ([\d.]+) after (\d+) steps of 2 processes")
+    assert accuracy > 0.85, done.stderr
+    assert steps == 4 * 29  # 1797 images, of which each process has half
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train")
+    done = run_python(EXAMPLES / "ray_train.py", cwd=tmp_path, timeout=300, RAY_TRAIN_V2_ENABLED="1")
+    (accuracy,) = result(done.stdout, r"accuracy ([\d.]+) with 2 workers, checkpoint: True")
+    assert accuracy > 0.85, done.stderr

@@ -85,9 +85,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     # Imports are most of the time of a short run: the forks find them done.
     torch.set_num_threads(1)
-    quiet(limit_val_batches=1).validate(Classifier(), loader(), verbose=False)
-    for name in ("torch.nn.parallel.distributed", "hasten.loops.fit", "hasten.optim.fast_step"):
-        importlib.import_module(name)
+    quiet(max_steps=1).fit(Classifier(), loader())
+    importlib.import_module("torch.nn.parallel.distributed")
     context = multiprocessing.get_context("fork")
     for name in JOBS:
         port = find_free_port()

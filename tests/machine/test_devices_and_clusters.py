@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from hasten.machine.cluster import (
@@ -17,11 +18,14 @@ from hasten.machine.cluster import (
     LightningEnvironment,
     LSFEnvironment,
     MPIEnvironment,
+    ProcessGroupEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
     find_cluster,
     first_host,
 )
+from hasten.resolve import runtime
+from hasten.strategies import DDPStrategy
 
 
 @pytest.fixture
@@ -222,6 +226,21 @@ def test_mpi_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ModuleNotFoundError, match="mpi4py"):
         MPIEnvironment()
+
+
+def test_a_group_that_the_program_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        variables = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "99"}
+        assert replay(variables, monkeypatch) == (ProcessGroupEnvironment, (3, 1, 1, 4), ("host", 99))
+        strategy = runtime(accelerator="cpu").strategy
+        assert isinstance(strategy, DDPStrategy)
+        assert (strategy.global_rank, strategy.world_size, strategy.num_nodes) == (3, 4, 2)
+        # One that hasten has joined is that of whatever started the processes.
+        monkeypatch.setattr("hasten.machine.collectives._own_group", torch.distributed.group.WORLD)
+        assert type(find_cluster()) is LightningEnvironment
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_first_host_of_a_list() -> None:

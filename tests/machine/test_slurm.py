@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models import Classifier, loader, quiet
 from tests.programs import run_python
 
 from hasten.machine.cluster import SLURMEnvironment
+from hasten.trainer import requeue
 
 PROGRAM = Path(__file__).with_name("slurm_program.py")
 
@@ -42,7 +44,8 @@ def test_the_requeued_job_goes_on_at_the_step_where_all_tasks_stopped(jobs: Any)
     assert codes["signaled"] == [128 + signal.SIGUSR1] * 2
     _, stopped_at, _ = report(folder, "signaled")
     assert 4 < stopped_at < 60
-    assert [path.name for path in (folder / "b").glob("hpc_ckpt_*")] == ["hpc_ckpt_77.ckpt"]
+    # The second fit of the program, after one to warm up.
+    assert [path.name for path in (folder / "b").glob("hpc_ckpt_*")] == ["hpc_ckpt_77-fit2.ckpt"]
     assert codes["requeued"] == [0, 0]
     first, last, weights = report(folder, "requeued")
     assert (first, last) == (stopped_at, 60)
@@ -54,7 +57,7 @@ def test_each_job_is_requeued_once_by_its_own_name(jobs: Any) -> None:
     codes, folder = jobs
     assert codes["of another signal"] == [128 + signal.SIGUSR2] * 2
     assert (folder / "scontrol.txt").read_text().splitlines() == ["requeue 77", "requeue 70_9"]
-    assert [path.name for path in (folder / "c").glob("hpc_ckpt_*")] == ["hpc_ckpt_70_9.ckpt"]
+    assert [path.name for path in (folder / "c").glob("hpc_ckpt_*")] == ["hpc_ckpt_70_9-fit2.ckpt"]
     # Only the task that had the signal called it.
     said = [(folder / f"signaled-{rank}.txt").read_text().count("user's handler was called") for rank in (0, 1)]
     assert said == [0, 1]
@@ -72,6 +75,20 @@ def test_another_job_in_the_same_folder_begins_anew_unless_asked(jobs: Any) -> N
     assert report(folder, "another job there")[:2] == [0, 3]
     # All of its three steps were done.
     assert report(folder, "asked to go on")[0] == -1
+
+
+def test_each_fit_of_a_job_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(requeue, "_fits", 0)
+    trainer = quiet(plugins=SLURMEnvironment(), default_root_dir=tmp_path, max_steps=1)
+    trainer.fit(Classifier(), loader())
+    assert requeue.own_path(trainer) is None  # not in a job
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert requeue.own_path(trainer) == str(tmp_path / "hpc_ckpt_5.ckpt")
+    trainer.validate(Classifier(), loader(), verbose=False)
+    trainer.fit(Classifier(), loader())
+    assert requeue.own_path(trainer) == str(tmp_path / "hpc_ckpt_5-fit2.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"ckpt_path='hpc': there is no hpc_ckpt_\*.ckpt in"):
+        trainer.fit(Classifier(), loader(), ckpt_path="hpc")
 
 
 def test_a_job_that_cannot_be_requeued_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch.distributed
+
 from hasten._lib import check
 from hasten._lib.optional import installed, need
 from hasten._lib.rank_zero import log, rank_zero_only
+from hasten.machine import collectives
 
 
 class ClusterEnvironment(ABC):
@@ -447,6 +450,38 @@ class MPIEnvironment(ClusterEnvironment):
         _check_world_size("mpirun", self.world_size(), num_devices, num_nodes)
 
 
+class ProcessGroupEnvironment(_ExternalCluster):
+    """Processes that have joined a group of ``torch.distributed`` before, such as the workers of Ray Train."""
+
+    _launcher = "the program"
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT."""
+        return _number("MASTER_PORT", default=12910)
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether the program is in such a group, and hasten did not make it."""
+        return collectives.joined_before() and collectives.world_size() > 1
+
+    def world_size(self) -> int:
+        return collectives.world_size()
+
+    def global_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def local_world_size(self) -> int:
+        """Return the number of processes on this machine: LOCAL_WORLD_SIZE, or all of them."""
+        return _number("LOCAL_WORLD_SIZE", default=self.world_size())
+
+    def local_rank(self) -> int:
+        return _number("LOCAL_RANK", default=self.global_rank() % self.local_world_size())
+
+    def node_rank(self) -> int:
+        return _number("NODE_RANK", "GROUP_RANK", default=self.global_rank() // self.local_world_size())
+
+
 # What the implementations of MPI (Open MPI; MPICH, Intel, Cray; MVAPICH) tell the processes about their number.
 _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -457,7 +492,10 @@ def _started_by_mpi() -> bool:
 
 def find_cluster() -> ClusterEnvironment:
     """Return the cluster this process runs in."""
-    kinds = (TorchElasticEnvironment, SLURMEnvironment, KubeflowEnvironment, LSFEnvironment, MPIEnvironment)
+    kinds = (
+        TorchElasticEnvironment, SLURMEnvironment, KubeflowEnvironment, LSFEnvironment, MPIEnvironment,
+        ProcessGroupEnvironment,
+    )  # fmt: skip
     for kind in kinds:
         if kind.detect():
             return kind()

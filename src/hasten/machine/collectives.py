@@ -31,9 +31,18 @@ _OPERATIONS = ("mean", "sum", "max", "min", "product")
 _EXIT_SECONDS = 0.1
 
 
+# The process group that `join` has made.
+_own_group: Any = None
+
+
 def joined() -> bool:
     """Return whether this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def joined_before() -> bool:
+    """Return whether this process is in a process group that the program has joined by itself."""
+    return joined() and dist.group.WORLD is not _own_group
 
 
 def world_size() -> int:
@@ -277,6 +286,8 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     if device.type == "cuda" and "nccl" in backend:
         options["device_id"] = device
     dist.init_process_group(backend, **options)
+    global _own_group
+    _own_group = dist.group.WORLD
     if device.type == "cpu":
         # gloo connects every pair of processes: one that left early would break the connections of the others.
         dist.barrier()
