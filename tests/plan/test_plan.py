@@ -167,7 +167,7 @@ def test_the_command(tmp_path: Path) -> None:
         "import sys\n"
         "from tests.plan.on_two_processes import *\n"
         "assert sys.argv[1:] == ['--size', '1']\n"
-        "trainer(devices=8, strategy='ddp', precision='bf16-mixed').fit(Transformer(), loader())\n"
+        "trainer(devices=8, strategy='ddp', precision='16-mixed', compile=True).fit(Transformer(), loader())\n"
         "raise SystemExit('the program went on')\n",
         encoding="utf-8",
     )
@@ -176,6 +176,8 @@ def test_the_command(tmp_path: Path) -> None:
     ended = run_python("-m", "hasten", "plan", *options, program, "--size", "1")
     assert ended.returncode == 0, ended.stderr
     assert "Transformer on 16 devices of 2 machines\nstrategy 'ddp', precision 'bf16-mixed'" in ended.stdout
+    assert "precision='16-mixed' is planned as 'bf16-mixed'" in ended.stdout
+    assert "compile=True is left out" in ended.stdout
     assert "fits into 90% of 80 GB" in ended.stdout
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["fits"] is True

@@ -69,7 +69,7 @@ _OPTIONS: list[Option] = [
     ("--precision", "NAME", str, "as for Trainer(precision=...); default: that of the program"),
     ("--memory", "SIZE", _size, "of a device, such as 80GB: says whether it fits, and which change would make it fit"),
     ("--accelerator", "", ("gpu", "cpu"), "the devices to plan for; default: gpu"),
-    ("--budget", "S", positive, "seconds after which no further change is planned; default: 75"),
+    ("--budget", "S", positive, "seconds for planning changes; none is begun after them; default: 45"),
     ("--json", "FILE", Path, "write everything found"),
 ]
 
@@ -84,5 +84,5 @@ def _parser() -> Parser:
         ),
     )
     parser.add_options(_OPTIONS)
-    parser.set_defaults(accelerator="gpu", budget=75.0)
+    parser.set_defaults(accelerator="gpu", budget=45.0)
     return parser

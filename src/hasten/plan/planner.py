@@ -7,14 +7,17 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.machine.cluster import ClusterEnvironment
+from hasten.machine.host import usable_cores
 from hasten.machine.launch import end_when
 from hasten.plan import paper
 from hasten.plan.report import Change, FitPlan, Measured
+from hasten.resolve import PRECISIONS
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from hasten.types import Dataloaders, PrecisionName, StrategyLike
 
 # No further change is planned after this time.
-BUDGET_SECONDS = 75.0
+BUDGET_SECONDS = 45.0
 # Machines usually have this many devices.
 _PER_NODE = 8
 
@@ -65,7 +68,7 @@ def plan_fit(
         precision: that of the Trainer by default.
         memory_bytes: of one device; with it the plan says whether it fits, and which single change would make it fit.
         accelerator: "gpu" to step optimizers as torch does there, which takes more memory; "cpu".
-        budget_seconds: no further change is planned after this time.
+        budget_seconds: for the changes; none is begun after this time.
 
     Raises:
         PlanError: a step needs the values of tensors, or fails without them; the message has the line.
@@ -85,31 +88,48 @@ def plan_fit(
     Source: `PyTorch, FakeTensor <https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html>`_.
 
     """
-    began = time.monotonic()
     variants = Variants(trainer, devices, num_nodes, strategy, tensor_parallel_size, precision, accelerator)
 
     def fit() -> None:
         trainer.fit(model, train_dataloaders, datamodule=datamodule)
 
-    return plan_variants(trainer, type(model).__name__, variants, fit, memory_bytes, began + budget_seconds)
+    return plan_variants(trainer, type(model).__name__, variants, fit, memory_bytes, budget_seconds)
 
 
 def plan_variants(
-    trainer: Trainer, model: str, variants: Variants, fit: Callable[[], None], memory: int | None, until: float
+    trainer: Trainer, model: str, variants: Variants, fit: Callable[[], None], memory: int | None, budget: float
 ) -> FitPlan:
-    """Plan a fit, and single changes where it does not fit."""
-    found = _in_copy(trainer, variants.base(), fit)
+    """Plan a fit, and single changes where it does not fit; ``budget`` is in seconds."""
+    found = _finish(_start(trainer, variants.base(), fit))
     changes: list[Change] = []
     if found.fits(memory) is False:
-        for line, order in variants.changes(found):
-            if time.monotonic() > until:
-                changes.append(Change(line, reason="the time is over (--budget)"))
-                continue
-            try:
-                changes.append(Change(line, _in_copy(trainer, order, fit)))
-            except (PlanError, ValueError, TypeError) as error:
-                changes.append(Change(line, reason=str(error).partition("\n")[0]))
-    return FitPlan(variants.devices, variants.nodes, model, found, memory, tuple(changes))
+        changes = _planned(trainer, list(variants.changes(found)), fit, time.monotonic() + budget)
+    return FitPlan(variants.devices, variants.nodes, model, found, memory, tuple(changes), variants.notes)
+
+
+def _planned(trainer: Trainer, asked: list[tuple[str, Order]], fit: Callable[[], None], until: float) -> list[Change]:
+    """Plan changes, as many at once as there are cores, and at least one."""
+    changes: list[Change] = []
+    running: deque[tuple[str, _Copy]] = deque()
+
+    def finish() -> None:
+        line, copy = running.popleft()
+        try:
+            changes.append(Change(line, _finish(copy)))
+        except (PlanError, ValueError, TypeError) as error:
+            changes.append(Change(line, reason=str(error).partition("\n")[0]))
+
+    late: list[str] = []
+    for line, order in asked:
+        if len(running) >= usable_cores():
+            finish()
+        if changes and time.monotonic() > until:
+            late.append(line)
+        else:
+            running.append((line, _start(trainer, order, fit)))
+    while running:
+        finish()
+    return changes + [Change(line, reason="the time is over (--budget)") for line in late]
 
 
 class Variants:
@@ -124,6 +144,7 @@ class Variants:
         tensor_parallel: int | None,
         precision: str | int | None,
         accelerator: str,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         if nodes is None:
             nodes = devices // _PER_NODE if devices > _PER_NODE and devices % _PER_NODE == 0 else 1
@@ -135,7 +156,7 @@ class Variants:
             raise ValueError(
                 f"layers split over {tensor_parallel} of {devices} devices: use a divisor of the number of devices."
             )
-        given = trainer.given_arguments
+        given = {**trainer.given_arguments, **(given or {})}
         self.devices, self.nodes = devices, nodes
         self._gpu = accelerator == "gpu"
         self._plugins = given.get("plugins") or []
@@ -145,8 +166,36 @@ class Variants:
         self._strategy: Any = (
             _tensor_parallel(tensor_parallel) if tensor_parallel else (strategy or given.get("strategy"))
         )
+        name = str(self._strategy).lower()
+        if name.startswith(("deepspeed", "xla", "single_xla")):
+            raise ValueError(
+                f"strategy={name!r} runs an engine of its own, which cannot be followed without data. Plan with "
+                "--strategy fsdp2, ddp_sharded or ddp."
+            )
         self._precision = precision or given.get("precision")
         self._memory = given.get("memory")
+        self.notes = tuple(self._noted(given))
+        if self._scales():
+            # On the CPU there is no gradient scaler; the sizes are the same.
+            self._precision = "bf16-mixed"
+
+    def _scales(self) -> bool:
+        return str(self._precision).lower() in PRECISIONS["16-mixed"]
+
+    def _noted(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what the plan leaves out, or has otherwise."""
+        if self._scales():
+            yield f"precision={self._precision!r} is planned as 'bf16-mixed', which has the same sizes."
+        for name, without in (
+            ("sync_batchnorm", "its exchange of statistics is not counted"),
+            ("compile", "compiled steps keep other activations, as a rule fewer"),
+            ("packed", "the plan computes padding, too"),
+        ):
+            if given.get(name):
+                yield f"{name}={given[name]!r} is left out: {without}."
+        options = getattr(self._strategy, "name", self._strategy)
+        if "find_unused_parameters_true" in str(options):
+            yield "find_unused_parameters=True is left out: it sends one number a parameter more."
 
     def _order(self, *, batch_parts: int = 1, **changes: Any) -> Order:
         from hasten.plan.step import Order
@@ -204,8 +253,15 @@ def _tensor_parallel(size: int) -> Any:
 # -- copies of this process
 
 
-def _in_copy(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured:
-    """Return ``measure(...)`` of a copy of this process."""
+class _Copy(NamedTuple):
+    """A copy of this process that measures, and the pipe that it writes to."""
+
+    process: int
+    pipe: int
+
+
+def _start(trainer: Trainer, order: Order, fit: Callable[[], None]) -> _Copy:
+    """Start ``measure(...)`` in a copy of this process."""
     if not hasattr(os, "fork"):
         raise RuntimeError("a plan runs in copies of this process (os.fork), which this system does not have.")
     paper.load()
@@ -218,11 +274,16 @@ def _in_copy(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measure
         os.close(reads)
         _copy(trainer, order, fit, writes)
     os.close(writes)
+    return _Copy(process, reads)
+
+
+def _finish(copy: _Copy) -> Measured:
+    """Return what a copy has measured."""
     try:
-        with os.fdopen(reads, "rb") as pipe:
+        with os.fdopen(copy.pipe, "rb") as pipe:
             sent = pipe.read()
     finally:
-        _, status = os.waitpid(process, 0)
+        _, status = os.waitpid(copy.process, 0)
     if not sent:
         raise PlanError(
             f"the copy of the process that plans ended with code {os.waitstatus_to_exitcode(status)}"
@@ -271,5 +332,7 @@ def _answer(trainer: Trainer, order: Order, fit: Callable[[], None]) -> tuple[st
         return "value", str(error)
     except TypeError as error:
         return "type", str(error)
+    except Exception as error:
+        return "plan", f"{type(error).__name__}: {error}"
     except SystemExit as error:
         return "plan", f"the program ended with {error.code!r} before its first step."

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hasten.fabric import Fabric
-from hasten.machine.cluster import ClusterEnvironment
 from hasten.plan.planner import BUDGET_SECONDS, PlanError, Variants, plan_variants
 from hasten.plan.report import FitPlan
 from hasten.trainer import Trainer
@@ -27,7 +26,7 @@ class Question:
         precision: its name.
         memory: of a device, in bytes.
         accelerator: "gpu" or "cpu".
-        budget_seconds: no further change is planned after this time.
+        budget_seconds: for the changes; none is begun after this time.
 
     """
 
@@ -57,8 +56,7 @@ def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
         ValueError: an argument does not fit.
 
     """
-    began = time.monotonic()
-    given: dict[int, dict[str, Any]] = {}
+    given: weakref.WeakKeyDictionary[Trainer, dict[str, Any]] = weakref.WeakKeyDictionary()
     found: list[FitPlan | Exception] = []
     make, fit = Trainer.__init__, Trainer.fit
 
@@ -66,19 +64,20 @@ def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
     @functools.wraps(make)
     def __init__(trainer: Trainer, *args: Any, **arguments: Any) -> None:  # noqa: N807
         make(trainer, *args, **_on_this_machine(arguments))
-        given[id(trainer)] = arguments
+        given[trainer] = arguments
 
     @functools.wraps(fit)
     def plan(trainer: Trainer, model: Any, *args: Any, **arguments: Any) -> NoReturn:
-        strategy = question.strategy or given.get(id(trainer), {}).get("strategy")
+        own = given.get(trainer, {})
+        strategy = question.strategy or own.get("strategy")
         try:
             variants = Variants(
                 trainer, question.devices, question.nodes, strategy, question.tensor_parallel, question.precision,
-                question.accelerator,
+                question.accelerator, own,
             )  # fmt: skip
             first = functools.partial(fit, trainer, model, *args, **arguments)
-            until = began + question.budget_seconds
-            found.append(plan_variants(trainer, type(model).__name__, variants, first, question.memory, until))
+            budget = question.budget_seconds
+            found.append(plan_variants(trainer, type(model).__name__, variants, first, question.memory, budget))
         except Exception as error:
             found.append(error)
         raise _End(0)
@@ -119,9 +118,13 @@ def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "devices": 1,
         "num_nodes": 1,
         "strategy": "auto",
-        "plugins": _without_cluster(arguments.get("plugins")),
+        "precision": None,
+        "sync_batchnorm": False,
+        "plugins": None,
         "speed": None,
         "compile": None,
+        "packed": False,
+        "dropout": None,
         "fast_dev_run": False,
         "profiler": None,
         "max_time": None,
@@ -143,8 +146,3 @@ def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
         # The program may write to its logger.
         changed["logger"] = DummyLogger()
     return changed
-
-
-def _without_cluster(plugins: Any) -> list[Any]:
-    given = plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]
-    return [plugin for plugin in given if not isinstance(plugin, ClusterEnvironment)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hasten.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
@@ -99,6 +99,7 @@ class FitPlan:
         measured: of the first process, which has the largest shards.
         memory: of a device, in bytes; None if it was not given.
         changes: single changes, if the plan does not fit.
+        notes: what the plan leaves out of the program.
 
     """
 
@@ -107,7 +108,8 @@ class FitPlan:
     model: str
     measured: Measured
     memory: int | None = None
-    changes: tuple[Change, ...] = field(default=())
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -164,6 +166,9 @@ class FitPlan:
         if self.changes:
             yield ""
             yield from self._changes()
+        if self.notes:
+            yield ""
+            yield from self.notes
 
     def _verdict(self) -> str:
         if self.memory is None:
@@ -173,7 +178,7 @@ class FitPlan:
 
     def _changes(self) -> Iterator[str]:
         fitting = [change for change in self.changes if change.measured and change.measured.fits(self.memory)]
-        yield "One change that makes it fit:" if fitting else "No single change makes it fit. Each alone would give:"
+        yield "One change that makes it fit:" if fitting else "None of these changes makes it fit alone:"
         for change in fitting or self.changes:
             if change.measured is None:
                 yield f"  {change.line:<44} not planned: {change.reason}"

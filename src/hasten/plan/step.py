@@ -47,6 +47,8 @@ _STEPS = 2
 # What reads values, writes, or cannot be followed without data.
 _OFF = {
     "speed": None, "compile": None, "resident": False, "detect_anomaly": False, "sync_batchnorm": False,
+    "packed": False,
+    "dropout": None,
     "profiler": None, "on_bad_loss": "warn", "enable_autolog_hparams": False, "allocator": None,
 }  # fmt: skip
 
