@@ -66,6 +66,14 @@ def test_a_stop_that_was_asked_for_ends_a_standstill_soon_and_lets_work_be_compl
     assert decision(waiting(100, **twice), late(100)) == (True, 130)
 
 
+def test_a_process_that_has_lost_the_others_goes_by_itself() -> None:
+    verdict = judge({3: Beat(idle_seconds=601, waits=True)}, TIMEOUT, warned=True)
+    assert verdict is not None
+    assert verdict.headline.startswith("Rank 3 has waited for 601 s.")
+    # It may have its own work to do, when the others have ended.
+    assert decision(Beat(idle_seconds=9000)) == (False, None)
+
+
 def test_a_stack_says_what_its_process_does() -> None:
     def frames(*calls: tuple[str, int, str, str]) -> list[stacks.Frame]:
         return [stacks.Frame(*call) for call in calls]

@@ -82,6 +82,7 @@ class Activity:
         is_unlimited: waits for work of the first process that may take as long as it wants.
         saves: works on a checkpoint, and does not wait.
         is_patient: runs the user's hook around the steps, or ends the run.
+        in_backward: computes a backward, or waits in it for others.
 
     """
 
@@ -92,6 +93,7 @@ class Activity:
     is_unlimited: bool
     saves: bool
     is_patient: bool
+    in_backward: bool
 
 
 def activity_of(frames: Sequence[Frame]) -> Activity:
@@ -123,6 +125,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         is_unlimited=any(frame.within({"machine/collectives.py": ("first_one_first",)}) for frame in frames),
         saves=saving and not waits,
         is_patient=leaving or hook.rpartition(".")[2].startswith("on_"),
+        in_backward=_any(frames, _BACKWARD),
     )
 
 

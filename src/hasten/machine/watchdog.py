@@ -81,7 +81,7 @@ class Beat:
         stop: the signal that asked the process to stop, 0 without one.
         stop_seconds: for how long it has asked.
         presses: how often.
-        waits: see ``stacks.Activity``; so are the next four.
+        waits: see ``stacks.Activity``; so are the next five.
         left: the process has left the run.
         host: the name of its machine.
         pid: its number there.
@@ -101,6 +101,7 @@ class Beat:
     is_unlimited: bool = False
     saves: bool = False
     is_patient: bool = False
+    in_backward: bool = False
     left: bool = False
     host: str = ""
     pid: int = 0
@@ -186,6 +187,8 @@ def _standstill(beats: dict[int, Beat], late: list[int], seconds: float, *, capi
         others = [rank for rank in beats if rank not in late]
         text = f"{text_of_ranks(late)} did not come for {seconds:.0f} s, and {text_of_ranks(others)} wait"
         text += "s" if len(others) == 1 else ""
+    elif len(beats) == 1:
+        text = f"{text_of_ranks(list(beats))} has waited for {seconds:.0f} s"
     elif any(beat.waits for beat in beats.values()):
         text = f"all ranks have waited for each other for {seconds:.0f} s"
     else:
@@ -226,19 +229,22 @@ class Watchdog:
         self._warned = False
         self._last_order = ""
         self._orders = 0
-        self._alone = False
-        self._thread = threading.Thread(target=self._watch, name="hasten-watchdog", daemon=True)
         # Many processes ask the store less often.
         self._patience = max(1.0, world_size / 256)
+        self._exchanged = self._looked = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="hasten-watchdog", daemon=True)
         self._thread.start()
+        self._second = threading.Thread(target=self._watch_alone, name="hasten-watchdog-alone", daemon=True)
+        self._second.start()
 
     def stop(self) -> None:
         """End the thread: this process leaves the run."""
         self._stopped.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2.0)
+        for thread in (self._thread, self._second):
+            if threading.current_thread() is not thread:
+                thread.join(2.0)
         self._signals.close()
-        if not self._thread.is_alive() and not self._alone:
+        if not self._thread.is_alive():
             with suppress(RuntimeError):
                 self._beat.left = True
                 self._write()
@@ -249,17 +255,32 @@ class Watchdog:
         while not self._stopped.wait(LOOK_SECONDS * self._patience):
             self._look()
             try:
-                if not self._alone:
-                    self._exchange()
+                self._exchange()
             except RuntimeError:
-                # The store is gone, with the process that serves it: this process goes by what it sees itself.
-                self._alone = True
-            if self._alone and (verdict := self._judge({self.rank: self._beat})) is not None:
-                self._report_alone(verdict)
+                # The store is gone, with the process that serves it.
+                return
+            self._exchanged = time.monotonic()
+
+    def _watch_alone(self) -> None:
+        """Watch this process where the store has gone, or does not answer: a call may then wait for ever."""
+        while not self._stopped.wait(SILENT_SECONDS / 3):
+            silent = time.monotonic() - self._exchanged
+            if silent < 2 * SILENT_SECONDS * self._patience:
+                continue
+            self._look()
+            own = Beat(**asdict(self._beat))
+            # It cannot be compared with others: a backward that does not end waits for them.
+            own.waits = own.waits or own.in_backward
+            if (verdict := self._judge({self.rank: own})) is not None:
+                self._report_alone(verdict, silent)
 
     def _look(self) -> None:
         """Note what has changed in this process."""
         now, beat = time.monotonic(), self._beat
+        if now - self._looked > SILENT_SECONDS:
+            # The process was suspended, and goes on.
+            self._moved = self._stepped = now
+        self._looked = now
         groups = _collectives()
         counted = (self.position(), groups)
         if counted != self._counted:
@@ -276,6 +297,7 @@ class Watchdog:
         beat.usual_seconds = sorted(self._pauses)[len(self._pauses) // 2] if self._pauses else 0.0
         beat.waits, beat.is_long, beat.is_unlimited = activity.waits, activity.is_long, activity.is_unlimited
         beat.saves, beat.is_patient = activity.saves, activity.is_patient
+        beat.in_backward = activity.in_backward
         number, since, beat.presses = self._signals.read(frames, moved=self._moved)
         beat.stop, beat.stop_seconds = number, now - since if number else 0.0
 
@@ -362,8 +384,10 @@ class Watchdog:
         with suppress(RuntimeError):
             self._store.set(f"stack/{name}/{self.rank}", json.dumps([where, stacks.as_data(frames)]))
             if order["by"] == self.rank:
-                self._print(order)
+                silent = self._print(order)
                 self._store.set(f"printed/{name}", "1")
+                if code is not None:
+                    self._kill(silent)
             elif code is not None:
                 deadline = time.monotonic() + 2 * STACK_SECONDS
                 while not self._store.check([f"printed/{name}"]) and time.monotonic() < deadline:
@@ -380,7 +404,8 @@ class Watchdog:
             doing = f"waits for {text_of_ranks(late)} {doing.removeprefix('waits ')}"
         return f"{text}: {doing}" if text else doing, frames
 
-    def _print(self, order: dict[str, Any]) -> None:
+    def _print(self, order: dict[str, Any]) -> list[int]:
+        """Print the stacks of all processes; return the ranks of those that do not answer."""
         keys = {rank: f"stack/{order['name']}/{rank}" for rank in range(self.world_size)}
         now = time.monotonic()
         left = {rank for rank in keys if (beat := self._read(rank, now)[0]) is not None and beat.left}
@@ -398,6 +423,15 @@ class Watchdog:
             else:
                 places[rank] = (self._silence(rank, now), [])
         write(stacks.report(f"hasten: {order['headline']}", places))
+        return [rank for rank in keys if rank not in left and not places[rank][1]]
+
+    def _kill(self, silent: list[int]) -> None:
+        """Kill processes of this machine that cannot end themselves."""
+        for rank in silent:
+            beat, _ = self._read(rank, time.monotonic())
+            if beat is not None and beat.host == self._beat.host and beat.pid != self._beat.pid:
+                with suppress(OSError):
+                    os.kill(beat.pid, signal.SIGKILL)
 
     def _silence(self, rank: int, now: float) -> str:
         beat, came = self._read(rank, now)
@@ -408,9 +442,10 @@ class Watchdog:
             "holds the interpreter's lock"
         )
 
-    def _report_alone(self, verdict: Verdict) -> None:
-        headline = f"hasten: rank {self.rank} has lost the others. {verdict.headline}"
-        write(stacks.report(headline, {self.rank: self._where([])}))
+    def _report_alone(self, verdict: Verdict, silent_seconds: float) -> None:
+        lost = f"rank {self.rank} has not reached the first process for {silent_seconds:.0f} s"
+        headline = f"{verdict.headline} Besides, {lost}."
+        write(stacks.report(f"hasten: {headline}", {self.rank: self._where([])}))
         if verdict.code is not None:
             launch.end_now(verdict.code, headline)
 
