@@ -90,13 +90,26 @@ class Sharded(IterableDataset[Any]):
 
 
 class TakesRank(IterableDataset[Any]):
-    part = slice(None)
+    rank, world_size = 0, 1
 
     def set_rank(self, rank: int, world_size: int) -> None:
-        self.part = slice(rank, None, world_size)
+        self.rank, self.world_size = rank, world_size
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(range(SAMPLES)[self.part])
+        return iter(range(SAMPLES)[self.rank :: self.world_size])
+
+
+class Doubled(IterableDataset[Any]):
+    """Passes on what it does not have."""
+
+    def __init__(self) -> None:
+        self.inner = Sharded()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (2 * number for number in self.inner)
 
 
 class AsksForRank(IterableDataset[Any]):
@@ -179,6 +192,7 @@ def test_every_sample_is_read_once() -> None:
             assert samples(found) == everything, (dataset, replicas, workers)
             counts = list(map(len, found))
             assert max(counts) - min(counts) <= (1 if dataset not in (ByWorker, Bounds) else max(1, workers))
+    assert samples(parts(Doubled, 2)) == [2 * number for number in everything]
     found = parts(Batches, 2, batch_size=None)
     assert samples(found) == everything
     assert [batch[0] for batch in found[0]] == [0, 8, 16, 24, 32]
@@ -200,12 +214,16 @@ def test_a_dataset_that_divides_itself_is_left_alone(caplog: pytest.LogCaptureFi
         (AsksForRank(), "its code reads get_rank"),
         (AsksInFunctions(), "its code reads SLURM_PROCID"),
         (AsksTrainer(), "its code reads global_rank"),
-        (torch.utils.data.ChainDataset([Numbers(), AsksForRank()]), "its code reads get_rank"),
+        (
+            torch.utils.data.ChainDataset([Numbers(), AsksForRank()]),
+            "ChainDataset gives, because its code reads get_rank",
+        ),
     ):
         loader = DataLoader(dataset, 4)
         caplog.clear()
-        assert prepare(loader, num_replicas=2, rank=0) is loader
-        assert why in caplog.text
+        for _ in range(2):
+            assert prepare(loader, num_replicas=2, rank=0, name=f"the {type(dataset).__name__}") is loader
+        assert caplog.text.count(why) == 1  # Though loaders may be made ready in every epoch.
     split = Numbers()
     split._distributed = SimpleNamespace(rank=0, world_size=2)  # type: ignore[attr-defined]
     loader = DataLoader(split, 4)

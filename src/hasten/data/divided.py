@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import hashlib
 import importlib
@@ -29,6 +30,7 @@ from hasten.data.first_samples import FirstSample, compare_first, digest_of, fir
 from hasten.data.loader_parts import has_state, with_attributes
 from hasten.data.memory.dataset_parts import changed, comparable, fingerprint, parts
 from hasten.data.memory.read import DatasetProxy
+from hasten.data.resume.workers import SeedByRank
 from hasten.machine import agreement
 from hasten.seed import collect_rng_state, restore_rng_state
 
@@ -90,7 +92,7 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
     dataset: Any = loader.dataset
     kind = type(dataset).__name__
     if why := divides_itself(dataset):
-        rank_zero_info(f"{name}: each process reads all that its {kind} gives, because {why}.")
+        _say_once(f"{name}: each process reads all that its {kind} gives, because {why}.")
         return loader
     if (where := _differing_part(dataset, name)) is not None:
         message = (
@@ -98,7 +100,7 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
             f"{f' ({where} differs)' if where else ''} and so may be divided already."
         )
         if _DIVISION.search(where.lower()):
-            rank_zero_info(message)
+            _say_once(message)
         else:
             rank_zero_warn(f"{message} Pass use_distributed_sampler=False if it is, else make it the same.")
         return loader
@@ -114,7 +116,14 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
     if _is_hugging_face(own):
         # Divides itself among workers too.
         return with_attributes(loader, dataset=own)
-    return _in_parts(loader, own, Share(1, 0, seed, is_part=True))
+    return _in_parts(loader, own, Share(1, 0, f"{seed} rank {rank}", is_part=True))
+
+
+def _say_once(message: str) -> None:
+    """Log a message, though loaders may be made ready in every epoch."""
+    _counts[message] += 1
+    if _counts[message] == 1:
+        rank_zero_info(message)
 
 
 def able_to_go_on(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -126,18 +135,22 @@ def able_to_go_on(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def share_of(loader: DataLoader[Any]) -> Share:
     """Return which samples of an ``IterableDataset`` a loader keeps."""
-    return getattr(loader.dataset, "_hasten_share", None) or Share(1, 0, 0)
+    dataset = loader.dataset
+    return dataset._hasten_share if isinstance(dataset, DividedDataset) else Share(1, 0, 0)
 
 
 def users_dataset(loader: DataLoader[Any]) -> Any:
     """Return the user's dataset, of which a loader may keep a share."""
-    return getattr(loader.dataset, "_hasten_dataset", loader.dataset)
+    dataset = loader.dataset
+    return dataset._hasten_dataset if isinstance(dataset, DividedDataset) else dataset
 
 
 def asks_for_worker(loader: DataLoader[Any]) -> bool:
     """Return whether the dataset of a loader may divide itself among workers."""
-    dataset = users_dataset(loader)
-    return bool(loader.worker_init_fn) or bool(mentioned(dataset, frozenset({"get_worker_info"})))
+    function: Any = loader.worker_init_fn
+    while isinstance(function, (DetectDivision, SeedByRank)):
+        function = function.user_function
+    return function is not None or bool(mentioned(users_dataset(loader), frozenset({"get_worker_info"})))
 
 
 def _in_parts(loader: DataLoader[Any], dataset: Any, share: Share) -> DataLoader[Any]:
@@ -156,7 +169,7 @@ def _in_parts(loader: DataLoader[Any], dataset: Any, share: Share) -> DataLoader
 def divides_itself(dataset: object) -> str:
     """Return why a dataset is taken to give each process other samples; empty if nothing says so."""
     for part in (part for _, part in parts(dataset) if isinstance(part, IterableDataset)):
-        if getattr(part, "_distributed", None) is not None:
+        if vars(part).get("_distributed") is not None:
             return "split_dataset_by_node has divided it"
         for kind in type(part).__mro__:
             package = _package(kind)
@@ -193,24 +206,26 @@ def _own_part(dataset: Any, num_replicas: int, rank: int) -> Any:
     if _is_hugging_face(dataset):
         huggings: Any = importlib.import_module("datasets.distributed")
         return huggings.split_dataset_by_node(dataset, rank=rank, world_size=num_replicas)
-    if _takes(dataset, "shard", "num_shards", "index"):
+    # Methods of its class: what an object passes on to another one would give a part of that one.
+    if _takes(type(dataset), "shard", "num_shards", "index"):
         return dataset.shard(num_shards=num_replicas, index=rank)
-    if _takes(dataset, "set_rank", "rank", "world_size"):
+    if _takes(type(dataset), "set_rank", "rank", "world_size"):
         own = copy.copy(dataset)
         own.set_rank(rank=rank, world_size=num_replicas)
         return own
     return None
 
 
-def _takes(dataset: Any, method: str, *names: str) -> bool:
-    function = getattr(dataset, method, None)
+def _takes(kind: type, method: str, *names: str) -> bool:
+    function = getattr(kind, method, None)
     if not callable(function):
         return False
     try:
-        inspect.signature(function).bind(**dict.fromkeys(names))
+        signature = inspect.signature(function)
+        signature.bind(None, **dict.fromkeys(names))
     except (TypeError, ValueError):
         return False
-    return set(names) <= set(inspect.signature(function).parameters)
+    return set(names) <= set(signature.parameters)
 
 
 def _differing_part(dataset: Any, name: str) -> str | None:
@@ -275,11 +290,19 @@ class _CodeSearch:
             return self._function(thing)
         elif isinstance(thing, type):
             for kind in filter(self._is_users, thing.__mro__):
-                self.waiting.extend(_functions(each) for name, each in vars(kind).items() if name != "__init__")
+                for name, member in vars(kind).items():
+                    function = _function_of(member)
+                    if isinstance(function, types.FunctionType):
+                        # What the object is given has a value, too.
+                        self._held.update(_assigned(function.__code__))
+                        if name != "__init__":
+                            self.waiting.append(function)
+                    elif not isinstance(member, property):
+                        self._held.add(name)
         elif isinstance(thing, functools.partial):
             self.waiting += [thing.func, thing.args, thing.keywords]
-        elif hasattr(thing, "__wrapped__"):
-            self.waiting.append(thing.__wrapped__)
+        elif "__wrapped__" in getattr(thing, "__dict__", ()):
+            self.waiting.append(vars(thing)["__wrapped__"])
         elif isinstance(thing, IterableDataset) or self._is_users(type(thing)):
             held = dict(getattr(thing, "__dict__", {}))
             # Values that an object holds are compared among the processes.
@@ -318,11 +341,20 @@ class _CodeSearch:
         return package not in _NEVER and "site-packages" not in file
 
 
-def _functions(member: Any) -> Any:
-    """Return the function behind a member of a class."""
+def _function_of(member: Any) -> Any:
+    """Return the function behind a member of a class, if there is one."""
     if isinstance(member, property):
-        return [member.fget]
-    return getattr(member, "__func__", getattr(member, "func", member))
+        return member.fget
+    if isinstance(member, (staticmethod, classmethod)):
+        return member.__func__
+    if isinstance(member, functools.cached_property):
+        return member.func
+    return getattr(member, "__dict__", {}).get("__wrapped__", member)
+
+
+def _assigned(code: types.CodeType) -> set[str]:
+    """Return the names of the attributes that a function assigns."""
+    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
 
 
 def _package(thing: Any) -> str:
@@ -359,7 +391,7 @@ class GoesOn:
     """
 
     after: tuple[Reads, ...]
-    seed: int
+    seed: int | str
     rng: dict[str, Any] | None = None
 
 
@@ -384,7 +416,7 @@ class Share:
 
     num_replicas: int
     rank: int
-    seed: int
+    seed: int | str
     splits_workers: bool = True
     block: int = 1
     epoch: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
@@ -477,6 +509,7 @@ class _Reading:
         self._dataset, self._share = dataset, share
         goes_on, share.goes_on = share.goes_on or GoesOn((), share.seed), None
         self._after = goes_on.after
+        self._seed = f"{goes_on.seed} epoch {int(share.epoch)}"
         info = get_worker_info()
         self._workers, self._worker = (1, 0) if info is None else (info.num_workers, info.id)
         self._by_workers: bool | None = loaded.get("by_workers")
@@ -490,7 +523,7 @@ class _Reading:
             if (rng := loaded.get("rng", goes_on.rng)) is not None:
                 restore_rng_state(rng)
             else:
-                _seed_all(f"{goes_on.seed} epoch {int(share.epoch)}")
+                _seed_all(self._seed)
             with _watched_worker_info() as asked:
                 self._samples: Iterator[Any] = iter(dataset)
         self._asked = asked
@@ -526,6 +559,9 @@ class _Reading:
                 first_one = list(itertools.islice(samples, 1))
             samples = itertools.chain(first_one, samples)
             self._by_workers = self._share.by_workers or bool(self._asked)
+            if self._by_workers:
+                # Other random numbers for other samples.
+                _seed_all(f"{self._seed} worker {self._worker}")
             if first_one and self._share.name:
                 self._note_first(first_one[0])
         if self._after:

@@ -94,6 +94,22 @@ class HalfPrecision(DtypePrecision):
             keep_small_updates(optimizer)
 
 
+def scaler_for(
+    owner: str, precision: str, scaler: torch.amp.GradScaler | None, device: str
+) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler of a mixed precision: the user's, a new one, or none for bfloat16.
+
+    Raises:
+        ValueError: the user's is not needed; the message begins with ``owner``.
+
+    """
+    if precision == "16-mixed":
+        return torch.amp.GradScaler(device=device) if scaler is None else scaler
+    if scaler is not None:
+        raise ValueError(f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler. Leave it out.")
+    return None
+
+
 class MixedPrecision(Precision):
     """Parameters in 32-bit floats, computation in 16-bit floats where that is safe.
 
@@ -122,13 +138,9 @@ class MixedPrecision(Precision):
                 "precision='16-mixed', accelerator='cpu': 16-bit floats with a gradient scaler need a GPU. "
                 "Use precision='bf16-mixed', which needs no scaler."
             )
-        if precision == "bf16-mixed" and scaler is not None:
-            raise ValueError("MixedPrecision('bf16-mixed', scaler=...): bfloat16 needs no scaler. Leave it out.")
-        if precision == "16-mixed" and scaler is None:
-            scaler = torch.amp.GradScaler(device=device)
         self.precision = precision
         self.device = device
-        self.scaler = scaler
+        self.scaler = scaler_for("MixedPrecision", precision, scaler, device)
         self._dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
 
     def check_device(self, device: torch.device) -> None:

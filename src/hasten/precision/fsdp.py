@@ -9,7 +9,7 @@ import torch
 
 from hasten._lib import check
 from hasten.precision.base import Precision, T, to_floating
-from hasten.precision.builtin import check_bfloat16
+from hasten.precision.builtin import check_bfloat16, scaler_for
 
 
 class FSDPPrecision(Precision):
@@ -44,12 +44,8 @@ class FSDPPrecision(Precision):
         device: str = "cuda",
     ) -> None:
         check.one_of("FSDPPrecision", "precision", precision, ("16-mixed", "bf16-mixed"))
-        if precision == "bf16-mixed" and scaler is not None:
-            raise ValueError("FSDPPrecision('bf16-mixed', scaler=...): bfloat16 needs no scaler. Leave it out.")
-        if precision == "16-mixed" and scaler is None:
-            scaler = torch.amp.GradScaler(device=device)
         self.precision = precision
-        self.scaler = scaler
+        self.scaler = scaler_for("FSDPPrecision", precision, scaler, device)
         self.device = torch.device(device).type
         self.param_dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
 
