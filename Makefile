@@ -4,6 +4,7 @@
 # make bench  the overhead of a step against the hand-written loop
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
+# make xla    train on XLA devices (.venv-xla, with PJRT_DEVICE=CPU; on a machine with TPUs: make xla PJRT_DEVICE=TPU)
 # make peers  compare larger programs under Lightning (.venv-peers) and under hasten
 #
 # The environment is created in .venv from constraints.txt, and renewed when that file or pyproject.toml changes. For
@@ -13,6 +14,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
 PACKAGES ?= .venv-packages
+XLA ?= .venv-xla
+PJRT_DEVICE ?= CPU
 DEEPSPEED ?= .venv-deepspeed
 ARGS ?=
 # Test processes that run side by side, with one thread each.
@@ -23,7 +26,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench deepspeed peers packages clean
+.PHONY: help env demo test lint bench deepspeed xla peers packages clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -95,5 +98,16 @@ $(PACKAGES)/.installed: tests/packages/requirements.txt constraints.txt
 		--requirement tests/packages/requirements.txt
 	@touch $@
 
+xla: $(XLA)/.installed
+	OMP_NUM_THREADS=1 PJRT_DEVICE=$(PJRT_DEVICE) $(XLA)/bin/python -m pytest tests/xla $(ARGS)
+
+# The build of torch without CUDA is smaller. It is not on PyPI; where its index cannot be reached, that of PyPI is taken.
+$(XLA)/.installed: pyproject.toml constraints-xla.txt
+	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
+	-$(XLA)/bin/python -m pip install --quiet --retries 0 --constraint constraints-xla.txt --no-deps \
+		--index-url https://download.pytorch.org/whl/cpu torch
+	$(XLA)/bin/python -m pip install --quiet --constraint constraints-xla.txt --editable '.[tpu]' pytest
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(DEEPSPEED) $(PEERS) $(PACKAGES) .mypy_cache .pytest_cache .ruff_cache hasten-demo
+	rm -rf $(VENV) $(DEEPSPEED) $(PEERS) $(PACKAGES) $(XLA) .mypy_cache .pytest_cache .ruff_cache hasten-demo

@@ -40,10 +40,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse names of tests that contain an address, which differs between processes; skip ``gpu`` without a GPU."""
+    """Refuse names of tests that contain an address, which changes; skip tests without their device."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"give these tests ids that do not change: {changing[:3]}")
+    for item in items:
+        if item.get_closest_marker("tpu"):
+            from hasten.xla.devices import finds_tpu
+
+            if not finds_tpu():
+                item.add_marker(pytest.mark.skip(reason="needs a TPU"))
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpu:
         import torch

@@ -9,6 +9,7 @@ import torch
 
 from hasten._lib.errors import absent
 from hasten.machine.devices import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from hasten.xla.devices import XLAAccelerator
 
 __all__ = [
     "Accelerator", "CPUAccelerator", "CUDAAccelerator", "HPUAccelerator", "IPUAccelerator",
@@ -22,8 +23,9 @@ def _absent(name: str, **why: str) -> Any:
 
 HPUAccelerator = _absent("HPUAccelerator", why="is discontinued")
 IPUAccelerator = _absent("IPUAccelerator", why="is discontinued")
-TPUAccelerator = _absent("TPUAccelerator")
-XLAAccelerator = _absent("XLAAccelerator")
+TPUAccelerator = absent(
+    "TPUAccelerator", Accelerator, home="hasten.accelerators", instead="Its name is XLAAccelerator now."
+)
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import children, is_sharded, move_to
 from hasten.machine import collectives
+from hasten.xla.steps import upload
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
@@ -120,6 +122,8 @@ class LoggedValue:
             batch_size = 1
             self.weight += 1
         total = self.total
+        if total is None and isinstance(value, Tensor) and value.device.type == "xla":
+            total = self.total = _uploaded_start(value, reduce)
         if total is None:
             self.total = _first(value, batch_size, reduce)
         elif reduce == "max" or reduce == "min":
@@ -245,6 +249,14 @@ def _first(value: Any, weight: Any, reduce: str) -> Any:
         # A sum of thousands of half-precision values stops growing.
         start = value.to(torch.float32)
     return start * weight if reduce == "mean" else start.clone()
+
+
+def _uploaded_start(value: Tensor, reduce: str) -> Tensor:
+    """Return a total of nothing, as data: then the first step of an epoch compiles to the same graph as the others."""
+    kind = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float32
+    dtype = kind if value.is_floating_point() else torch.float64
+    start = {"max": -math.inf, "min": math.inf}.get(reduce, 0.0)
+    return upload(torch.tensor(start, dtype=dtype), value.device)
 
 
 def extreme(total: Any, value: Any, reduce: str) -> Any:

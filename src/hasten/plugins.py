@@ -8,6 +8,7 @@ from typing import Any
 from hasten._lib.errors import absent
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.xla import XLACheckpointIO
 from hasten.machine.cluster import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -27,7 +28,9 @@ from hasten.precision import (
     MixedPrecision,
     Precision,
     TransformerEnginePrecision,
+    XLAPrecision,
 )
+from hasten.xla.devices import XLAEnvironment
 
 __all__ = [
     "AsyncCheckpointIO", "BitsandbytesPrecision", "CheckpointIO", "ClusterEnvironment",
@@ -48,6 +51,3 @@ def _absent(name: str, base: type, instead: str) -> Any:
 
 LayerSync = _absent("LayerSync", ABC, "Use Trainer(sync_batchnorm=True).")
 TorchSyncBatchNorm = _absent("TorchSyncBatchNorm", LayerSync, "Use Trainer(sync_batchnorm=True).")
-XLACheckpointIO = _absent("XLACheckpointIO", TorchCheckpointIO, "Use TorchCheckpointIO.")
-XLAEnvironment = _absent("XLAEnvironment", ClusterEnvironment, _TORCHRUN)
-XLAPrecision = _absent("XLAPrecision", Precision, _NUMBERS)

@@ -14,6 +14,7 @@ from hasten._lib.names import did_you_mean
 from hasten.checkpoint.files import CheckpointIO
 from hasten.machine.cluster import (
     ClusterEnvironment,
+    LightningEnvironment,
     ProcessGroupEnvironment,
     TorchElasticEnvironment,
     find_cluster,
@@ -25,13 +26,16 @@ from hasten.precision.bitsandbytes import MODES
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
 from hasten.precision.float8 import Float8Precision, check_float8
 from hasten.precision.transformer_engine import TransformerEnginePrecision
+from hasten.precision.xla import XLAPrecision
 from hasten.runtime import Runtime
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
 from hasten.strategies.deepspeed import DeepSpeedStrategy
 from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.parallel import ParallelStrategy
-from hasten.strategies.single import SingleDeviceStrategy
+from hasten.strategies.single import OneProcess, SingleDeviceStrategy
+from hasten.strategies.xla import SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy
+from hasten.xla.devices import XLAAccelerator, XLAEnvironment, finds_tpu, require_torch_xla
 
 if TYPE_CHECKING:
     from hasten.types import AcceleratorLike, Devices, Plugin, PrecisionName, StrategyLike
@@ -49,6 +53,8 @@ PRECISIONS = {
     "transformer-engine": ("transformer-engine",),
     "transformer-engine-float16": ("transformer-engine-float16",),
 }
+
+_ACCELERATORS: dict[str, type[Accelerator]] = {**ACCELERATORS, "tpu": XLAAccelerator}
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 # Names of strategies: the start method and the arguments of DDPStrategy.
@@ -78,6 +84,13 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "deepspeed_stage_3_offload": _ON_HOST,
     "deepspeed_stage_3_offload_nvme": {**_ON_HOST, **_ON_DISK},
 }
+# Names of strategies for XLA devices, which are all that trains there.
+XLA: dict[str, type[SingleDeviceXLAStrategy | XLAStrategy | XLAFSDPStrategy]] = {
+    "single_xla": SingleDeviceXLAStrategy,
+    "xla": XLAStrategy,
+    "xla_fsdp": XLAFSDPStrategy,
+}
+_XLA_STRATEGIES = (SingleDeviceXLAStrategy, XLAStrategy, XLAFSDPStrategy)
 
 
 def runtime(
@@ -112,9 +125,13 @@ def runtime(
 
     """
     precision_plugin, checkpoint_io, cluster = _plugins(plugins, owner)
+    if accelerator in (None, "auto") and _is_for_xla(strategy):
+        accelerator = "tpu"
     chosen = _accelerator(accelerator, owner)
     num_nodes = _num_nodes(num_nodes, owner)
     cluster = cluster if cluster is not None else find_cluster()
+    if isinstance(chosen, XLAAccelerator) and type(cluster) is LightningEnvironment:
+        cluster = XLAEnvironment()
     found, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
@@ -148,6 +165,10 @@ def _prefix_owner(owner: str, function: Callable[..., T], *args: object) -> T:
         raise type(error)(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
 
 
+def _is_for_xla(strategy: object) -> bool:
+    return isinstance(strategy, _XLA_STRATEGIES) or (isinstance(strategy, str) and strategy.lower() in XLA)
+
+
 def _plugins(plugins: Any, owner: str) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None]:
     given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
     found: dict[type, Any] = {Precision: None, CheckpointIO: None, ClusterEnvironment: None}
@@ -170,7 +191,7 @@ def _plugins(plugins: Any, owner: str) -> tuple[Precision | None, CheckpointIO |
 def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if isinstance(accelerator, Accelerator):
         return accelerator
-    present = [name for name, kind in ACCELERATORS.items() if kind.is_available()]
+    present = [name for name, kind in _ACCELERATORS.items() if kind.is_available()]
     allowed = ("auto", *present, *(("gpu",) if {"cuda", "mps"} & set(present) else ()))
 
     def refused(reason: str, kind: type[Exception] = ValueError) -> Exception:
@@ -183,24 +204,34 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         raise refused(f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", TypeError)
     name = "auto" if accelerator is None else accelerator.lower()
     if name == "auto":
-        return best_accelerator()
+        return XLAAccelerator() if finds_tpu() else best_accelerator()
+    if name == "xla":
+        name = "tpu"
     if name == "gpu":
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
-    if name in elsewhere.ACCELERATORS and name not in ACCELERATORS:
+    if name in elsewhere.ACCELERATORS and name not in _ACCELERATORS:
         raise refused(elsewhere.ACCELERATORS[name].message())
-    if name not in ACCELERATORS and name in accepted_strategies():
+    if name not in _ACCELERATORS and name in accepted_strategies():
         raise refused(f"that is a strategy. Write strategy={name!r}.")
-    if name not in ACCELERATORS and name in elsewhere.STRATEGIES:
+    if name not in _ACCELERATORS and name in elsewhere.STRATEGIES:
         raise refused(elsewhere.STRATEGIES[name].message())
-    if name not in ACCELERATORS:
+    if name not in _ACCELERATORS:
         raise refused(f"use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
-    if not ACCELERATORS[name].is_available():
+    if name == "tpu":
+        require_torch_xla(f"{owner}(accelerator={accelerator!r})")
+        if not XLAAccelerator.is_available():
+            raise refused(
+                "this machine has no TPU. Use accelerator='auto'; to try a program out on the processor, set the "
+                "environment variable PJRT_DEVICE=CPU.",
+                MisconfigurationException,
+            )
+    if not _ACCELERATORS[name].is_available():
         raise refused(
             f"this machine has no {name.upper()} device that torch {torch.__version__} can use. "
             f"Use one of {_listed(allowed)}.",
             MisconfigurationException,
         )
-    return ACCELERATORS[name]()
+    return _ACCELERATORS[name]()
 
 
 def _num_nodes(num_nodes: Any, owner: str) -> int:
@@ -235,8 +266,15 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     count = len(devices) * num_nodes
     name = "auto" if strategy is None else strategy.lower() if isinstance(strategy, str) else ""
     chosen: Strategy
+    on_xla = devices[0].type == "xla"
     if isinstance(strategy, Strategy):
         chosen = strategy
+    elif name in XLA:
+        chosen = XLA[name]()
+    elif on_xla and name == "auto" and count > 1:
+        chosen = XLAStrategy(start_method="fork" if is_interactive() else "popen")
+    elif on_xla and name == "auto":
+        chosen = SingleDeviceXLAStrategy()
     elif name == _SINGLE_DEVICE or (name == "auto" and count == 1):
         chosen = SingleDeviceStrategy()
     elif name == "auto":
@@ -255,7 +293,16 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     else:
         kind = type(strategy).__name__
         raise TypeError(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")
-    if isinstance(chosen, SingleDeviceStrategy) and count > 1:
+    if on_xla and type(chosen).__module__.startswith("hasten.") and not isinstance(chosen, _XLA_STRATEGIES):
+        raise MisconfigurationException(
+            f"{owner}(strategy={strategy!r}, accelerator='tpu'): on TPUs use one of 'auto', {_listed(XLA)}."
+        )
+    if isinstance(chosen, _XLA_STRATEGIES) and not on_xla:
+        raise MisconfigurationException(
+            f"{owner}(strategy={strategy!r}, accelerator={devices[0].type!r}): it trains on TPUs. "
+            "Use accelerator='tpu', or strategy='auto'."
+        )
+    if isinstance(chosen, OneProcess) and not isinstance(chosen, XLAFSDPStrategy) and count > 1:
         raise MisconfigurationException(
             f"{owner}(strategy={strategy!r}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be "
             f"{count}. Use devices=1, or strategy='auto'."
@@ -272,7 +319,7 @@ def _why_no_strategy(name: str) -> str:
     """Return why a name is no strategy, and what to write."""
     if name in elsewhere.STRATEGIES:
         return elsewhere.STRATEGIES[name].message()
-    if name in ACCELERATORS or name in elsewhere.ACCELERATORS or name == "gpu":
+    if name in _ACCELERATORS or name in elsewhere.ACCELERATORS or name == "gpu":
         return f"that is a kind of device. Write accelerator={name!r}."
     allowed = accepted_strategies()
     listed = _listed(one for one in allowed if "_find_unused" not in one)
@@ -297,6 +344,7 @@ def accepted_strategies() -> dict[str, str]:
             for name, (method, arguments) in STRATEGIES.items()
         },
         **{name: written(FSDPStrategy, arguments) for name, arguments in SHARDED.items()},
+        **{name: written(kind, {}) for name, kind in XLA.items()},
         **{name: written(DeepSpeedStrategy, arguments) for name, arguments in DEEPSPEED.items()},
     }
 
@@ -306,7 +354,8 @@ def accepted_accelerators() -> dict[str, str]:
     return {
         "auto": "the fastest of these that the machine has",
         "gpu": "cuda or mps, whichever the machine has",
-        **{name: f"{kind.__name__}()" for name, kind in ACCELERATORS.items()},
+        **{name: f"{kind.__name__}()" for name, kind in _ACCELERATORS.items()},
+        "xla": f"{XLAAccelerator.__name__}()",
     }
 
 
@@ -325,6 +374,13 @@ def _precision(
         return plugin
     if name == "32-true":
         return Precision()
+    if device.type == "xla" and name in ("bf16-true", "16-true"):
+        return XLAPrecision(name)  # type: ignore[arg-type]
+    if device.type == "xla" and name == "16-mixed":
+        raise ValueError(
+            f"{owner}(precision={precision!r}, accelerator='tpu'): TPUs compute in bfloat16, which needs no gradient "
+            "scaler. Use precision='bf16-mixed' or 'bf16-true'."
+        )
     if name == "64-true":
         if device.type == "mps":
             raise ValueError(f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'.")

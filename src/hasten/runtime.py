@@ -19,6 +19,7 @@ from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.optim import fast_step
 from hasten.precision.base import Precision
+from hasten.xla.steps import on_host
 
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
@@ -113,6 +114,7 @@ class Runtime:
     def _choose_functions(self) -> None:
         scaler = self.precision.scaler
         self.scaler = scaler
+        self.steps = self.strategy.steps
         self.syncs_gradients = self.strategy.syncs_gradients and self.strategy.world_size > 1
         # What the precision changes.
         self._changed = {
@@ -174,7 +176,9 @@ class Runtime:
         if "convert_module" in self._changed:
             module = self.precision.convert_module(module)
         # Shards are where the strategy has put them.
-        return module.to(self.device) if move and not self.strategy.shards_parameters else module
+        if not move or self.strategy.shards_parameters:
+            return module
+        return module.to(self.device) if self.steps is None else self.steps.place(module, self.device)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module to call in training; ``module`` itself on a single device."""
@@ -361,6 +365,9 @@ class Runtime:
     def to_device(self, data: T) -> T:
         """Return ``data`` with its tensors on the device; the same object if they are there already."""
         device = self.device
+        if self.steps is not None:
+            sent: T = self.steps.to_device(data, device)
+            return sent
         # Copies from pinned memory are asynchronous; from other memory torch waits by itself.
         moved: T = move_to(data, device, non_blocking=device.type == "cuda")
         return moved
@@ -398,6 +405,8 @@ class Runtime:
         if self.strategy.saves_folders:
             self.checkpoint_io.save_folder(contents, path, storage_options=storage_options)
             return
+        if self.steps is not None and self.is_global_zero:
+            contents = on_host(contents)
         if self.world_size == 1:
             self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
             return

@@ -71,6 +71,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
         numpy.random.seed(seed)
     torch.manual_seed(seed)
+    _seed_xla(seed)
     return seed
 
 
@@ -86,7 +87,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """Return the states of all random generators of this process, as plain data.
 
     Args:
-        cuda: include the accelerators (CUDA, MPS) that are in use.
+        cuda: include the accelerators (CUDA, MPS, XLA) that are in use.
 
     Returns:
         A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
@@ -113,6 +114,8 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
             state["cuda_in_use"] = torch.cuda.current_device()
         if torch.backends.mps.is_available():
             state["mps"] = _bytes(torch.mps.get_rng_state())
+        if _uses_xla():
+            state["xla"] = _xla_model().get_rng_state(_xla_device())
     return state
 
 
@@ -148,6 +151,8 @@ def restore_rng_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor(state["cuda"][used]), torch.cuda.current_device())
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(_tensor(state["mps"]))
+    if "xla" in state and _uses_xla():
+        _xla_model().set_rng_state(state["xla"], _xla_device())
 
 
 class RandomGenerators:
@@ -185,6 +190,39 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         yield
     finally:
         restore_rng_state(state)
+
+
+# -- the generator of an XLA device, which torch.manual_seed does not reach
+
+_xla_is_seeded = True
+
+
+def _uses_xla() -> bool:
+    # Do not start XLA only to save a checkpoint.
+    return "torch_xla" in sys.modules and bool(sys.modules["torch_xla"]._XLAC._xla_runtime_is_initialized())
+
+
+def _xla_model() -> Any:
+    return sys.modules["torch_xla.core.xla_model"]
+
+
+def _xla_device() -> str:
+    return str(sys.modules["torch_xla"].device())
+
+
+def _seed_xla(seed: int) -> None:
+    global _xla_is_seeded
+    _xla_is_seeded = _uses_xla()
+    if _xla_is_seeded:
+        _xla_model().set_rng_state(seed, _xla_device())
+
+
+def seed_xla_late() -> None:
+    """Seed the XLA device, which is in use now, if ``seed_everything`` was called before it was."""
+    global _xla_is_seeded
+    if not _xla_is_seeded:
+        _xla_is_seeded = True
+        _xla_model().set_rng_state(int(os.environ["PL_GLOBAL_SEED"]), _xla_device())
 
 
 # -- states as bytes: a tensor sent between processes would cost a file descriptor each

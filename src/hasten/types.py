@@ -44,7 +44,7 @@ PrecisionName: TypeAlias = Literal[
 """A floating-point format: "16-mixed" computes in it, "16-true" also keeps the weights in it."""
 
 AcceleratorLike: TypeAlias = Accelerator | str
-"""A kind of device: "auto", "cpu", "cuda", "gpu", "mps", or an object."""
+"""A kind of device: "auto", "cpu", "cuda", "gpu", "mps", "tpu", or an object."""
 
 StrategyLike: TypeAlias = Strategy | str
 """How processes share the work: "auto", "single_device", "ddp", "ddp_sharded", "fsdp", ..., or an object."""

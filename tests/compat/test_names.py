@@ -216,8 +216,8 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
     [
         ("strategies", "DataParallelStrategy", "ParallelStrategy", "Write strategy='ddp'"),
         ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),
-        ("accelerators", "TPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),
         ("accelerators", "HPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),
+        ("accelerators", "TPUAccelerator", "Accelerator", r"Its name is XLAAccelerator now"),
         ("loggers", "LitLogger", "Logger", "There are CSVLogger"),
     ],
 )

@@ -291,7 +291,7 @@ def test_sync_batchnorm_on_two_processes() -> None:
     model = Normed()
     trainer = quiet(sync_batchnorm=True, devices=2, strategy="ddp")
     # torch has it for accelerators alone, where training is concerned.
-    with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm trains on accelerators only"):
+    with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm trains on GPUs only"):
         trainer.fit(model, loader(8))
     trainer.test(model, loader(8), verbose=False)
     assert type(model.norm) is nn.SyncBatchNorm

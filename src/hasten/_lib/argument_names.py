@@ -10,6 +10,7 @@ from hasten._lib.names import did_you_mean
 _LEAVE = "Leave it out."
 _ABSENT_DEVICE = "hasten does not train on it. Write {owner}(accelerator='auto')."
 _GPUS = "Write {owner}(accelerator='gpu', devices={value!r}); without GPUs {owner}(accelerator='cpu')."
+_TPUS = "Write {owner}(accelerator='tpu', devices={value!r})."
 _HALF = "Write {owner}(precision='bf16-mixed'), or precision='16-mixed'."
 _FLUSH_LOGS = "Write Trainer(logger=hasten.loggers.CSVLogger('.', flush_logs_every_n_steps={value!r}))."
 
@@ -18,8 +19,8 @@ _OF_BOTH = {
     "gpus": _GPUS,
     "num_gpus": _GPUS,
     "num_processes": "Write {owner}(accelerator='cpu', devices={value!r}).",
-    "tpu_cores": _ABSENT_DEVICE,
-    "num_tpu_cores": _ABSENT_DEVICE,
+    "tpu_cores": _TPUS,
+    "num_tpu_cores": _TPUS,
     "ipus": _ABSENT_DEVICE,
     "hpus": _ABSENT_DEVICE,
     "amp_backend": _HALF,

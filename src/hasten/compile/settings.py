@@ -198,6 +198,8 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
         ValueError: Trainer(compile={'mode': 'reduce-overhead'}) records CUDA graphs, which need a CUDA device; ...
 
     """
+    if device.type == "xla":
+        raise ValueError(f"{owner}(compile=...): XLA compiles each step itself. Leave compile out.")
     from torch._dynamo.eval_frame import check_if_dynamo_supported
 
     try:

@@ -36,7 +36,7 @@ _DDP, _FSDP, _SHARDED = "strategy='ddp'", "strategy='fsdp'", "strategy='ddp_shar
 _SPLIT = "strategy=ModelParallelStrategy(tensor_parallel_size=8, plan='auto')"
 _KEEPS = "strategy=FSDPStrategy(sharding_strategy='SHARD_GRAD_OP')"
 _HYBRID = "strategy=FSDPStrategy(sharding_strategy='HYBRID_SHARD')"
-_GPU, _ANY = "accelerator='gpu'", "accelerator='auto'"
+_GPU = "accelerator='gpu'"
 
 _DATA_PARALLEL = (
     "DataParallel copies the model to every device in every step and computes in threads of one process; DDP has one "
@@ -53,7 +53,7 @@ _PIPELINE = (
 _CONTEXT = "Context parallel is not a strategy: docs/model_parallel.md has an example with Fabric."
 _RAY = "Ray starts the processes, and the strategy is the usual one: use ray.train.torch.TorchTrainer."
 _HPU = "Discontinued: the strategies for Habana's HPUs were a plugin of Lightning, which is no longer developed."
-_TPU = "This version does not train on TPUs."
+_XLA_DEBUG = "The environment variable PT_XLA_DEBUG_LEVEL=1 prints what XLA compiles, with any strategy."
 _CUSTOM = "hasten has no class for such devices: subclass hasten.accelerators.Accelerator and pass the object."
 _DEVICES = "The kind of device is another argument."
 
@@ -147,13 +147,10 @@ STRATEGIES: dict[str, Refused] = {
     "single_hpu": Refused(_PL1, _HPU, _GPU),
     "hpu_fsdp": Refused("Lightning Habana", _HPU, f"{_GPU}, {_FSDP}"),
     "hpu_deepspeed": Refused("Lightning Habana", _HPU, f"{_GPU}, {_FSDP}"),
-    "tpu_spawn": Refused(_PL1, _TPU, _ANY),
-    "tpu_spawn_debug": Refused(_PL1, _TPU, _ANY),
-    "single_tpu": Refused(_PL1, _TPU, _ANY),
-    "xla": Refused(_PL2, _TPU, _ANY),
-    "xla_debug": Refused(_PL2, _TPU, _ANY),
-    "xla_fsdp": Refused(_PL2, _TPU, _ANY),
-    "single_xla": Refused(_PL2, _TPU, _ANY),
+    "tpu_spawn": Refused(_PL1, "It has another name now.", "strategy='xla'"),
+    "tpu_spawn_debug": Refused(_PL1, _XLA_DEBUG, "strategy='xla'"),
+    "single_tpu": Refused(_PL1, "It has another name now.", "strategy='single_xla'"),
+    "xla_debug": Refused(_PL2, _XLA_DEBUG, "strategy='xla'"),
     "torchft": Refused(
         "torchft",
         "Processes that are lost start again and continue from the newest checkpoint: hasten launch --restarts.",
@@ -171,8 +168,6 @@ STRATEGIES: dict[str, Refused] = {
 }
 
 ACCELERATORS: dict[str, Refused] = {
-    "tpu": Refused(_LEGACY, _TPU, _ANY),
-    "xla": Refused(_PL2, _TPU, _ANY),
     "ipu": Refused(_LEGACY, _gone("Graphcore's plugin"), _GPU),
     "graphcore": Refused("Graphcore", _gone("Graphcore's plugin"), _GPU),
     "hpu": Refused(_LEGACY, _gone("the plugin for Habana's HPUs"), _GPU),

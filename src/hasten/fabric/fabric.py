@@ -76,7 +76,7 @@ class Fabric(RuntimeView):
     """Run your own training loop on any device, in any precision, over any number of processes.
 
     Args:
-        accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
+        accelerator: "auto", "cpu", "cuda", "gpu", "mps", "tpu", or an Accelerator.
         strategy: "auto", "single_device", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
         devices: how many (int, -1 for all, "auto") or which (list, "0,1") on each machine.
         num_nodes: how many machines.
@@ -342,7 +342,8 @@ class Fabric(RuntimeView):
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
             group = self.strategy if self.strategy.shares_batches else None
-            made.append(FabricDataLoader(ready, self.device if move_to_device else None, group))
+            device = self.device if move_to_device else None
+            made.append(FabricDataLoader(ready, device, group, self._runtime.steps))
         return made[0] if len(made) == 1 else made
 
     def _wrapped_module(

@@ -23,6 +23,7 @@ from hasten.data.loaders import SideStream
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
     from hasten.strategies.base import Strategy
+    from hasten.xla.steps import XLASteps
 
 # Always run through the strategy: the steps of a LightningModule.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
@@ -234,9 +235,12 @@ class FabricOptimizer:
         kind: Any = type(optimizer)
         self.__class__ = _class_like(kind)
         step, zero_grad = runtime.make_step(optimizer), runtime.make_zero_grad(optimizer)
+        steps = runtime.steps
 
         def step_of(self: Any, closure: Callable[[], Any] | None = None) -> Any:
             result = step(closure)
+            if steps is not None:
+                steps.end_step("train")
             for callback in callbacks:
                 hook = getattr(callback, "on_after_optimizer_step", None)
                 if callable(hook):
@@ -297,8 +301,16 @@ def _class_like(kind: Any) -> Any:
 class FabricDataLoader:
     """The user's loader, with batches on the device of the run and ``set_epoch`` called on its samplers."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None, strategy: Strategy | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        device: torch.device | None,
+        strategy: Strategy | None = None,
+        steps: XLASteps | None = None,
+    ) -> None:
         self._dataloader = loader
+        # Given where the device records operations, which run between two batches.
+        self._steps = steps
         # Given where some processes must read the same batches.
         self._strategy = strategy
         # Where batches are moved to; None for nowhere.
@@ -325,6 +337,8 @@ class FabricDataLoader:
         return _checked(self._moved(loader), strategy)
 
     def _moved(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if self._steps is not None:
+            return self._steps.feed(loader, self.device)
         if self.device is None or self.device.type == "cpu":
             return iter(loader)
         if self.device.type == "cuda":

@@ -124,8 +124,9 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
     suffix = (loader_idx,) if several else ()
     if several:
         logged.context_of(STEPS[name]).enter_loader(loader_idx)
+    steps = run.runtime.steps
     count = 0
-    for batch_idx, (batch, _) in enumerate(in_step(run, source.batches(loader_idx))):
+    for batch_idx, (batch, is_last) in enumerate(in_step(run, source.batches(loader_idx))):
         count += 1
         if transfer is not None:
             batch = transfer(batch)
@@ -134,6 +135,8 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
         output = step(batch, batch_idx)
         end = hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
         end(output, batch, batch_idx, *suffix)
+        if steps is not None:
+            steps.end_step(stage, batch, is_last)
         if logged.logs_evaluation_steps:
             logged.publish_evaluation_step(stage, batch_idx)
         progress.evaluated += 1
@@ -175,6 +178,8 @@ def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
     # Nor a compiled step: validation within fit and outside of it would each be compiled.
     plain = fitting or run.compiled is not None
     plain = plain or run.runtime.strategy.shards_parameters
+    # torch_xla cannot make views of tensors of inference mode.
+    plain = plain or run.runtime.steps is not None
     inference = run.arguments.inference_mode and run.runtime.world_size == 1 and not plain
     return torch.inference_mode() if inference else torch.no_grad()
 
@@ -253,7 +258,8 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
     stream: Any = run.predict.load()[loader_idx]
     if keeps_indices:
         stream.keep_indices()
-    for batch_idx, (batch, _) in enumerate(in_step(run, run.predict.batches(loader_idx))):
+    steps = run.runtime.steps
+    for batch_idx, (batch, is_last) in enumerate(in_step(run, run.predict.batches(loader_idx))):
         if keeps_indices:
             run.batch_indices = stream.batch_indices(batch_idx)
             if run.keeps_predictions:
@@ -267,6 +273,8 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
                 "predict_step", f"predict returned None: {type(run.module).__name__}.predict_step has no return value."
             )
         hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
+        if steps is not None:
+            steps.end_step("predict", batch, is_last)
         if kept is not None:
             kept.append(output if on_host else move_to(output, "cpu"))
         run.progress.evaluated += 1

@@ -339,7 +339,22 @@ def _make_plan(run: Run) -> _EpochPlan:
 
 
 def make_step(run: Run) -> Step:
-    """Return the function that trains on one batch: automatic, with a closure, or manual."""
+    """Return the function that trains on one batch."""
+    step, steps = _step_of_kind(run), run.runtime.steps
+    if steps is None:
+        return step
+    end_step = steps.end_step
+
+    def step_and_end(batch: Any, batch_idx: int) -> Any:
+        outputs = step(batch, batch_idx)
+        end_step("train", batch, run.is_last_batch)
+        return outputs
+
+    return step_and_end
+
+
+def _step_of_kind(run: Run) -> Step:
+    """Return the step: automatic, with a closure, or manual."""
     if not run.module.automatic_optimization:
         return _manual_step(run)
     if not run.optimizers:

@@ -94,10 +94,11 @@ def prepare(
     check_module(run)
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
         normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
-        if fitting and runtime.device.type == "cpu" and normalizes:
+        if fitting and runtime.device.type in ("cpu", "xla") and normalizes:
             raise MisconfigurationException(
-                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on accelerators only, and this run is on "
-                "the CPU. Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
+                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on "
+                f"{runtime.device.type!r}. Leave it out, or use a normalization that does not depend on the batch, "
+                "such as GroupNorm."
             )
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
     checkpoint, path = read_checkpoint()

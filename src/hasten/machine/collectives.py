@@ -288,7 +288,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     dist.init_process_group(backend, **options)
     global _own_group
     _own_group = dist.group.WORLD
-    if device.type == "cpu":
+    if device.type in ("cpu", "xla"):
         # gloo connects every pair of processes: one that left early would break the connections of the others.
         dist.barrier()
     # With a group that still exists, the destructors of the backend's threads may abort the process.

@@ -89,7 +89,7 @@ class CPUAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: Devices) -> int:
         """Return the number of processes."""
-        number = _whole_number(devices)
+        number = whole_number(devices)
         if number is None or number < 1:
             wrong_type = number is None and not isinstance(devices, str)
             raise (TypeError if wrong_type else ValueError)(
@@ -213,7 +213,8 @@ def _check_kind(accelerator: Accelerator, device: torch.device) -> None:
         raise RuntimeError(f"{type(accelerator).__name__} got the device {device}.")
 
 
-def _whole_number(devices: object) -> int | None:
+def whole_number(devices: object) -> int | None:
+    """Return ``devices`` as a number, if it is one: 2, "2" or "-1"."""
     if isinstance(devices, str):
         text = devices.strip()
         return int(text) if text.lstrip("-").isdigit() else None
@@ -223,7 +224,7 @@ def _whole_number(devices: object) -> int | None:
 def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     """Return the device indices for a number, a list or a string such as "0,1"."""
     has = f"this machine has {present} {kind} devices"
-    number = _whole_number(devices)
+    number = whole_number(devices)
     if number is not None:
         number = present if number == -1 else number
         if not 1 <= number <= present:

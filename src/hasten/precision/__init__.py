@@ -7,6 +7,7 @@ from hasten.precision.deepspeed import DeepSpeedPrecision
 from hasten.precision.float8 import Float8Precision
 from hasten.precision.fsdp import FSDPPrecision
 from hasten.precision.transformer_engine import TransformerEnginePrecision
+from hasten.precision.xla import XLAPrecision
 
 __all__ = [
     "BitsandbytesPrecision",
@@ -18,4 +19,5 @@ __all__ = [
     "MixedPrecision",
     "Precision",
     "TransformerEnginePrecision",
+    "XLAPrecision",
 ]

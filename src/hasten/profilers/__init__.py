@@ -10,16 +10,17 @@ if TYPE_CHECKING:
     from hasten.profilers.advanced import AdvancedProfiler as AdvancedProfiler
     from hasten.profilers.base import PassThroughProfiler as PassThroughProfiler
     from hasten.profilers.base import Profiler as Profiler
-    from hasten.profilers.base import XLAProfiler as XLAProfiler
     from hasten.profilers.pytorch import PyTorchProfiler as PyTorchProfiler
     from hasten.profilers.simple import SimpleProfiler as SimpleProfiler
+    from hasten.profilers.xla import XLAProfiler as XLAProfiler
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "hasten.profilers.advanced": "AdvancedProfiler",
-        "hasten.profilers.base": "PassThroughProfiler Profiler XLAProfiler",
+        "hasten.profilers.base": "PassThroughProfiler Profiler",
         "hasten.profilers.pytorch": "PyTorchProfiler",
         "hasten.profilers.simple": "SimpleProfiler",
+        "hasten.profilers.xla": "XLAProfiler",
     },
 )

@@ -179,33 +179,9 @@ class PassThroughProfiler(Profiler):
         """Do nothing."""
 
 
-class XLAProfiler(PassThroughProfiler):
-    """Not available: hasten does not run on TPUs.
-
-    Args:
-        port: not used.
-
-    Raises:
-        ModuleNotFoundError: always. ``PyTorchProfiler`` records the CPU and GPUs.
-
-    Example::
-
-        >>> XLAProfiler()
-        Traceback (most recent call last):
-            ...
-        ModuleNotFoundError: XLAProfiler: hasten does not run on TPUs. Use profiler="pytorch" for the CPU and GPUs.
-
-    """
-
-    def __init__(self, port: int = 9012) -> None:
-        raise ModuleNotFoundError(
-            'XLAProfiler: hasten does not run on TPUs. Use profiler="pytorch" for the CPU and GPUs.'
-        )
-
-
 # The names for Trainer(profiler=...).
 NAMED = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler", "xla": "XLAProfiler"}
-_CHOICES = [name for name in NAMED if name != "xla"]
+_CHOICES = list(NAMED)
 
 
 def resolve(profiler: object) -> Profiler:

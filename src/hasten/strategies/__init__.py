@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hasten import elsewhere
 from hasten._lib.errors import absent
 from hasten.strategies.base import Strategy
@@ -13,18 +11,13 @@ from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.model_parallel import ModelParallelStrategy
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
+from hasten.strategies.xla import SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy
 
 __all__ = [
     "DDPStrategy", "DataParallelStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy",
     "ParallelStrategy", "SingleDeviceStrategy", "SingleDeviceXLAStrategy", "Strategy", "XLAFSDPStrategy",
     "XLAStrategy",
 ]  # fmt: skip
-
-_TPU = "hasten does not train on TPUs. Write Trainer(accelerator='auto')."
-
-
-def _absent(name: str, instead: str, base: type = ParallelStrategy) -> Any:
-    return absent(name, base, home="hasten.strategies", instead=instead)
 
 
 DataParallelStrategy = absent(
@@ -34,6 +27,3 @@ DataParallelStrategy = absent(
     instead=elsewhere.STRATEGIES["dp"].message(),
     why="is not in hasten",
 )
-SingleDeviceXLAStrategy = _absent("SingleDeviceXLAStrategy", _TPU, SingleDeviceStrategy)
-XLAFSDPStrategy = _absent("XLAFSDPStrategy", _TPU)
-XLAStrategy = _absent("XLAStrategy", _TPU)

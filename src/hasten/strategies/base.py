@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
     from hasten.types import Group, ReduceOperation, Tensors
+    from hasten.xla.steps import XLASteps
 
     class Trains(Protocol):
         """Whoever has the optimizers and schedulers of a run: a Trainer."""
@@ -60,6 +61,8 @@ class Strategy(ABC):
     shares_batches: bool = False
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False
+    # What runs the operations of a device that records them, once a step; None where they run at once.
+    steps: XLASteps | None = None
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None
 

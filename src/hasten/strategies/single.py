@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""One process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class OneProcess(Strategy):
+    """The base of strategies with one process, which has nobody to exchange anything with."""
+
+    def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
+        operation_name(reduce_op)  # Refuses unknown ones.
+        return tensor
+
+    def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
+        return tensor
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj
+
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+
 @final
-class SingleDeviceStrategy(Strategy):
+class SingleDeviceStrategy(OneProcess):
     """One process that computes on one device.
 
     Args:
@@ -47,16 +64,3 @@ class SingleDeviceStrategy(Strategy):
         if self.accelerator is not None:
             self.accelerator.setup_device(self.root_device)
         return function(*args, **kwargs)
-
-    def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
-        operation_name(reduce_op)  # Refuses unknown ones.
-        return tensor
-
-    def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
-        return tensor
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
-
-    def barrier(self, name: str | None = None) -> None:
-        pass

@@ -126,6 +126,8 @@ def to_host(run: Run, *, failed: bool) -> None:
         return
     # After a failure the device may not respond; that error must not hide the first one.
     with suppress(RuntimeError) if failed else nullcontext():
+        if run.runtime.steps is not None:
+            run.runtime.steps.place(run.module, "cpu")
         run.module.cpu()
         run.wrapped = run.module
         for optimizer in run.optimizers:

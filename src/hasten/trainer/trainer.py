@@ -74,7 +74,7 @@ class Trainer(TrainerView):
     """Run a ``LightningModule``: training, validation, test, prediction.
 
     Args:
-        accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
+        accelerator: "auto", "cpu", "cuda", "gpu", "mps", "tpu", or an Accelerator.
         strategy: "auto", "single_device", "ddp", "ddp_spawn", ..., or a Strategy.
         devices: how many (int; "auto" or -1 for all) or which (list, "0,1"), on each machine.
         num_nodes: number of machines.

@@ -7,7 +7,7 @@ from typing import NoReturn, Self
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.machine.devices import ACCELERATORS
-from hasten.resolve import SHARDED, STRATEGIES
+from hasten.resolve import SHARDED, STRATEGIES, XLA
 
 
 class LightningEnum(StrEnum):
@@ -82,8 +82,8 @@ class Registry(dict[str, None]):
         )
 
 
-AcceleratorRegistry = Registry.fromkeys(sorted(ACCELERATORS))
-StrategyRegistry = Registry.fromkeys(["single_device", *STRATEGIES, *SHARDED])
+AcceleratorRegistry = Registry.fromkeys(sorted([*ACCELERATORS, "tpu"]))
+StrategyRegistry = Registry.fromkeys(["single_device", *STRATEGIES, *SHARDED, *XLA])
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]
