@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
@@ -87,6 +87,11 @@ class StopRequests:
     def __exit__(self, *error: object) -> None:
         StopRequests.active = self._outer
         self._handling.__exit__(None, None, None)
+
+    @property
+    def handled(self) -> Container[int]:
+        """The signals that are recorded while the context is open."""
+        return self._previous.keys()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -492,7 +492,7 @@ def write_flight_record(rank: int, folder: str) -> None:
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C that arrived in this process, also while its main thread is in a call that cannot see them.
+    """Signals to stop that arrived here, also while the main thread is in a call that cannot see them.
 
     Python's handlers run in the main thread, between two of its instructions. The number of a signal is written to a
     pipe at once.
@@ -544,9 +544,11 @@ class _Signals:
             self._requests, self._noted = requests, {}
         for number in self._bytes():
             # A program's own handlers decide themselves what happens.
-            if requests is not None or signal.getsignal(number) is signal.default_int_handler:
+            ours = requests is not None and number in requests.handled
+            if ours or signal.getsignal(number) is signal.default_int_handler:
                 since, presses = self._noted.get(number, (now, 0))
-                self._noted[number] = (since, presses + (not presses or now - since > signals.SAME_PRESS_SECONDS))
+                again = number == signal.SIGINT and now - since > signals.SAME_PRESS_SECONDS
+                self._noted[number] = (since, presses + (not presses or again))
                 self._found = frames
         if requests is None:
             if self._noted and (frames != self._found or moved > min(since for since, _ in self._noted.values())):
@@ -562,7 +564,7 @@ class _Signals:
         if self._reads == -1:
             return []
         try:
-            return [number for number in os.read(self._reads, 4096) if number in (signal.SIGINT, signal.SIGTERM)]
+            return list(os.read(self._reads, 4096))
         except BlockingIOError:
             return []
 
