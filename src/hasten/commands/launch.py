@@ -198,8 +198,8 @@ def _launch(given: argparse.Namespace, nodes: tuple[int, int], endpoint: tuple[s
             return 1
         except (RendezvousError, ConnectionError, TimeoutError) as error:
             _say(
-                f"the machines did not meet at {host}:{port} ({shown(error)}). The machine with that address must be "
-                "reachable, run `hasten launch` with the same --rdzv, and stay alive."
+                f"the machine at {host}:{port}, where all meet, does not answer ({shown(error)}). It has to run "
+                "`hasten launch` with the same --rdzv, as long as the others do."
             )
             return 1
     return 0

@@ -38,12 +38,16 @@ def own_path(trainer: Trainer) -> str | None:
 
 
 def save(trainer: Trainer, run: Run) -> None:
-    """Save a fit and requeue the job; all processes call it, after the same batch."""
-    cluster, path = trainer._runtime.cluster, own_path(trainer)
+    """Save a fit that is to go on in the requeued job; all processes call it, after the same batch."""
+    path = own_path(trainer)
     if path is not None and run.state.fn == TrainerFn.FITTING and trainer.total_batch_idx >= 0:
         trainer.save_checkpoint(path)
         rank_zero_info(f"Saved the run as {path}.")
-    # A job that starts again must find the whole file.
+
+
+def requeue(trainer: Trainer) -> None:
+    """Requeue the job, which may end it at once; all processes call it, when nothing is left to write."""
+    cluster = trainer._runtime.cluster
     trainer.strategy.barrier("requeue")
     if trainer.is_global_zero:
         if failure := cluster.requeue():

@@ -646,11 +646,14 @@ class Trainer(TrainerView):
         name = "Ctrl-C" if by_keyboard else signals.Signals(signal_number).name
         rank_zero_info(f"{name}: the run ends here, after a complete batch.")
         error = KeyboardInterrupt() if by_keyboard else SystemExit(128 + signal_number)
+        goes_on = signal_number in self._runtime.cluster.stop_signals
         try:
-            if signal_number in self._runtime.cluster.stop_signals:
+            if goes_on:
                 requeue.save(self, run)
         finally:
             self._abort(run, error)
+        if goes_on:
+            requeue.requeue(self)
         parts.leave_program(signal_number, error)
 
     def _abort(self, run: Run, error: BaseException) -> None:
