@@ -70,7 +70,8 @@ class Absent(NamedTuple):
     # What it is called in messages; None if it is not reduced.
     key: str | None
     settings: dict[str, Any]
-    # Where the module has the metric.
+    is_metric: bool
+    # Where the module has the metric; None if it does not.
     metric: str | None
     # Of a value that is not reduced.
     value: float | None
@@ -154,10 +155,12 @@ class SharedValues:
 
     def _reduce(self, values: Iterable[Any], op: str) -> list[Tensor]:
         """Return values reduced over the processes, by one collective."""
+        return list(self._runtime.data_parallel_reduce(self._stacked(values), op=op).unbind())
+
+    def _stacked(self, values: Iterable[Any]) -> Tensor:
         device = self._runtime.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        stacked = torch.stack([torch.as_tensor(value, device=device).to(dtype) for value in values])
-        return list(self._runtime.data_parallel_reduce(stacked, op=op).unbind())
+        return torch.stack([torch.as_tensor(value, device=device).to(dtype) for value in values])
 
     # -- agreement on the names
 
@@ -271,8 +274,12 @@ class SharedValues:
             metric = value = None
             shared = self.reduces(logged) or _exchanges(logged)
             if logged.metric is not None:
-                metric = next((name for name, part in module.named_modules() if part is logged.metric), None)
-            elif not shared and not logged.zero_only:
+                metric = next((name for name, part in _metrics(module) if part is logged.metric), None)
+                if metric is None and not shared:
+                    continue
+            elif logged.zero_only:
+                continue
+            elif not shared:
                 # A process without batches takes the value of another one: there is no other to take.
                 value = float(logged.total / logged.weight if logged.reduce == "mean" else logged.total)
             of_step = logged.row.log is not None and logged.row.log.step_allowed
@@ -284,6 +291,7 @@ class SharedValues:
                     loader_idx,
                     _key(logged) if shared else None,
                     {name: getattr(logged, name) for name in ("loader_suffix", *SETTINGS)},
+                    logged.metric is not None,
                     metric,
                     value,
                 )
@@ -305,15 +313,17 @@ class SharedValues:
                     by_place.setdefault((name.loader, row.step), {})[name.name] = name, value
         if steps and length:
             summed = [i for i, name in enumerate(steps) if name.op in ("mean", "sum")]
-            parts = [value for i in summed for value in given[i]] + [one for line in there for one in line]
-            sums = torch.stack(self._reduce(parts, "sum")).view(-1, length)
+            presence = torch.tensor(there, dtype=torch.float64, device=self._runtime.device)
+            lines = [*(self._stacked(given[i]) for i in summed), *presence]
+            sums = self._runtime.data_parallel_reduce(torch.stack(lines), op="sum")
             present = sums[len(summed) :]
             reduced = dict(zip(summed, sums, strict=False))
             for op in ("max", "min"):
                 chosen = [i for i, name in enumerate(steps) if name.op == op]
                 if chosen:
-                    values = self._reduce([value for i in chosen for value in given[i]], op)
-                    reduced |= dict(zip(chosen, torch.stack(values).view(-1, length), strict=True))
+                    lines = [self._stacked(given[i]) for i in chosen]
+                    extremes = self._runtime.data_parallel_reduce(torch.stack(lines), op=op)
+                    reduced |= dict(zip(chosen, extremes, strict=True))
             counts = present.tolist()
             for i, name in enumerate(steps):
                 line = reduced[i] / present[i] if name.op == "mean" else reduced[i]
@@ -378,6 +388,14 @@ def _check_same_names(everybody: Sequence[tuple[list[Absent], list[_StepName], l
     for found_here, (_, _, no_batch, _) in zip(by_rank, everybody, strict=True):
         found_here |= {name for name, loader in loader_of.items() if loader in no_batch}
     _check_same(by_rank)
+    without = {loader for _, _, no_batch, _ in everybody for loader in no_batch}
+    for described, _, _, _ in everybody:
+        for each in described:
+            if each.is_metric and each.metric is None and each.loader in without:
+                raise RuntimeError(
+                    f"self.log({each.key}): some processes have no batches, and do not find the metric to exchange its "
+                    "states. Make it an attribute of the module, which is not in a list or dict."
+                )
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:

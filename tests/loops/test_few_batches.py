@@ -56,6 +56,7 @@ class Evaluates(L.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", batch[0].mean(), sync_dist=True)
+        self.log("first", 1.0, rank_zero_only=True)
         self.log("found", batch[0].mean(), sync_dist=True, reduce_fx="max", on_step=True, on_epoch=False)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -118,7 +119,8 @@ def test_a_process_without_batches_has_the_values_of_one_process(strategy: str, 
     values, others = trainer.validate(Evaluates(), [samples(1), samples(3)], verbose=False)
     assert values["mean/dataloader_idx_0"] == pytest.approx(expected(1)["mean"])
     assert others["mean/dataloader_idx_1"] == pytest.approx(expected(3)["mean"])
-    assert trainer.test(Evaluates(), samples(1), verbose=False) == [{"test": 1.5}]
+    (values,) = trainer.test(Evaluates(), samples(1), verbose=False)
+    assert values == {"test": 1.5} | ({"first": 1.0} if trainer.is_global_zero else {})
     predictions = trainer.predict(Evaluates(), samples(1))
     assert trainer.strategy.gather_objects(predictions) == [[torch.tensor(3.0)], []]
 
@@ -165,6 +167,18 @@ def test_any_process_may_be_without_batches_and_all_of_them() -> None:
                 assert values["max"] == 1.5
             else:
                 assert trainer.test(Evaluates(), OwnBatches(*counts), verbose=False) == [{}]
+
+    class Hidden(Evaluates):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [torchmetrics.MeanMetric()]
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.hidden[0].update(1.0)
+            self.log("hidden", self.hidden[0])
+
+    with pytest.raises(RuntimeError, match=r"'hidden' in validation_step \(MeanMetric\)\): .* Make it an attribute"):
+        quiet(devices=2, strategy="ddp").validate(Hidden(), OwnBatches(1, 0))
 
 
 class OnOne(Evaluates):

@@ -212,12 +212,7 @@ def test_stop_and_error_name_ranks_and_counts() -> None:
         assert model.count == 8
 
 
-def test_join_is_refused_by_name_before_training() -> None:
-    from hasten.loops.processes import check_join
-
-    assert DDPStrategy().refuses_join() == ""
-    assert "static_graph" in DDPStrategy(static_graph=True).refuses_join()
-    assert check_join.__doc__
+def test_the_argument_is_one_of_three_words() -> None:
     with pytest.raises(ValueError, match=r"Trainer\(uneven='joined'\): use one of 'stop', 'join', 'error'"):
         L.Trainer(uneven="joined")  # type: ignore[arg-type]
 
@@ -235,6 +230,7 @@ def test_what_cannot_join_is_named() -> None:
         (ByHand(), {}, "manual optimization"),
         (Model(), {"on_bad_loss": "stop"}, "on_bad_loss='stop'"),
         (Model(), {"micro_batch": 2}, "micro_batch"),
+        (Model(), {"strategy": DDPStrategy(static_graph=True)}, "static_graph=True"),
     ]
     for model, arguments, named in refused:
         with pytest.raises(ValueError, match=rf"Trainer\(uneven='join'\): .*{named}"):

@@ -373,7 +373,7 @@ def _joining(run: Run, train_step: Step) -> Step:
     Such a process adds nothing to the gradients, and steps with those of the others, so that weights, optimizers,
     schedulers and counters stay the same on all.
     """
-    if run.arguments.uneven != "join" or run.runtime.world_size == 1:
+    if run.arguments.uneven != "join" or run.runtime.world_size == 1 or not run.optimizers:
         return train_step
     window, progress, shared, strategy = run.window, run.progress, run.logged.shared, run.runtime.strategy
     zero_grad = _zero_grad(run, run.optimizers[0])

@@ -283,8 +283,10 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
 
 def _compare(run: Run, batches: Batches, state: int) -> None:
     """Say which processes have fewer batches than others, when the first of them has no more."""
-    # Not every loader says which batch is its last.
-    more = state == _MORE and next(batches, _END) is not _END
+    more = state == _MORE
+    if more and run.arguments.uneven == "error":
+        # Not every loader knows which batch is its last. What is fetched here is lost, with "error" alone.
+        more = next(batches, _END) is not _END
     everybody: list[Any] = [None] * run.runtime.world_size
     dist.all_gather_object(everybody, (run.progress.batch + (state != _NONE) + more, more), group=host_group(run))
     counts = [count for count, _ in everybody]
