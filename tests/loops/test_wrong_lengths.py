@@ -333,7 +333,7 @@ def test_processes_with_different_numbers_of_batches_end_together_and_the_rank_i
     rank = int(os.environ["LOCAL_RANK"])
     batches = list(Batches(6 - 2 * rank, 0, first=100 * rank))
     if rank == 0:
-        with pytest.warns(UserWarning, match="rank 1 has 4 batches, and others have up to 6"):
+        with pytest.warns(UserWarning, match="rank 0 has 6 batches, rank 1 has 4"):
             model = together(batches, accumulate_grad_batches=3)
     else:
         model = together(batches, accumulate_grad_batches=3)
