@@ -26,6 +26,7 @@ from hasten.commands.consolidate import consolidate
 from hasten.machine.host import LockWatch
 from hasten.optim import in_backward
 from hasten.plugins import DeepSpeedPrecision, HalfPrecision
+from hasten.report import summarize
 from hasten.strategies import DeepSpeedStrategy
 from hasten.strategies.deepspeed_config import CONFIG_VARIABLE, EngineSettings, read_config
 
@@ -219,6 +220,12 @@ def test_parts_made_in_configure_model_and_evaluation_alone(tmp_path: Path) -> N
     expected = fit(2, "deepspeed_stage_2", tmp_path / "two", Configured())[2]
     _, net, ours = fit(2, "deepspeed_stage_3", tmp_path / "three", Configured())
     assert net.was_divided
+    # Parameters stay divided after fit, and a second one goes on with them.
+    assert summarize(net).total_parameters == summarize(Net()).total_parameters
+    again = fit(2, "deepspeed_stage_3", tmp_path / "twice", net)[2]
+    first = fit(2, "deepspeed_stage_2", tmp_path / "first", once := Configured())[2]
+    assert_close(again, fit(2, "deepspeed_stage_2", tmp_path / "second", once)[2], 1e-6)
+    assert_close(first, ours, 1e-6)
     assert_close(ours, expected, 1e-6)
     resumed = fit(2, "deepspeed_stage_3", tmp_path / "r", Configured(), ckpt_path=tmp_path / "three" / "0.ckpt")[2]
     assert_close(resumed, ours, 0.0)

@@ -49,9 +49,12 @@ class DeepSpeedPrecision(Precision):
             check_bfloat16(device, self.precision, instead=self.precision.removeprefix("bf"))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return ``module`` with parameters and buffers in this precision; those that are divided stay."""
+        """Return ``module`` with parameters and buffers in this precision; those that are divided are."""
         if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-            module.to(dtype=self.dtype)
+            return module.to(dtype=self.dtype)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point() and not hasattr(tensor, "ds_id"):
+                tensor.data = tensor.data.to(self.dtype)
         return module
 
     def convert_input(self, data: T) -> T:

@@ -76,7 +76,7 @@ class LayerSummary:
     @property
     def num_parameters(self) -> int:
         """Number of parameters, those of nested layers included; lazy ones count when they have a shape."""
-        return sum(parameter.numel() for parameter in _with_shape(self._module.parameters()))
+        return sum(_elements(parameter) for parameter in _with_shape(self._module.parameters()))
 
     @property
     def has_lazy_parameters(self) -> bool:
@@ -171,12 +171,12 @@ class LayerTable:
     @property
     def total_parameters(self) -> int:
         """Number of parameters; shared ones count once."""
-        return sum(parameter.numel() for parameter in _with_shape(self._model.parameters()))
+        return sum(_elements(parameter) for parameter in _with_shape(self._model.parameters()))
 
     @property
     def trainable_parameters(self) -> int:
         """Number of parameters that require gradients."""
-        return sum(p.numel() for p in _with_shape(self._model.parameters()) if p.requires_grad)
+        return sum(_elements(p) for p in _with_shape(self._model.parameters()) if p.requires_grad)
 
     @property
     def flop_counts(self) -> list[int]:
@@ -196,14 +196,14 @@ class LayerTable:
     @property
     def model_size(self) -> float:
         """Size of the parameters in MB (10**6 bytes), in the precision they are in."""
-        return sum(p.numel() * p.element_size() for p in _with_shape(self._model.parameters())) / 1e6
+        return sum(_elements(p) * p.element_size() for p in _with_shape(self._model.parameters())) / 1e6
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return the table as columns: heading and cells."""
         layers = list(self._layers.values())
         # A module that is used in several places counts once in the model, and so for "other params".
         listed = {id(p): p for layer in layers for p in layer._module.parameters()}
-        leftover = self.total_parameters - sum(p.numel() for p in _with_shape(listed.values()))
+        leftover = self.total_parameters - sum(_elements(p) for p in _with_shape(listed.values()))
         params = [
             UNKNOWN_SIZE if layer.has_lazy_parameters else human_readable(layer.num_parameters) for layer in layers
         ]
@@ -403,6 +403,12 @@ def check_depth(max_depth: int) -> int:
     """
     allowed = "-1 for all levels, 0 for none, or a positive number"
     return check.whole("ModelSummary", "max_depth", max_depth, at_least=-1, allowed=allowed, error=ValueError)
+
+
+def _elements(parameter: Tensor) -> int:
+    """Return the number of elements of a whole parameter; DeepSpeed's stage 3 leaves an empty one in each module."""
+    elements: int = getattr(parameter, "ds_numel", parameter.numel())
+    return elements
 
 
 def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:

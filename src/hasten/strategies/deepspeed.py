@@ -266,6 +266,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     ) -> None:
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         on_disk = [part for part in ("offload_optimizer", "offload_param") if offload_of(self.config, part) == "nvme"]
+        on_disk += ["remote_device"] if self.remote_device == "nvme" else []
         if on_disk and devices[0].type == "cpu":
             raise ValueError(
                 f"DeepSpeedStrategy with {on_disk[0]!r} on 'nvme' and accelerator='cpu': DeepSpeed's transfers to NVMe "
@@ -347,8 +348,8 @@ class DeepSpeedStrategy(ParallelStrategy):
             context: AbstractContextManager[Any] = deepspeed.zero.Init(
                 remote_device=self.remote_device,
                 pin_memory=self.remote_device == "cpu" and self.root_device.type != "cpu",
+                # The type follows from it: dtype= is not float32 on machines without 16-bit floats.
                 config_dict_or_path=config,
-                dtype=self._dtype,
             )
         return context
 
@@ -460,6 +461,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         groups = [trained] if optimizer is None else groups_of(optimizer)
         engine = self._initialize(module, optimizer, trained)
         self._state = EngineState(engine, groups)
+        engine.optimizer.register_grad_acc_post_hook(self._opened)
         self._parameters = list(module.parameters())
         self._flags = list(map(_trains, self._parameters))
         basic = engine.basic_optimizer
@@ -502,6 +504,10 @@ class DeepSpeedStrategy(ParallelStrategy):
             self._engine = self.model = engine
         return engine
 
+    def _opened(self) -> None:
+        """Note that ``loss.backward()`` has computed gradients."""
+        self._open = True
+
     def take_batch_size(self, size: int | None) -> None:
         """Tell the engine how many samples a batch has on a process; raise ValueError if the configuration differs."""
         if isinstance(self._batch_size, int):
@@ -517,7 +523,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             engine = self._initialize(module, None, None)
         self._unwatch_locks()
         if engine is None:
-            self.model = self.model or module
+            self.model, self._later = self.model or module, None
             return module
         made: nn.Module = engine
         return made
@@ -629,7 +635,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         def step(closure: Callable[[], Any] | None = None) -> Any:
             result = closure() if closure is not None else None
             engine = self.deepspeed_engine
-            factor, self._factor, self._open = self._factor, None, False
+            factor, self._factor, opened, self._open = self._factor, None, self._open, False
+            if not opened:
+                # Nothing to step with, as optimizers of torch see it.
+                return result
             if factor is None:
                 engine.step()
                 return result
@@ -734,6 +743,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._unwatch_locks()
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         self._unwatch_locks()

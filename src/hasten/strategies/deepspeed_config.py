@@ -99,6 +99,10 @@ class EngineSettings:
         self.config["managed_gradient_accumulation"] = False
         # None switches off the line that the engine prints every ten steps.
         self.config.setdefault("steps_per_print", None)
+        # Otherwise DeepSpeed clips gradients to a norm of 1; and what the Trainer or Fabric does not say is not "auto".
+        for key, value in ((_CLIPPING, 0.0), (_BATCHES, 1)):
+            if self.config.get(key, "auto") == "auto":
+                self.config[key] = value
         zero = self.config["zero_optimization"]
         if zero["stage"] == 1:
             if zero.get("overlap_comm"):
