@@ -7,11 +7,10 @@ With a third word, ``background``, they save as AsyncCheckpointIO does.
 from __future__ import annotations
 
 import os
-import random
-import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # The first DTensor imports it; the processes are to have it from here.
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hasten.checkpoint import files
 from hasten.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from tests.checkpoint.kills import kill_savers
 
 WORLD = 2
 ROWS = 20_000
@@ -50,44 +50,32 @@ def start(io: CheckpointIO, path: Path, number: int, rank: int, meeting: Path) -
 
 
 def main(folder: Path, kills: int, io: CheckpointIO) -> None:
-    """Kill one process of those that save, again and again; the newest checkpoint is whole each time."""
-    torch.set_num_threads(1)
-    chance = random.Random(0)
+    """Kill one process of those that save a folder together."""
     path = folder / "last.ckpt"
-    number = in_the_middle = 0
     # The same goes for what the first save imports.
     files.save_folder({"number": 0, "state_dict": {"weight": torch.zeros(ROWS * WORLD, 2)}}, path)
-    # On a busy machine some kills come between two saves: then there are more of them.
-    for kill in range(4 * kills):
-        if kill >= kills and in_the_middle > 1:
-            break
+
+    def start_all(number: int, kill: int) -> list[int]:
         meeting = folder.with_name(f"meeting-{kill}")
+        before = set(folder.iterdir())
         children = [start(io, path, number, rank, meeting) for rank in range(WORLD)]
         began = time.monotonic()
         # Until they have begun to save, which takes longest.
-        before = set(folder.iterdir())
         while not set(folder.iterdir()) - before:
             assert time.monotonic() - began < 60, "nothing is being saved"
             time.sleep(0.001)
-        time.sleep(chance.uniform(0.0, 0.1))
-        os.kill(chance.choice(children), signal.SIGKILL)
-        for child in children:
-            # The other one finds out by itself.
-            os.waitpid(child, 0)
-        in_the_middle += len(list(folder.iterdir())) > 1
+        return children
+
+    def read() -> dict[str, Any]:
         files.verify(path)
         contents = files.load(path).whole()
-        assert contents["number"] >= number, "an older checkpoint came back"
         weight = contents["state_dict"]["weight"]
         assert weight.shape == (ROWS * WORLD, 2)
-        assert (weight == contents["number"]).all(), "parts of two checkpoints"
-        number = contents["number"]
-        if chance.random() < 0.5:
-            files.clean(folder)
-            assert [each.name for each in folder.iterdir()] == ["last.ckpt"]
-    files.clean(folder)
-    assert [each.name for each in folder.iterdir()] == ["last.ckpt"]
-    print(number, in_the_middle)
+        return {"number": contents["number"], "weight": weight}
+
+    # On a busy machine some kills come between two saves: then there are more of them.
+    enough = lambda in_the_middle: in_the_middle > 1  # noqa: E731
+    kill_savers(path, kills, start_all, read, wait_seconds=0.1, is_enough=enough, most=4)
 
 
 if __name__ == "__main__":
