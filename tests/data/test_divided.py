@@ -59,6 +59,17 @@ def give_bounds(worker: int) -> None:
     dataset.end = min(dataset.start + each, SAMPLES)
 
 
+def give_bounds_of_rank(worker: int) -> None:
+    info: Any = get_worker_info()
+    each = -(-SAMPLES // dist.get_world_size())
+    info.dataset.start = dist.get_rank() * each
+    info.dataset.end = min(info.dataset.start + each, SAMPLES)
+
+
+def seed_by_rank(worker: int) -> None:
+    random.seed(100 * dist.get_rank() + worker)
+
+
 class Stateful(IterableDataset[Any]):
     def __init__(self) -> None:
         self.place = 0
@@ -224,6 +235,12 @@ def test_a_dataset_that_divides_itself_is_left_alone(caplog: pytest.LogCaptureFi
         for _ in range(2):
             assert prepare(loader, num_replicas=2, rank=0, name=f"the {type(dataset).__name__}") is loader
         assert caplog.text.count(why) == 1  # Though loaders may be made ready in every epoch.
+    caplog.clear()
+    by_init = DataLoader(Bounds(), 4, num_workers=1, worker_init_fn=give_bounds_of_rank)
+    assert prepare(by_init, num_replicas=2, rank=0) is by_init
+    assert "worker_init_fn reads get_rank" in caplog.text
+    with pytest.warns(UserWarning, match="keeps its share"):
+        prepare(DataLoader(Bounds(), 4, num_workers=1, worker_init_fn=seed_by_rank), num_replicas=2, rank=0)
     split = Numbers()
     split._distributed = SimpleNamespace(rank=0, world_size=2)  # type: ignore[attr-defined]
     loader = DataLoader(split, 4)

@@ -27,7 +27,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.first_samples import FirstSample, compare_first, digest_of, first_of_worker
-from hasten.data.loader_parts import has_state, with_attributes
+from hasten.data.loader_parts import has_state, overrides_iter, with_attributes
 from hasten.data.memory.dataset_parts import changed, comparable, fingerprint, parts
 from hasten.data.memory.read import DatasetProxy
 from hasten.data.resume.workers import SeedByRank
@@ -91,7 +91,7 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
     """
     dataset: Any = loader.dataset
     kind = type(dataset).__name__
-    if why := divides_itself(dataset):
+    if why := divides_itself(dataset) or _loader_divides(loader):
         _say_once(f"{name}: each process reads all that its {kind} gives, because {why}.")
         return loader
     if (where := _differing_part(dataset, name)) is not None:
@@ -147,10 +147,7 @@ def users_dataset(loader: DataLoader[Any]) -> Any:
 
 def asks_for_worker(loader: DataLoader[Any]) -> bool:
     """Return whether the dataset of a loader may divide itself among workers."""
-    function: Any = loader.worker_init_fn
-    while isinstance(function, (DetectDivision, SeedByRank)):
-        function = function.user_function
-    return function is not None or bool(mentioned(users_dataset(loader), frozenset({"get_worker_info"})))
+    return _users_init(loader) is not None or bool(mentioned(users_dataset(loader), frozenset({"get_worker_info"})))
 
 
 def _in_parts(loader: DataLoader[Any], dataset: Any, share: Share) -> DataLoader[Any]:
@@ -179,6 +176,25 @@ def divides_itself(dataset: object) -> str:
             return "its sharding_filter divides it"
     found = "" if _is_hugging_face(dataset) else mentioned(dataset, _RANK_NAMES, _RANK_VARIABLES)
     return f"its code reads {found} and so divides it" if found else ""
+
+
+def _loader_divides(loader: DataLoader[Any]) -> str:
+    """Return why the loader is taken to give each process other samples of the dataset; empty if nothing says so."""
+    function = _users_init(loader)
+    found = mentioned(function, _RANK_NAMES, _RANK_VARIABLES)
+    # Many ask for the rank only to seed.
+    if found and mentioned(function, frozenset({"dataset"})):
+        return f"worker_init_fn reads {found} and so divides it"
+    found = mentioned(type(loader), _RANK_NAMES, _RANK_VARIABLES) if overrides_iter(loader) else ""
+    return f"{type(loader).__name__} reads {found} and so divides it" if found else ""
+
+
+def _users_init(loader: DataLoader[Any]) -> Any:
+    """Return the user's ``worker_init_fn`` of a loader, or None."""
+    function: Any = loader.worker_init_fn
+    while isinstance(function, (DetectDivision, SeedByRank)):
+        function = function.user_function
+    return function
 
 
 def _has_sharding_filter(dataset: Any) -> bool:
@@ -257,8 +273,8 @@ def _differing_part(dataset: Any, name: str) -> str | None:
 def mentioned(dataset: object, names: frozenset[str], texts: frozenset[str] = frozenset()) -> str:
     """Return the first of ``names``, or of the strings ``texts``, in the code that iterating over a dataset may run.
 
-    Looked at are the methods of its classes but ``__init__``, the datasets and functions that it holds, and what they
-    call, as far as it is not of installed packages other than the dataset's own.
+    Or in that of a function. Looked at are the methods of its classes but ``__init__``, the datasets and functions that
+    it holds, and what they call, as far as it is not of installed packages other than the dataset's own.
     """
     search = _CodeSearch(names, texts, {_package(type(dataset))} - _NEVER, [dataset])
     while search.waiting:
