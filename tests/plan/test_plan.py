@@ -161,6 +161,24 @@ def test_manual_optimization_with_two_optimizers() -> None:
     assert found.sent["reduce-scatter"][0] == 2
 
 
+class _Measures(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = pytest.importorskip("torchmetrics").MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        # It looks for values that are not numbers.
+        self.mean(loss)
+        self.log("mean", self.mean)
+        return loss
+
+
+def test_metrics_are_left_out() -> None:
+    found = plan_fit(trainer(devices=1), _Measures(), loader(), devices=4, strategy="ddp").measured
+    assert found.parameters == sum(parameter.numel() for parameter in Transformer().parameters())
+
+
 def test_the_command(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

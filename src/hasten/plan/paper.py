@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hasten._lib.tree import is_sharded, map_tensors
+from hasten.logged_value import is_metric
 from hasten.machine import collectives, same_program
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.strategies.base import Strategy
@@ -128,6 +129,8 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
                 f"{name!r}, of a lazy layer, has no shape yet. Write the layer with its input size, or run a batch "
                 "through the module before."
             )
+        if is_sharded(tensor):
+            return tensor  # Divided in configure_model(), where it had no data.
         if id(tensor) in made or type(tensor).__name__ == "FakeTensor" or getattr(tensor, "fake_mode", None):
             return made.get(id(tensor), tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -146,6 +149,15 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
             for name, tensor in group.items():
                 if tensor is not None:
                     group[name] = replacement(f"{prefix}.{name}" if prefix else name, tensor)
+
+
+def leave_out_metrics(module: nn.Module) -> None:
+    """Have the metrics of torchmetrics in ``module`` do nothing: they read values, and no gradient flows from them."""
+    for part in module.modules():
+        if is_metric(part):
+            own: Any = part
+            own.forward = own.compute = lambda *_, **__: torch.zeros(())
+            own.update = lambda *_, **__: None
 
 
 def batch_without_data(batch: Batch, mode: FakeTensorMode, *, parts: int = 1) -> Batch:

@@ -305,6 +305,8 @@ def _copy(trainer: Trainer, order: Order, fit: Callable[[], None], writes: int) 
         while os.getppid() == parent:
             time.sleep(0.5)
 
+    # Tensors without data have no address, and torch warns of it.
+    warnings.filterwarnings("ignore", module=r"torch\.")
     try:
         end_when(wait_for_parent)
         answer = _answer(trainer, order, fit)

@@ -42,14 +42,11 @@ if TYPE_CHECKING:
 
 # The first makes the optimizers' states.
 _STEPS = 2
-
-
 # What reads values, writes, or cannot be followed without data.
 _OFF = {
     "speed": None, "compile": None, "resident": False, "detect_anomaly": False, "sync_batchnorm": False,
-    "packed": False,
-    "dropout": None,
-    "profiler": None, "on_bad_loss": "warn", "enable_autolog_hparams": False, "allocator": None,
+    "packed": False, "dropout": None, "profiler": None, "on_bad_loss": "warn", "enable_autolog_hparams": False,
+    "allocator": None,
 }  # fmt: skip
 
 
@@ -159,6 +156,7 @@ class _PlannedFit:
             return stack
 
         def shard_without_data(module: nn.Module, stored: Any = ()) -> None:
+            paper.leave_out_metrics(module)
             paper.without_data(module, self.mode)
             self.modes.enter_context(self.mode)
             self.modes.enter_context(self.ledger)
