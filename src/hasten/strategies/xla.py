@@ -300,7 +300,7 @@ class _Exchange:
 class XLAFSDPStrategy(OneProcess):
     """Parameters, gradients and optimizer states are sharded over the XLA devices of one machine, by one process.
 
-    The engine is SPMD, which torch_xla's documentation recommends in place of its FSDP with a process for each device:
+    The engine is SPMD, as in the newer of torch_xla's two FSDP:
     the program is that of one device, and XLA divides each operation. ``batch_size`` of a loader is that of all devices
     together. Parameters keep their names and shapes, and checkpoints are whole files.
 
