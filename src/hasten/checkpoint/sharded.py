@@ -249,7 +249,7 @@ class BackgroundSaves:
             try:
                 function()
             except OSError as error:
-                log.warning(f"A checkpoint that is no longer needed could not be removed: {error}.")
+                log.warning(f"An old checkpoint could not be removed: {error}.")
 
         self._pending = self._executor.submit(follow)
 
