@@ -48,7 +48,7 @@ def train(run: Runtime, mode: str, folder: str) -> None:
 
 
 def misbehave(mode: str, rank: int) -> None:
-    """Do what ``mode`` describes: "rank1 dies", "rank0 leaves", "rank0 raises", or "rank1 exits, others sleep"."""
+    """Do what ``mode`` describes: "rank1 dies", "rank1 exits with 0", or "rank1 exits, others sleep", ...."""
     if mode.endswith("others sleep") and not mode.startswith(f"rank{rank}"):
         time.sleep(600)
     if not mode.startswith(f"rank{rank} "):
@@ -56,7 +56,9 @@ def misbehave(mode: str, rank: int) -> None:
     if "dies" in mode:
         os.kill(os.getpid(), signal.SIGKILL)
     if "exits" in mode:
-        os._exit(3)
+        os._exit(0 if mode.endswith("0") else 3)
+    if "is interrupted" in mode:
+        raise KeyboardInterrupt
     if "leaves" in mode:
         sys.exit(0)
     if "raises" in mode:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def wait_for(*files: Path) -> None:
     [
         ("rank1 dies", "the process of rank 1 was killed by SIGKILL"),
         ("rank1 exits, others sleep", "the process of rank 1 ended with exit code 3"),
+        ("rank1 exits with 0", "the process of rank 1 ended in the middle of the run (exit code 0, without an error)"),
         ("rank0 raises", 'KeyError: "a mistake of the user\'s"'),
         ("rank0 leaves", "the process of rank 1 was still in a run or a barrier"),
     ],
@@ -114,6 +116,7 @@ def copies(mode: str, folder: Path) -> None:
         ("rank1 dies", RuntimeError, "the process of rank 1 was killed by SIGKILL"),
         ("rank1 exits, others sleep", RuntimeError, "the process of rank 1 ended with exit code 3"),
         ("rank1 raises", KeyError, "a mistake of the user's"),
+        ("rank1 is interrupted", KeyboardInterrupt, "raised in the process of rank 1"),
     ],
 )
 def test_a_lost_copy_raises_here_and_is_named(mode: str, kind: type[Exception], said: str, tmp_path: Path) -> None:
@@ -205,3 +208,11 @@ def test_a_machine_that_waits_prints_what_to_start_on_the_others(tmp_path: Path)
     finally:
         second.kill()
         second.wait()
+
+
+def test_a_timeout_or_a_backend_that_cannot_be_is_refused_when_it_is_given() -> None:
+    with pytest.raises(ValueError, match=r"DDPStrategy\(timeout=.*use a positive one"):
+        DDPStrategy(timeout=timedelta(seconds=-1))
+    with pytest.raises(ValueError, match=r"DDPStrategy\(process_group_backend='gloooo'\).*Did you mean 'gloo'"):
+        DDPStrategy(process_group_backend="gloooo")
+    DDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")

@@ -156,12 +156,14 @@ def _launch(given: argparse.Namespace, nodes: tuple[int, int], endpoint: tuple[s
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from hasten.machine.cluster import LAUNCHER_VARIABLE
-    from hasten.machine.launch import describe_death, threads_for_each
+    from hasten.machine.launch import describe_death, quiet_torch, threads_for_each
 
     procs = _number_of_processes(given.procs)
     if procs > 1 and (threads := threads_for_each(procs)) is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ[LAUNCHER_VARIABLE] = "hasten launch"
+    for name, value in quiet_torch().items():
+        os.environ.setdefault(name, value)
     # Otherwise a restarted process finds the addresses of dead ones: https://github.com/pytorch/pytorch/issues/135712.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_STOP_SECONDS))

@@ -107,6 +107,8 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
     own = _own_part(dataset, num_replicas, rank)
     if own is None:
         workers = " in each of its workers" if loader.num_workers > 1 else ""
+        if workers and asks_for_worker(loader):
+            workers = ", divided among its workers if these divide them,"
         rank_zero_warn(
             f"{name}: each of {num_replicas} processes reads all samples of {kind}{workers} and keeps its share. To "
             f"read only that, give {kind} a method shard(num_shards, index), or divide the samples yourself and pass "

@@ -164,6 +164,15 @@ class RunScriptAgain(Launcher):
             raise
 
 
+def quiet_torch() -> dict[str, str]:
+    """Return variables for processes started here, in which torch is not to print more than its errors.
+
+    When a process ends, torch warns in all others that their store does not answer, with the stacks of its own C++
+    code: dozens of lines around the one that says why. Who debugs torch.distributed gets all of them.
+    """
+    return {} if "TORCH_DISTRIBUTED_DEBUG" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
 def command_of_this_program() -> list[str]:
     """Return the command that runs this program again.
 
@@ -262,7 +271,7 @@ class _Children:
         _calls.begun = 0
         # The program may have changed its working directory, and will do so again.
         command, folder = command_of_this_program(), folder_of_this_program()
-        common = {**os.environ, **environment, _PARENT: str(os.getpid())}
+        common = {**quiet_torch(), **os.environ, **environment, _PARENT: str(os.getpid())}
         for local_rank in range(1, num_processes):
             own, passed = {**common, "LOCAL_RANK": str(local_rank)}, []
             if os.name == "posix":  # Windows does not inherit pipes.
@@ -305,8 +314,17 @@ class _Children:
         return None
 
     def why_dead(self) -> str | None:
-        """Return which process died and how; None if none does within ``GRACE_SECONDS``."""
-        self._seen.wait(GRACE_SECONDS)
+        """Return which process ended and how; None if none does within ``GRACE_SECONDS``.
+
+        To be called by a process that has lost a partner, so that one that has ended without an error is the reason.
+        """
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not self._seen.wait(0.1) and time.monotonic() < deadline:
+            codes = {self._first_rank + local_rank: self._code(local_rank) for local_rank in self._processes}
+            ended = [(not code, rank, code) for rank, code in codes.items() if code is not None]
+            if ended:
+                _, rank, code = min(ended)
+                return self._dead or describe_death(rank, code)
         return self._dead
 
     def _watch(self) -> None:
@@ -316,8 +334,11 @@ class _Children:
                 return
             for local_rank in self._processes:
                 code = self._code(local_rank)
-                if code not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-                    assert code is not None
+                if code is None or code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+                    continue
+                reported = self._reported(local_rank)
+                # os._exit(0) in the middle of a call is no end either.
+                if code or reported[_CALL_BEGINS] > reported[_CALL_ENDS]:
                     self._dead = describe_death(self._first_rank + local_rank, code)
                     break
         self._seen.set()
@@ -429,7 +450,11 @@ def _flush() -> None:
 def describe_death(rank: int, code: int) -> str:
     """Return a sentence about a process that ended unexpectedly."""
     how = f"ended with exit code {code}; its error is printed above"
-    if code < 0:
+    if code == 0:
+        how = "ended in the middle of the run (exit code 0, without an error)"
+    elif code == 128 + signal.SIGINT:
+        how = f"was interrupted (KeyboardInterrupt, exit code {code})"
+    elif code < 0:
         name = str(-code)
         with suppress(ValueError):
             name = signal.Signals(-code).name

@@ -131,7 +131,7 @@ def _child(
     except (SystemExit, KeyboardInterrupt) as error:
         given = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code
         code = given if isinstance(given, int) else int(given is not None)
-        connection.send_bytes(pickle.dumps(("exit", code)))
+        connection.send_bytes(pickle.dumps(("exit", (code, traceback.format_exc()))))
     except BaseException as error:
         connection.send_bytes(_packed(error))
     finally:
@@ -163,6 +163,8 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
     stopped_with: int | None = None
     ended: tuple[int, str] | None = None
     symptom: BaseException | None = None
+    # Who left first by KeyboardInterrupt or SystemExit: its rank, exit code and traceback.
+    left: tuple[int, int, str] | None = None
     deadline = math.inf
     presses = 0
 
@@ -189,7 +191,8 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
                     # All processes end at once: one that does not is stopped.
                     ended, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
                 elif kind == "exit":
-                    stopped_with = content
+                    stopped_with = content[0]
+                    left = left or (first_rank + rank, *content)
                 elif rank == 0:
                     first = content
             if presses > 1:
@@ -200,7 +203,15 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
             raise RuntimeError(f"{reason} The places of all ranks are printed above.")
         stopped_with = code
     elif symptom is not None:
-        raise symptom
+        if left is None:
+            raise symptom
+        rank, code, text = left
+        if code == 0:
+            raise RuntimeError(launch.describe_death(rank, 0)) from RemoteTraceback(text)
+        # The others lost a partner that left the run: that is the reason.
+        where = f"raised in the process of rank {rank}"
+        leaving = KeyboardInterrupt(where) if code == 128 + signal.SIGINT else SystemExit(code)
+        raise leaving from RemoteTraceback(text)
     if stopped_with == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if stopped_with is not None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.host import usable_cores
@@ -148,7 +149,9 @@ class Variants:
     ) -> None:
         if nodes is None:
             nodes = devices // _PER_NODE if devices > _PER_NODE and devices % _PER_NODE == 0 else 1
-        if devices < 1 or nodes < 1 or devices % nodes:
+        check.whole("plan_fit", "devices", devices, at_least=1)
+        check.whole("plan_fit", "num_nodes", nodes, at_least=1)
+        if devices % nodes:
             raise ValueError(f"{devices} devices on {nodes} machines: use a multiple of the number of machines.")
         if accelerator not in ("gpu", "cpu"):
             raise ValueError(f"accelerator={accelerator!r}: use 'gpu' or 'cpu'.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hasten._lib import check
+from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import collectives, watchdog
 from hasten.machine.cluster import LightningEnvironment
@@ -54,6 +55,23 @@ def is_of_pipeline(value: object) -> bool:
     return any(kind.__module__.startswith("torch.distributed.pipelining") for kind in type(value).__mro__)
 
 
+def _check_backend(owner: str, given: str) -> None:
+    """Refuse what is no backend of ``torch.distributed``, also in "cpu:gloo,cuda:nccl"."""
+    if not torch.distributed.is_available():
+        return
+    known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
+    for part in str(given).split(","):
+        name = part.rpartition(":")[2].strip()
+        if name.lower() not in known:
+            raise check.wrong(
+                owner,
+                "process_group_backend",
+                given,
+                f"one of {', '.join(map(repr, known))}, or import the package that registers it first",
+                hint=did_you_mean(name, known),
+            )
+
+
 class ParallelStrategy(Strategy):
     """The base of strategies with several processes: their ranks, how they start and how they communicate.
 
@@ -76,6 +94,10 @@ class ParallelStrategy(Strategy):
         super().__init__()
         allowed = "a datetime.timedelta, such as timedelta(minutes=10)"
         check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
+        if timeout is not None and timeout <= timedelta(0):
+            raise check.wrong(type(self).__name__, "timeout", timeout, "a positive one, such as timedelta(minutes=10)")
+        if process_group_backend is not None:
+            _check_backend(type(self).__name__, process_group_backend)
         self._backend = process_group_backend
         self._timeout = timeout if timeout is not None else TIMEOUT
         check.one_of(type(self).__name__, "start_method", start_method, START_METHODS)
