@@ -277,3 +277,65 @@ def test_ten_values_cost_one_collective_a_flush_and_none_in_between() -> None:
     assert {size for _, size in collectives if size < 10} <= {3, 4, 5}
     # Names are compared the first time that they are reduced.
     assert exchanges == [2, 5, 5]
+
+
+class Scheduled(Model):
+    """Logs another value on each rank; ``make``: its scheduler, given the optimizer and the rank."""
+
+    def __init__(self, make: Callable[[Any, int], Any], interval: str = "epoch") -> None:
+        super().__init__()
+        self.make, self.interval = make, interval
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        self.log("own", float(self.count if self.global_rank else -self.count), on_step=True, on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("own_mean", float(self.count if self.global_rank else -self.count))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        monitor = "own" if self.interval == "step" else "own_mean"
+        scheduler = {"scheduler": self.make(optimizer, self.global_rank), "interval": self.interval, "monitor": monitor}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.mark.world_size(2)
+def test_schedulers_step_on_the_same_value_and_schedulers_and_optimizers_that_differ_are_named() -> None:
+    schedulers = torch.optim.lr_scheduler
+    for interval in ("epoch", "step"):
+        trainer = two(Scheduled(lambda o, rank: schedulers.ReduceLROnPlateau(o, patience=0), interval), max_epochs=3)
+        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+    differ: dict[str, Callable[[Any, int], Any]] = {
+        "step_size of scheduler 0 is 1 on rank 0 and 2 on rank 1": lambda o, rank: schedulers.StepLR(o, 1 + rank),
+        "_schedulers of scheduler 0 is .*'T_max': 3, .* on rank 0 and .*'T_max': 4": lambda o, rank: (
+            schedulers.ChainedScheduler([schedulers.CosineAnnealingLR(o, 3 + rank)])
+        ),
+        "lr_lambdas of scheduler 0 is .*first.* on rank 0 and .*second.* on rank 1": lambda o, rank: (
+            schedulers.LambdaLR(o, second if rank else first)
+        ),
+    }
+    for message, make in differ.items():
+        with pytest.raises(RuntimeError, match=message):
+            two(Scheduled(make))
+    two(Scheduled(lambda o, rank: schedulers.LambdaLR(o, lambda step: 0.5)), max_epochs=1)
+
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    layer = nn.Linear(2, 2)
+    with pytest.raises(
+        RuntimeError, match=r"Fabric.setup\(\): .*lr of group 0 of optimizer 0 is 0.1 on rank 0 and 1.1 on"
+    ):
+        fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1 + fabric.global_rank))
+    layer = nn.Linear(2, 2)
+    fabric.setup_module(layer)
+    with pytest.raises(RuntimeError, match=r"Fabric.setup_optimizers\(\): .*lr of group 0"):
+        fabric.setup_optimizers(torch.optim.SGD(layer.parameters(), lr=0.1 + fabric.global_rank))
+
+
+def first(step: int) -> float:
+    return 1.0
+
+
+def second(step: int) -> float:
+    return 0.5

@@ -268,7 +268,7 @@ class Fabric(RuntimeView):
             check_optimizer(optimizer, "setup")
         wrapped = self._wrapped_module(module, "setup", move_to_device, optimizers)
         # After the module: a precision may have replaced layers, and an engine has made its own of the optimizer.
-        made = self._wrapped_optimizers(self._of_engine or optimizers, "setup")
+        made = self._wrapped_optimizers(self._of_engine or optimizers, "setup", scheduler)
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not made:
             return wrapped
@@ -415,14 +415,18 @@ class Fabric(RuntimeView):
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
 
-    def _wrapped_optimizers(self, optimizers: Sequence[Optimizer], method: str) -> list[FabricOptimizer]:
+    def _wrapped_optimizers(
+        self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
+    ) -> list[FabricOptimizer]:
         if not self.strategy.owns_step:
-            self._check_optimizers(optimizers, method)
+            self._check_optimizers(optimizers, method, scheduler)
         made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
         self._optimizers.extend(made)
         return made
 
-    def _check_optimizers(self, optimizers: Sequence[Optimizer], method: str) -> None:
+    def _check_optimizers(
+        self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
+    ) -> None:
         """Check that optimizers train modules that were set up; make them fused where the arguments say so."""
         fused = self._speed.fused_optimizer
         for optimizer in optimizers:
@@ -434,6 +438,9 @@ class Fabric(RuntimeView):
             if fused is not None:
                 use_fused(optimizer, fused, owner=f"Fabric(fused_optimizer={fused})")
             self.strategy.check_optimizer(optimizer, "Fabric")
+        if self.world_size > 1 and optimizers:
+            schedulers = [] if scheduler is None else [scheduler]
+            same_program.require_same_optimizers(f"Fabric.{method}()", optimizers, schedulers)
 
     # -- a step
 

@@ -94,10 +94,17 @@ def check_module(run: Run) -> None:
         )
 
 
+_OF_CONFIG = ("interval", "frequency", "reduce_on_plateau", "monitor", "strict")
+
+
 def check_optimizers(run: Run) -> None:
     """Check that all processes train with the same optimizers and schedulers."""
     if run.runtime.world_size > 1:
         facts = same_program.of_optimizers(run.optimizers, [config.scheduler for config in run.schedulers])
+        for index, config in enumerate(run.schedulers):
+            facts |= {
+                f"`{name}` of scheduler {index}": same_program.plain(getattr(config, name)) for name in _OF_CONFIG
+            }
         same_program.require_same(f"optimizers/{run.number}", f"Trainer.{run.state.fn}()", facts)
 
 

@@ -143,9 +143,16 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
 
 def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     name = str(config.monitor)
+    several = run.runtime.world_size > 1
+    if several and config.interval == "step":
+        run.logged.sync_step_values()
     metrics = run.logged.callback_metrics()
-    if name in metrics:
-        return metrics[name]
+    value = metrics.get(name)
+    if several:
+        # Without sync_dist it is another one on each process, which would train apart: that of the first counts.
+        value = run.runtime.broadcast(None if value is None else value.detach().cpu())
+    if value is not None:
+        return value
     message = (
         f"The scheduler {type(config.scheduler).__name__} steps on monitor={name!r}, which was never logged. "
         f"Logged so far: {sorted(metrics)}.{did_you_mean(name, list(metrics))} "

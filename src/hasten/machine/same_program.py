@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import platform
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,11 +68,17 @@ def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
 
 
 _modules = itertools.count()
+_optimizers = itertools.count()
 
 
 def require_same_module(call: str, module: nn.Module) -> None:
     """Check that all processes give the same module to ``call``; see ``require_same``."""
     require_same(f"given/{next(_modules)}", call, of_module(module))
+
+
+def require_same_optimizers(call: str, optimizers: Sequence[Any], schedulers: Sequence[Any] = ()) -> None:
+    """Check that all processes give the same optimizers and schedulers to ``call``; see ``require_same``."""
+    require_same(f"optimizers given/{next(_optimizers)}", call, of_optimizers(optimizers, schedulers))
 
 
 _START = "Start all of them with the same program, arguments and packages."
@@ -192,7 +199,7 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def of_optimizers(optimizers: Iterable[Any], schedulers: Iterable[Any] = ()) -> Facts:
-    """Return classes of optimizers and schedulers, and the numbers that optimizers step with."""
+    """Return classes of optimizers and schedulers, and the numbers that they step with."""
     facts: Facts = {}
     for index, optimizer in enumerate(optimizers):
         facts[f"optimizer {index}"] = name_of(type(optimizer))
@@ -204,4 +211,30 @@ def of_optimizers(optimizers: Iterable[Any], schedulers: Iterable[Any] = ()) -> 
             facts |= {f"{key} of group {position} of optimizer {index}": value for key, value in numbers.items()}
     for index, scheduler in enumerate(schedulers):
         facts[f"scheduler {index}"] = name_of(type(scheduler))
+        facts |= {f"{key} of scheduler {index}": value for key, value in _settings_of(scheduler).items()}
     return facts
+
+
+# A process may be the only one that prints something.
+_SCHEDULERS_MAY_DIFFER = ("optimizer", "verbose", "rank", "local_rank", "global_rank")
+# Schedulers of schedulers of schedulers; beyond that they are compared by class.
+_DEEPEST = 3
+
+
+def _settings_of(scheduler: Any, depth: int = 0) -> Facts:
+    # Not its state_dict: that has no functions, and may be slow where the program defines it.
+    attributes = getattr(scheduler, "__dict__", {})
+    return {name: _setting(value, depth) for name, value in attributes.items() if name not in _SCHEDULERS_MAY_DIFFER}
+
+
+def _setting(value: Any, depth: int) -> Any:
+    """Return an attribute of a scheduler as plain data: of functions the name, of other schedulers their attributes."""
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and depth < _DEEPEST:
+        return [name_of(type(value)), _settings_of(value, depth + 1)]
+    if isinstance(value, functools.partial):
+        return [_setting(part, depth) for part in (value.func, value.args, value.keywords)]
+    if isinstance(value, (list, tuple)):
+        return [_setting(item, depth) for item in value]
+    if callable(value) and not isinstance(value, (type, Tensor)) and hasattr(value, "__qualname__"):
+        return value.__qualname__
+    return plain(value)
