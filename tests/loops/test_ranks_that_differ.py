@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 import hasten as L
+from hasten.callbacks import ModelCheckpoint
 from hasten.machine import agreement
 from tests.models import loader, quiet
 
@@ -160,6 +163,76 @@ def test_a_batch_without_a_loss_on_one_process_contributes_nothing(accumulate: i
             if (batch_idx + 1) % accumulate == 0:
                 optimizer.step()
     torch.testing.assert_close(model.layer.weight, alone.layer.weight, rtol=1e-5, atol=1e-6)
+
+
+class Signaled(Model):
+    """Sends a signal to rank 1 in its third batch of an evaluation, and takes a while for the batches after it."""
+
+    def __init__(self, number: int | None = None) -> None:
+        super().__init__()
+        self.number, self.evaluated, self.ended = number, 0, 0
+        self.metric = torchmetrics.MeanMetric()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated += 1
+        if self.number is not None:
+            if self.evaluated == 3 and self.global_rank == 1:
+                os.kill(os.getpid(), self.number)
+            time.sleep(0.05 * (1 + self.global_rank))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.predict_step(batch, batch_idx)
+        self.metric.update(self.layer(batch[0]) + torch.rand(()))
+        self.log("metric", self.metric)
+        self.log("noise", torch.rand(()), sync_dist=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if loss is None else loss * torch.rand(())
+
+    def on_validation_epoch_end(self) -> None:
+        self.ended += 1
+
+    on_predict_epoch_end = on_validation_epoch_end
+
+
+@pytest.mark.world_size(2)
+def test_a_signal_to_one_process_ends_an_evaluation_on_all_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:
+    def trainer(**arguments: Any) -> L.Trainer:
+        return quiet(devices=2, strategy="ddp", max_epochs=2, num_sanity_val_steps=0, **arguments)
+
+    def left(model: Signaled, run: Callable[[], object], code: int) -> None:
+        with pytest.raises(SystemExit) as caught:
+            run()
+        assert caught.value.code == code
+        assert model.evaluated < 60
+        assert model.ended == 0
+
+    many, saves = loader(480), ModelCheckpoint(tmp_path, save_last=True)
+    model, interrupted = Signaled(signal.SIGTERM), trainer(callbacks=[saves], enable_checkpointing=True)
+    L.seed_everything(1)
+    left(model, lambda: interrupted.fit(model, loader(40), many), 143)
+    resumed, plain = Signaled(), Signaled()
+    trainer().fit(resumed, loader(40), many, ckpt_path=tmp_path / "last.ckpt")
+    L.seed_everything(1)
+    whole = trainer()
+    whole.fit(plain, loader(40), many)
+    assert torch.equal(resumed.layer.weight, plain.layer.weight)
+    assert resumed.evaluated == plain.evaluated == 120
+    assert resumed.trainer.callback_metrics == whole.callback_metrics
+    model = Signaled(signal.SIGINT)
+    left(model, lambda: trainer().predict(model, many), 130)
+
+    # Steps that exchange something are all made: the others wait in them.
+    class Gathers(Signaled):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.all_gather(batch[1])
+            self.predict_step(batch, batch_idx)
+
+    model = Gathers(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        trainer().test(model, loader(160))
+    assert model.evaluated == 20
 
 
 # -- values logged with sync_dist=True

@@ -12,7 +12,7 @@ from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.prepare import compiled_step, recorded_steps
-from hasten.loops.processes import in_step
+from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import LIMIT_OF, STEP_OF, StageData, make_transfer
@@ -73,6 +73,7 @@ def evaluate(
                 logged.enter_loader(stage, loader_idx if count > 1 else None)
                 batches.append(_evaluate_loader(run, source, loader_idx, several=count > 1))
             logged.enter_loader(stage, None)
+            leave_evaluation(run)
             if run.runtime.world_size > 1:
                 logged.complete_evaluation(stage, run.module, batches)
             by_loader, values = logged.close_epoch(stage)
@@ -165,7 +166,7 @@ def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], A
 
 
 def _leave_if_stopped(run: Run) -> None:
-    # Several processes leave together, at the end of the evaluation.
+    # Several processes leave together, when none of them reads batches any more.
     if run.stop.signal is not None and run.runtime.world_size == 1:
         raise Stopped(run.stop.signal)
 
@@ -232,6 +233,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
                 run.epoch_batch_indices.append([])
                 keeps = return_predictions or run.keeps_predictions
                 _predict_loader(run, loader_idx, several, outputs[-1] if keeps else None)
+            leave_evaluation(run)
             run.kept_predictions = outputs if several else (outputs[0] if outputs else [])
             hooks.on_predict_epoch_end()
             hooks.on_predict_end()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import warn_once
 from hasten.hooks import overrides
-from hasten.machine import agreement, same_program
+from hasten.loops.run import Stopped
+from hasten.machine import agreement, same_program, watchdog
 from hasten.module import LightningModule
 from hasten.optim import needs_closure
 
@@ -318,18 +319,31 @@ def checked_in_group(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[
 
 
 def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-    """Yield batches; where a forward needs all processes, one without batches computes along until all are done."""
+    """Yield the batches of an evaluation, fewer where a signal arrived at any process: ``leave_evaluation`` comes next.
+
+    Where a forward needs all processes, one without batches computes along until all are done.
+    """
     strategy = run.runtime.strategy
-    if strategy.computes_alone or run.runtime.world_size == 1:
+    if run.runtime.world_size == 1:
         yield from batches
+        return
+    stop = run.stop
+    if strategy.computes_alone:
+        begun = watchdog.collectives_begun()
+        for item in batches:
+            yield item
+            # Steps that exchange something themselves need all processes, up to the last batch.
+            if stop.heard is not None and watchdog.collectives_begun() == begun:
+                return
         return
     strategy.begin_epoch()
     group, batches, first = host_group(run), checked_in_group(run, batches), True
     while True:
         item = next(batches, _END)
-        have = torch.tensor(int(item is not _END))
-        dist.all_reduce(have, group=group)
-        if not have:
+        state = torch.tensor([item is not _END, stop.heard is not None], dtype=torch.int64)
+        dist.all_reduce(state, group=group)
+        have, heard = state.tolist()
+        if heard or not have:
             return
         if item is not _END:
             yield item
@@ -339,6 +353,14 @@ def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any
             # A process without any batch cannot have seen the order.
             _check_order(run)
         first = False
+
+
+def leave_evaluation(run: Run) -> None:
+    """Leave the run if a signal arrived at any process; all processes come here after their last batch."""
+    # ``should_stop`` is agreed on after the evaluation.
+    number = run.stop.agreed_now() if run.runtime.world_size > 1 else None
+    if number is not None:
+        raise Stopped(number)
 
 
 def _check_order(run: Run) -> None:

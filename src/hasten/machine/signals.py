@@ -69,6 +69,10 @@ class StopRequests:
         self._also = tuple(also)
         self._outer: StopRequests | None = None
         self.signal: int | None = None
+        # The signal that arrived at any process, as soon as the thread that watches this one knows of it; and which run
+        # it is, the same number on all processes.
+        self.heard: int | None = None
+        self.number = 0
         # Whether this process asks to stop (``trainer.should_stop``), and whether any does, as of the last agreement.
         self.asks = self.granted = False
         self._all_reduce = all_reduce
@@ -142,7 +146,9 @@ class StopRequests:
     def _exchanged(self, seconds_per_step: float) -> tuple[int | None, float]:
         """Return the signal of any process and the seconds per step of the slowest."""
         assert self._all_reduce is not None
-        own = torch.tensor([float(self.signal or 0), seconds_per_step, float(self.asks)], dtype=torch.float64)
+        own = torch.tensor(
+            [float(self.signal or self.heard or 0), seconds_per_step, float(self.asks)], dtype=torch.float64
+        )
         number, slowest, granted = self._all_reduce(own, op="max").tolist()
         self.granted = bool(granted)
         return int(number) or None, slowest

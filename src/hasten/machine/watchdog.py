@@ -281,7 +281,7 @@ class Watchdog:
             # The process was suspended, and goes on.
             self._moved = self._stepped = now
         self._looked = now
-        groups = _collectives()
+        groups = collectives_begun()
         counted = (self.position(), groups)
         if counted != self._counted:
             self._counted, self._moved, self._warned = counted, now, False
@@ -312,6 +312,7 @@ class Watchdog:
         if due:
             self._next_beat = now + BEAT_SECONDS * self._patience
             self._write()
+        self._pass_on_signal()
         if self._store.check(["order"]):
             order = self._store.get("order").decode()
             if order != self._last_order:
@@ -322,6 +323,20 @@ class Watchdog:
             verdict = self._judge(self._everybody(now))
             if verdict is not None:
                 self._give_order(verdict)
+
+    def _pass_on_signal(self) -> None:
+        """Have the processes hear of a signal that arrived at one of them: an evaluation has no step that all make."""
+        requests = signals.StopRequests.active
+        if requests is None or requests.heard is not None or not requests.number:
+            return
+        key = f"signal/{requests.number}"
+        # The main thread may be in a call, and not know yet.
+        number = self._beat.stop if self._beat.stop in requests.handled else requests.signal
+        if number:
+            self._store.set(key, str(int(number)))
+            requests.heard = int(number)
+        elif self._store.check([key]):
+            requests.heard = int(self._store.get(key))
 
     def _judge(self, beats: dict[int, Beat]) -> Verdict | None:
         verdict = judge(beats, self.timeout_seconds, warned=self._warned)
@@ -457,7 +472,7 @@ def write(text: str) -> None:
         data = data[os.write(2, data) :]
 
 
-def _collectives() -> dict[str, int]:
+def collectives_begun() -> dict[str, int]:
     """Return how many collectives each process group has begun, by its name."""
     counted: dict[str, int] = {}
     for group, name in list(_torch._world.pg_names.items()):

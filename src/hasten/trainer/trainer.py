@@ -548,7 +548,7 @@ class Trainer(TrainerView):
         also = runtime.cluster.stop_signals
         with StopRequests(runtime.all_reduce if runtime.world_size > 1 else None, also=also) as stop:
             run = self._run = self._make_run(module, given, stop)
-            run.number = number
+            run.number = stop.number = number
             watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
             try:
                 self._between_batches = True
