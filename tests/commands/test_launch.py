@@ -11,6 +11,8 @@ from tests.programs import ROOT, run_python, start_python
 from hasten.commands import main
 
 RESTARTS = ROOT / "benchmarks" / "restarts.py"
+TWO_PROCESSES = ROOT / "tests" / "machine" / "programs.py"
+TWO_PROCESSES = Path(__file__).parents[1] / "machine" / "programs.py"
 
 PROGRAM = """
 import os, signal, sys
@@ -70,6 +72,12 @@ def test_options_may_be_spelled_as_torchrun_spells_them_and_exit_codes_are_the_p
     code, _, said = launch("--procs", "2", "-m", "program", "3")
     assert code == 3
     assert "hasten launch: the process of rank 1 ended with exit code 3" in said
+
+    code, _, said = launch("--procs", "2", str(TWO_PROCESSES), "ddp", "rank1 exits with 0", ".")
+    assert code == 1
+    # Not the first one, whose connection broke.
+    assert "RuntimeError: the process of rank 1 ended in the middle of the run, without an error" in said
+    assert "hasten launch: the process of rank 1 ended in the middle of the run, without an error" in said
 
     code, _, said = launch("--procs", "2", "--restarts", "1", "program.py", "die")
     assert code == 137

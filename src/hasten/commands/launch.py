@@ -25,6 +25,8 @@ _DEFAULT_PORT = 29400
 # How long machines may take to meet, at the start and after a restart.
 _MEETING_SECONDS = 600
 _FIRST_NOTICE_SECONDS, _NEXT_NOTICE_SECONDS = 10.0, 60.0
+# How long before a process fails it may have noted why.
+_CAUSE_SECONDS = 30
 # A process that was asked to stop saves a checkpoint, which may take longer than the 30 s that torchrun gives it.
 _STOP_SECONDS = 300
 _RULES = """\
@@ -156,6 +158,7 @@ def _launch(given: argparse.Namespace, nodes: tuple[int, int], endpoint: tuple[s
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from hasten.machine.cluster import LAUNCHER_VARIABLE
+    from hasten.machine.collectives import CAUSE_VARIABLE
     from hasten.machine.launch import describe_death, quiet_torch, threads_for_each
 
     procs = _number_of_processes(given.procs)
@@ -169,6 +172,8 @@ def _launch(given: argparse.Namespace, nodes: tuple[int, int], endpoint: tuple[s
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_STOP_SECONDS))
     host, port = endpoint
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as unused, _notices(nodes, endpoint) as started:
+        cause = Path(unused, "cause")
+        os.environ[CAUSE_VARIABLE] = str(cause)
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -189,8 +194,10 @@ def _launch(given: argparse.Namespace, nodes: tuple[int, int], endpoint: tuple[s
             rank, failure = _first_failure(error.failures)
             code = failure.exitcode
             if code not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+                what = _cause(cause, failure) if code == 1 else None
                 _say(
-                    describe_death(rank, code) + (f" No restart of {given.restarts} is left." if given.restarts else "")
+                    (what or describe_death(rank, code))
+                    + (f" No restart of {given.restarts} is left." if given.restarts else "")
                 )
             return code if code > 0 else 128 - code
         except SignalException as error:
@@ -205,6 +212,14 @@ def _launch(given: argparse.Namespace, nodes: tuple[int, int], endpoint: tuple[s
             )
             return 1
     return 0
+
+
+def _cause(file: Path, failure: ProcessFailure) -> str | None:
+    """Return what other processes say about the one that ended first; None if they did not."""
+    # That of an earlier start is no reason.
+    if not file.exists() or file.stat().st_mtime < failure.timestamp - _CAUSE_SECONDS:
+        return None
+    return f"{file.read_text()}. All processes of the run were stopped."
 
 
 def shown(error: BaseException) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -54,6 +56,83 @@ def announce_leaving() -> None:
 def has_left(rank: int) -> bool:
     """Return whether a process has left the group."""
     return bool(store().check([f"left/{rank}"]))
+
+
+# -- who has ended in the middle of a run
+
+
+def begin_run() -> None:
+    """Have the others find out later whether this process lives, and forget with which error it left an earlier run."""
+    with suppress(RuntimeError):
+        own = store()
+        own.set(f"process/{dist.get_rank()}", f"{_machine()} {os.getpid()}")
+        own.set(f"word/{dist.get_rank()}", "")
+
+
+def leave_word(error: BaseException) -> None:
+    """Have the others know which error ends the run in this process."""
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    with suppress(RuntimeError):
+        name = type(error).__name__
+        store().set(f"word/{dist.get_rank()}", f"{name}: {first_line}"[:300] if first_line else name)
+
+
+def why_lost(seconds: float) -> str | None:
+    """Return which process has ended in the middle of the run, and how; None if that does not show within a time."""
+    found: list[str] = []
+
+    def work() -> None:
+        deadline = time.monotonic() + seconds
+        # The store may be gone, too.
+        with suppress(RuntimeError, ValueError):
+            while not found and time.monotonic() < deadline:
+                found.extend(_ended())
+                time.sleep(_ANSWER_POLL_SECONDS)
+
+    # Where the machine of the store does not answer, asking takes longer than this process should wait.
+    asking = threading.Thread(target=work, name="hasten-last-words", daemon=True)
+    asking.start()
+    asking.join(2 * seconds)
+    return found[0] if found else None
+
+
+def _ended() -> list[str]:
+    """Return a sentence about each process that has ended; those with an error first."""
+    own, machine = store(), _machine()
+    with_error, without = [], []
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank() or not own.check([f"process/{rank}"]):
+            continue
+        if own.check([f"word/{rank}"]) and (word := own.get(f"word/{rank}").decode()):
+            with_error.append(f"the process of rank {rank} left the run with {word}")
+            continue
+        where, _, number = own.get(f"process/{rank}").decode().rpartition(" ")
+        if where and where == machine and not _lives(int(number)):
+            without.append(
+                f"the process of rank {rank} ended in the middle of the run, without an error: it was killed, or "
+                "called os._exit"
+            )
+    return with_error + without
+
+
+def _machine() -> str:
+    """Return what names this machine and its numbers of processes; empty if nothing does."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _lives(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+# -- messages
 
 
 def exchange(

@@ -8,7 +8,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,6 +30,10 @@ T = TypeVar("T")
 _OPERATIONS = ("mean", "sum", "max", "min", "product")
 # Long enough for a thread that only waits for the interpreter's lock, also on a busy machine.
 _EXIT_SECONDS = 0.1
+# How long a process that has lost a partner looks for the reason.
+_WORD_SECONDS = 2.0
+# Set by `hasten launch`: a file for that reason.
+CAUSE_VARIABLE = "HASTEN_CAUSE_FILE"
 
 
 # The process group that `join` has made.
@@ -325,7 +330,43 @@ def lost_partner(error: BaseException) -> bool:
     """Return whether ``error`` is the consequence of the death of another process."""
     if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
         return True
+    if error.__dict__.get("is_consequence"):
+        return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(
         word in text for word in ("closed by peer", "reset by peer", "gloo", "nccl", "connection refused")
     )
+
+
+def _lost_connection(error: BaseException) -> bool:
+    """Return whether a connection to another process broke; other errors of a backend are about this process."""
+    if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in text
+        for word in ("closed by peer", "reset by peer", "broken pipe", "connection refused", "remote process")
+    )
+
+
+@contextmanager
+def naming_who_ended() -> Iterator[None]:
+    """Replace the error of a lost connection by one that says which process has ended, where that can be known."""
+    if world_size() == 1:
+        yield
+        return
+    agreement.begin_run()
+    try:
+        yield
+    except BaseException as error:
+        if not _lost_connection(error):
+            agreement.leave_word(error)
+            raise
+        if (why := agreement.why_lost(_WORD_SECONDS)) is None:
+            raise
+        if file := os.environ.get(CAUSE_VARIABLE):
+            with suppress(OSError):
+                Path(file).write_text(why)
+        consequence = RuntimeError(f"{why}. This run cannot go on without it.")
+        consequence.__dict__["is_consequence"] = True
+        raise consequence from None

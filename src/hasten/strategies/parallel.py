@@ -205,7 +205,7 @@ class ParallelStrategy(Strategy):
                 store=store,
             )
         watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
-        with joint_call():
+        with joint_call(), collectives.naming_who_ended():
             return function(*args, **kwargs)
 
     def _notice(self, store: Any) -> AbstractContextManager[Any]:
