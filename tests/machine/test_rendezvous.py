@@ -87,3 +87,15 @@ def suppressed(store: dist.Store, party: Party) -> None:
 def test_a_first_process_that_is_missing_is_named_by_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="rank 0 did not come within 0 s; rank 1 waited at"):
         rendezvous.store_of_first("127.0.0.1", find_free_port(), Party(1, 2, timedelta(seconds=0.2)))
+
+
+def test_who_started_the_processes_says_whether_those_that_are_missing_live() -> None:
+    party = Party(0, 3, timedelta(0), started_by_hasten=True)
+    with pytest.raises(RuntimeError, match="did not come within 0 s") as caught:
+        rendezvous.meet(dist.HashStore(), party)
+    assert "Start all processes" not in str(caught.value)
+    rendezvous.note_who_lives(caught.value, {1: True, 2: False})
+    assert [note.partition("started by this program, ")[2] for note in caught.value.__notes__] == [
+        "is alive and has not come to this call.",
+        "has ended.",
+    ]

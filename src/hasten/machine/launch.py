@@ -27,6 +27,7 @@ from hasten._lib import FOLDER_AT_IMPORT
 from hasten.machine import collectives
 from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment
 from hasten.machine.host import usable_cores
+from hasten.machine.rendezvous import forget_meetings, note_who_lives
 
 # Set in the processes started here: the id of the one that started them, the pipe on which such a process reports its
 # calls of `Launcher.launch` and the end of its program, and the address of the store.
@@ -145,6 +146,7 @@ class RunScriptAgain(Launcher):
         else:
             _set_main_address(cluster)
         global _children
+        before = dict(os.environ)
         if num_processes > 1:
             if (threads := threads_for_each(num_processes)) is not None:
                 environment["OMP_NUM_THREADS"] = str(threads)
@@ -157,6 +159,17 @@ class RunScriptAgain(Launcher):
         try:
             return run(0, store)
         except Exception as error:
+            if children is not None and num_processes > 1 and not collectives.joined():
+                # They have not met. A program that tries again starts others, at another port.
+                note_who_lives(error, children.lives())
+                children.give_up()
+                forget_meetings()
+                _children = None
+                for name in ("LOCAL_RANK", *environment):
+                    os.environ.pop(name, None)
+                    if name in before:
+                        os.environ[name] = before[name]
+                raise
             # When another process dies, the collectives here fail too, with a message about sockets. The traceback
             # that the other process printed shows the cause; that of this one does not.
             if children is not None and collectives.lost_partner(error) and (cause := children.why_dead()):
@@ -352,6 +365,15 @@ class _Children:
         """Stop the others, and do not report how they end."""
         self._ended.set()
         stop_processes(self._processes.values())
+
+    def lives(self) -> dict[int, bool]:
+        """Return by rank which of them are alive."""
+        return {self._first_rank + number: each.poll() is None for number, each in self._processes.items()}
+
+    def give_up(self) -> None:
+        """Stop the others, and forget them."""
+        atexit.unregister(self.end)
+        self.stop()
 
     def end(self) -> None:
         """Wait for the others to end, stop those that do not, and fail if one of them has failed."""

@@ -31,6 +31,7 @@ class Party:
         world_size: the number of processes.
         timeout: how long it waits for the others.
         per_machine: the number of processes of one machine; None if it is not known.
+        started_by_hasten: whether one of them has started all others.
 
     """
 
@@ -38,6 +39,7 @@ class Party:
     world_size: int
     timeout: timedelta
     per_machine: int | None = None
+    started_by_hasten: bool = False
 
 
 def store_of_this_attempt(party: Party) -> Any:
@@ -108,6 +110,12 @@ def meet(store: Any, party: Party) -> None:
         return [other for other in range(party.world_size) if not store.check([f"here/{other}"])]
 
     _wait_until(lambda: store.check(["all"]), absent, party)
+
+
+def forget_meetings() -> None:
+    """Count from the beginning, as processes that are started now do."""
+    global _meetings
+    _meetings = itertools.count()
 
 
 def store_of_first(host: str, port: int, party: Party) -> Any:
@@ -189,10 +197,26 @@ def _span(ranks: list[int]) -> str:
 
 def _not_come(absent: list[int], party: Party) -> RuntimeError:
     missing = named(absent, party.world_size, party.per_machine)
-    return RuntimeError(
-        f"{missing} did not come within {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}. "
+    advice = (
         "Start all processes with the same address, port and number of machines, or raise timeout= of the strategy."
     )
+    if party.started_by_hasten:
+        advice = "If the program needs longer until it makes this call, raise timeout= of the strategy."
+    error = RuntimeError(
+        f"{missing} did not come within {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}. "
+        f"{advice}"
+    )
+    # Who has started them can say whether they live.
+    error.__dict__["absent_ranks"] = absent
+    return error
+
+
+def note_who_lives(error: BaseException, lives: dict[int, bool]) -> None:
+    """Add to the error of processes that did not come whether they are alive, as far as it is known by rank."""
+    for rank in error.__dict__.get("absent_ranks", ()):
+        if rank in lives:
+            state = "is alive and has not come to this call" if lives[rank] else "has ended"
+            error.add_note(f"The process of rank {rank}, started by this program, {state}.")
 
 
 def _print_absent(absent: list[int], party: Party, seconds: float) -> None:

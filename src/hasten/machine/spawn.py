@@ -19,6 +19,7 @@ import torch
 from hasten._lib.errors import shorten
 from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
+from hasten.machine.rendezvous import note_who_lives
 from hasten.machine.signals import handling
 
 T = TypeVar("T")
@@ -186,6 +187,7 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
                     # The consequence of the death of another process, whose own error will arrive soon.
                     symptom, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
                 elif kind == "error":
+                    note_who_lives(content, {first_rank + i: each.is_alive() for i, each in enumerate(processes)})
                     raise content
                 elif kind == "ended":
                     # All processes end at once: one that does not is stopped.

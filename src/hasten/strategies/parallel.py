@@ -197,7 +197,13 @@ class ParallelStrategy(Strategy):
         self.accelerator.setup_device(device)
         with self._notice(store):
             collectives.join(
-                Party(self.global_rank, self.world_size, self._timeout, per_machine=self.num_processes),
+                Party(
+                    self.global_rank,
+                    self.world_size,
+                    self._timeout,
+                    per_machine=self.num_processes,
+                    started_by_hasten=store is not None and self.num_nodes == 1,
+                ),
                 backend=self.process_group_backend,
                 device=device,
                 # What watches the run comes first, and says more.
