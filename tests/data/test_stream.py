@@ -7,12 +7,14 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
+from hasten.data.loader_parts import has_state
 from hasten.data.resume.stream import Stream
 
 
@@ -366,3 +368,14 @@ def test_error_of_a_dataset_keeps_its_type_and_names_the_place(error: Exception,
     else:
         assert note.endswith("sample 3")
     assert not multiprocessing.active_children()
+
+
+def test_a_dataset_with_a_shuffle_buffer_of_hugging_face_is_read_again_instead_of_restored() -> None:
+    buffer = type("BufferShuffledExamplesIterable", (), {})()
+    plain = SimpleNamespace(ex_iterable=None)
+    base = {"state_dict": lambda self: {}, "load_state_dict": lambda self, state: None}
+    kind = type("IterableDataset", (), {**base, "__module__": "datasets.iterable_dataset"})
+    for examples, exact in ((plain, True), (SimpleNamespace(ex_iterables=[plain, buffer]), False), (buffer, False)):
+        dataset = kind()
+        dataset._ex_iterable = examples
+        assert has_state(dataset) is exact

@@ -393,6 +393,10 @@ def test_schedulers_step_on_the_same_value_and_schedulers_and_optimizers_that_di
             two(Scheduled(make))
     two(Scheduled(lambda o, rank: schedulers.LambdaLR(o, lambda step: 0.5)), max_epochs=1)
 
+    for epochs, counts in ((1, "5 on rank 0 and 3 on rank 1"), (3, "5 on rank 0 and 3 on rank 1")):
+        with pytest.raises(RuntimeError, match=f"global_step is {counts}"):
+            two(SkipsSteps(), max_epochs=epochs)
+
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     layer = nn.Linear(2, 2)
@@ -404,6 +408,19 @@ def test_schedulers_step_on_the_same_value_and_schedulers_and_optimizers_that_di
     fabric.setup_module(layer)
     with pytest.raises(RuntimeError, match=r"Fabric.setup_optimizers\(\): .*lr of group 0"):
         fabric.setup_optimizers(torch.optim.SGD(layer.parameters(), lr=0.1 + fabric.global_rank))
+
+
+class SkipsSteps(Model):
+    """Steps by itself, on rank 1 with every second batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.global_rank == 0 or batch_idx % 2 == 0:
+            self.optimizers().step()
 
 
 def first(step: int) -> float:

@@ -27,7 +27,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.first_samples import FirstSample, compare_first, digest_of, first_of_worker
-from hasten.data.loader_parts import has_state, overrides_iter, with_attributes
+from hasten.data.loader_parts import has_state, is_hugging_face, overrides_iter, with_attributes
 from hasten.data.memory.dataset_parts import changed, comparable, fingerprint, parts
 from hasten.data.memory.read import DatasetProxy
 from hasten.data.resume.workers import SeedByRank
@@ -115,7 +115,7 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
             "use_distributed_sampler=False."
         )
         return _in_parts(loader, dataset, Share(num_replicas, rank, seed, name=name, setup=_counts[name]))
-    if _is_hugging_face(own):
+    if is_hugging_face(own):
         # Divides itself among workers too.
         return with_attributes(loader, dataset=own)
     return _in_parts(loader, own, Share(1, 0, f"{seed} rank {rank}", is_part=True))
@@ -176,7 +176,7 @@ def divides_itself(dataset: object) -> str:
                 return f"{package} divides it"
         if _has_sharding_filter(part):
             return "its sharding_filter divides it"
-    found = "" if _is_hugging_face(dataset) else mentioned(dataset, _RANK_NAMES, _RANK_VARIABLES)
+    found = "" if is_hugging_face(dataset) else mentioned(dataset, _RANK_NAMES, _RANK_VARIABLES)
     return f"its code reads {found} and so divides it" if found else ""
 
 
@@ -215,13 +215,9 @@ def _has_sharding_filter(dataset: Any) -> bool:
     return False
 
 
-def _is_hugging_face(dataset: Any) -> bool:
-    return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(dataset).__mro__)
-
-
 def _own_part(dataset: Any, num_replicas: int, rank: int) -> Any:
     """Return this process's part of a dataset that knows how to give one; None for any other."""
-    if _is_hugging_face(dataset):
+    if is_hugging_face(dataset):
         huggings: Any = importlib.import_module("datasets.distributed")
         return huggings.split_dataset_by_node(dataset, rank=rank, world_size=num_replicas)
     # Methods of its class: what an object passes on to another one would give a part of that one.

@@ -44,8 +44,26 @@ def samples_at(dataset: object, indices: list[Any]) -> list[Any]:
 
 
 def has_state(thing: object) -> bool:
-    """Return whether ``thing`` can save and load its position."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    """Return whether ``thing`` can save and load its position, exactly."""
+    able = callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+    return able and not (is_hugging_face(thing) and _has_shuffle_buffer(thing))
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Return whether ``dataset`` is an ``IterableDataset`` of Hugging Face."""
+    return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(dataset).__mro__)
+
+
+def _has_shuffle_buffer(dataset: object) -> bool:
+    """Return whether ``dataset.shuffle()`` is among its parts: its state does not have what the buffer holds."""
+    waiting = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        part = waiting.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if part is not None:
+            waiting += [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+    return False
 
 
 def state_between(thing: object) -> Any:

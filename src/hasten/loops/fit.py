@@ -24,6 +24,7 @@ from hasten.loops.processes import (
     agree_on_end,
     agree_on_weight,
     check_join,
+    check_steps,
     checked_in_group,
     exchange_without_loss,
     nothing_to_train,
@@ -95,6 +96,7 @@ def fit(run: Run) -> None:
     with torch.enable_grad():
         while not run.finished():
             train_epoch(run)
+    check_steps(run)
     _say_why_finished(run)
     run.averages.keep_averaged()
     run.hooks.on_train_end()

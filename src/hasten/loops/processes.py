@@ -149,8 +149,13 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     asks = run.should_stop or run.stop.asks
     limit = train.limits[0]
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
-    numbers = torch.tensor([known, -known, limit, -limit, -float(asks)], dtype=torch.float64)
-    fewest, minus_most, least, minus_greatest, nobody_asks = run.runtime.all_reduce(numbers, op="min").tolist()
+    steps = float(run.progress.global_step)
+    numbers = torch.tensor([known, -known, limit, -limit, -float(asks), steps, -steps], dtype=torch.float64)
+    fewest, minus_most, least, minus_greatest, nobody_asks, fewest_steps, minus_most_steps = run.runtime.all_reduce(
+        numbers, op="min"
+    ).tolist()
+    if fewest_steps != -minus_most_steps:
+        _say_steps(run)
     train.agreed_limit, train.joins = least, False
     run.stop.granted = nobody_asks < 0
     run.take_agreement()
@@ -168,6 +173,32 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     _warn(_text_of(counts), int(fewest))
     train.most_batches = int(fewest)
     return None
+
+
+def check_steps(run: Run) -> None:
+    """Check at the end of a run that all processes made as many steps; ``agree_on_end`` does so before each epoch.
+
+    Raises:
+        RuntimeError: they did not.
+
+    """
+    # What hasten steps itself it steps on all processes.
+    if run.runtime.world_size == 1 or run.module.automatic_optimization:
+        return
+    steps = float(run.progress.global_step)
+    fewest, minus_most = run.runtime.all_reduce(torch.tensor([steps, -steps], dtype=torch.float64), op="min").tolist()
+    if fewest != -minus_most:
+        _say_steps(run)
+
+
+def _say_steps(run: Run) -> None:
+    counts = run.runtime.strategy.gather_objects(run.progress.global_step)
+    found = same_program.by_value(counts)
+    told = " and ".join(f"{count} on {agreement.ranks(ranks)}" for count, ranks in found[:_MOST_RANKS])
+    raise RuntimeError(
+        f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their weights "
+        "are not the same any more. Call optimizer.step() for the same batches on all processes."
+    )
 
 
 def check_join(run: Run) -> None:

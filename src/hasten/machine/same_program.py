@@ -106,15 +106,15 @@ def _wait(store: Any, keys: list[str], place: str, call: str) -> None:
 
 
 def _difference(call: str, by_rank: list[Facts]) -> str:
-    calls = _by_value([facts["call"] for facts in by_rank])
+    calls = by_value([facts["call"] for facts in by_rank])
     if len(calls) > 1:
         told = " and ".join(f"{value} is called on {agreement.ranks(ranks)}" for value, ranks in calls)
         return f"{told}. {_ALIKE}"
     names = list(dict.fromkeys(name for facts in by_rank for name in facts))
-    different = [name for name in names if len(_by_value([facts.get(name, _ABSENT) for facts in by_rank])) > 1]
+    different = [name for name in names if len(by_value([facts.get(name, _ABSENT) for facts in by_rank])) > 1]
     if not different:
         # DDP numbers parameters by their order.
-        orders = _by_value([list(facts) for facts in by_rank])
+        orders = by_value([list(facts) for facts in by_rank])
         (first, _), (second, ranks) = orders[:2]
         name, other = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
         return f"{call}: {name} of rank 0 has the place of {other} on {agreement.ranks(ranks)}. {_START}"
@@ -122,7 +122,7 @@ def _difference(call: str, by_rank: list[Facts]) -> str:
         f"{name} is "
         + " and ".join(
             f"{_shown(value)} on {agreement.ranks(ranks)}"
-            for value, ranks in _by_value([facts.get(name, _ABSENT) for facts in by_rank])
+            for value, ranks in by_value([facts.get(name, _ABSENT) for facts in by_rank])
         )
         for name in different[:_MOST_NAMED]
     )
@@ -130,7 +130,7 @@ def _difference(call: str, by_rank: list[Facts]) -> str:
     return f"{call}: the processes of this run differ: {told}{more}. {_START}"
 
 
-def _by_value(values: list[Any]) -> list[tuple[Any, list[int]]]:
+def by_value(values: list[Any]) -> list[tuple[Any, list[int]]]:
     """Return each value with the ranks that have it."""
     found: dict[str, tuple[Any, list[int]]] = {}
     for rank, value in enumerate(values):
