@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -64,6 +65,30 @@ def test_a_stop_that_was_asked_for_ends_a_standstill_soon_and_lets_work_be_compl
     assert decision(waiting(100), waiting(100, **asked)) == (True, 143)
     twice = {"stop": int(signal.SIGINT), "stop_seconds": 3.0, "presses": 2}
     assert decision(waiting(100, **twice), late(100)) == (True, 130)
+
+
+def test_a_standstill_that_cannot_end_ends_the_run_soon_and_says_what_to_change() -> None:
+    saving = {"in_save_checkpoint": True, "is_long": True, "waits": True}
+    verdict = judge({0: waiting(16, **saving), 1: waiting(16, waits=True)}, TIMEOUT, warned=False)
+    assert verdict is not None
+    assert verdict.code == 1
+    assert verdict.headline.startswith("Trainer.save_checkpoint() is called on rank 0 and not on rank 1.")
+    # It may come to it.
+    assert decision(waiting(16, **saving), waiting(16)) == (False, None)
+    assert decision(waiting(16, **saving), waiting(16, **saving)) == (False, None)
+    # Rank 0 has not completed a collective that is behind rank 1.
+    assert decision(late(16, **saving), waiting(16, waits=True)) == (False, None)
+    dead = judge({0: waiting(16, waits=True), 1: late(16)}, TIMEOUT, warned=False, ended=[1])
+    assert dead is not None
+    assert (dead.code, dead.headline) == (1, "Rank 1 has ended in the middle of the run.")
+
+
+def test_code_that_a_library_generates_is_not_marked_as_that_of_the_program() -> None:
+    found: list[list[stacks.Frame]] = []
+    exec(compile("look()", "<string>", "exec"), {"look": lambda: found.append(stacks.capture(threading.get_ident()))})
+    index = stacks.marked(found[0][:-1])
+    assert index is not None
+    assert found[0][index].file == __file__
 
 
 def test_a_process_that_has_lost_the_others_goes_by_itself() -> None:

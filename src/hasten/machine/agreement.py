@@ -135,6 +135,22 @@ def _lives(process_id: int) -> bool:
 # -- messages
 
 
+def explain_missing(call: str, error: RuntimeError) -> None:
+    """Raise an error that names the processes which have left, if ``call`` failed because it needs them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    gone = list[int]()
+    # The store may be gone with the first process.
+    with suppress(RuntimeError):
+        gone = [rank for rank in range(dist.get_world_size()) if has_left(rank)]
+    if gone:
+        verb = "has" if len(gone) == 1 else "have"
+        raise RuntimeError(
+            f"{call} is called on {ranks([dist.get_rank()])}, and {ranks(gone)} {verb} ended the program without it. "
+            "Call it on all processes."
+        ) from error
+
+
 def exchange(
     place: str,
     own: object,

@@ -54,8 +54,11 @@ def capture(thread: int) -> list[Frame]:
     """Return the stack of a thread of this process, the outermost call first; empty if the thread has ended."""
     frame, frames = sys._current_frames().get(thread), []
     while frame is not None:
-        code = frame.f_code
-        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_qualname, _owner(code.co_filename)))
+        code, owner = frame.f_code, _owner(frame.f_code.co_filename)
+        if (code.co_filename, code.co_qualname) == ("<string>", "<module>") and frame.f_back is not None:
+            # Made by a library, such as ``dataclasses``; that of ``python -c`` has no caller.
+            owner = "python"
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_qualname, owner))
         frame = frame.f_back
     return frames[::-1]
 
@@ -81,6 +84,7 @@ class Activity:
         is_long: takes part in something that may take longer than a step: a checkpoint, ``prepare_data``, a barrier.
         is_unlimited: waits for work of the first process that may take as long as it wants.
         saves: works on a checkpoint, and does not wait.
+        in_save_checkpoint: is in the Trainer's ``save_checkpoint``.
         is_patient: runs the user's hook around the steps, or ends the run.
         in_backward: computes a backward, or waits in it for others.
 
@@ -92,6 +96,7 @@ class Activity:
     is_long: bool
     is_unlimited: bool
     saves: bool
+    in_save_checkpoint: bool
     is_patient: bool
     in_backward: bool
 
@@ -124,6 +129,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
         is_long=is_long,
         is_unlimited=any(frame.within({"machine/collectives.py": ("first_one_first",)}) for frame in frames),
         saves=saving and not waits,
+        in_save_checkpoint=_any(frames, {"trainer/trainer.py": ("save_checkpoint",)}),
         is_patient=leaving or hook.rpartition(".")[2].startswith("on_"),
         in_backward=_any(frames, _BACKWARD),
     )

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -81,7 +81,7 @@ class Beat:
         stop: the signal that asked the process to stop, 0 without one.
         stop_seconds: for how long it has asked.
         presses: how often.
-        waits: see ``stacks.Activity``; so are the next five.
+        waits: see ``stacks.Activity``; so are the next six.
         left: the process has left the run.
         host: the name of its machine.
         pid: its number there.
@@ -100,6 +100,7 @@ class Beat:
     is_long: bool = False
     is_unlimited: bool = False
     saves: bool = False
+    in_save_checkpoint: bool = False
     is_patient: bool = False
     in_backward: bool = False
     left: bool = False
@@ -123,13 +124,14 @@ class Verdict:
     late: list[int]
 
 
-def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool) -> Verdict | None:
+def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended: Sequence[int] = ()) -> Verdict | None:
     """Return what is to be done, from the reports of all processes; None for nothing.
 
     Args:
         beats: the last report of each process that has not left.
         timeout_seconds: of a step.
         warned: whether this standstill was reported before.
+        ended: ranks whose processes are known to have ended in the middle of the run.
 
     """
     idle = min(beat.idle_seconds for beat in beats.values())
@@ -143,19 +145,42 @@ def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool) -> Ve
         if waited >= grace:
             name = "Ctrl-C" if first.stop == signal.SIGINT else signal.Signals(first.stop).name
             return Verdict(f"{name} arrived, and {_standstill(beats, late, waited)}.", 128 + first.stop, late)
+    if idle >= GRACE_SECONDS and (never := _never_ends(beats, late, ended)):
+        return Verdict(never, max((128 + beat.stop for beat in asking), default=1), late)
     if not stalled or any(beat.is_unlimited for beat in beats.values()):
         return None
     is_long = any(beat.is_long for beat in beats.values())
     limit = timeout_seconds * (LONG_FACTOR if is_long else 1)
     if idle >= limit:
         what = "checkpoints, prepare_data and barriers" if is_long else "a step"
-        advice = f"If it needs longer, raise timeout= of the strategy: {limit:.0f} s is the limit for {what}."
+        advice = _saved_on_some(beats)
+        advice = advice or f"If it needs longer, raise timeout= of the strategy: {limit:.0f} s is the limit for {what}."
         code = max((128 + beat.stop for beat in asking), default=1)
         return Verdict(f"{_standstill(beats, late, idle, capital=True)}. {advice}", code, late)
     if not warned and idle >= (limit / 2 if is_long else WARN_SECONDS):
         ends = f"The run ends if this lasts for {limit:.0f} s."
         return Verdict(f"{_standstill(beats, late, idle, capital=True)}. {ends}", None, late)
     return None
+
+
+def _never_ends(beats: dict[int, Beat], late: list[int], ended: Sequence[int]) -> str:
+    """Return why a standstill cannot end by itself, "" if it may."""
+    if ended and any(beat.waits or beat.in_backward for rank, beat in beats.items() if rank not in ended):
+        text = f"{text_of_ranks(list(ended))} {'has' if len(ended) == 1 else 'have'} ended in the middle of the run."
+        return text[0].upper() + text[1:]
+    # A rank that is behind may still be in a collective of a checkpoint that the others have completed.
+    return "" if late or not all(beat.waits for beat in beats.values()) else _saved_on_some(beats)
+
+
+def _saved_on_some(beats: dict[int, Beat]) -> str:
+    saving = [rank for rank, beat in beats.items() if beat.in_save_checkpoint]
+    others = [rank for rank in beats if rank not in saving]
+    if not saving or not others:
+        return ""
+    return (
+        f"Trainer.save_checkpoint() is called on {text_of_ranks(saving)} and not on {text_of_ranks(others)}. "
+        "Call it on all processes."
+    )
 
 
 def behind(beats: dict[int, Beat]) -> list[int]:
@@ -297,6 +322,7 @@ class Watchdog:
         beat.usual_seconds = sorted(self._pauses)[len(self._pauses) // 2] if self._pauses else 0.0
         beat.waits, beat.is_long, beat.is_unlimited = activity.waits, activity.is_long, activity.is_unlimited
         beat.saves, beat.is_patient = activity.saves, activity.is_patient
+        beat.in_save_checkpoint = activity.in_save_checkpoint
         beat.in_backward = activity.in_backward
         number, since, beat.presses = self._signals.read(frames, moved=self._moved)
         beat.stop, beat.stop_seconds = number, now - since if number else 0.0
@@ -339,7 +365,9 @@ class Watchdog:
             requests.heard = int(self._store.get(key))
 
     def _judge(self, beats: dict[int, Beat]) -> Verdict | None:
-        verdict = judge(beats, self.timeout_seconds, warned=self._warned)
+        now = time.monotonic()
+        ended = [rank for rank in beats if self._has_ended(rank, now)]
+        verdict = judge(beats, self.timeout_seconds, warned=self._warned, ended=ended)
         if verdict is not None and verdict.code is None:
             self._warned = True
         return verdict
@@ -363,6 +391,18 @@ class Watchdog:
                 self._known[rank] = (beat, now)
             return self._known[rank]
         return None, self._started
+
+    def _has_ended(self, rank: int, now: float) -> bool:
+        """Return whether a process of this machine that is silent is known not to run any more."""
+        beat, came = self._known.get(rank, (None, now))
+        if beat is None or beat.host != self._beat.host or now - came < SILENT_SECONDS / 2:
+            return False
+        try:
+            with open(f"/proc/{beat.pid}/stat") as file:
+                # The name of the program, in parentheses, may have any character. Z: nobody has read its exit code.
+                return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+        except OSError:
+            return os.path.isdir("/proc/self")
 
     def _everybody(self, now: float) -> dict[int, Beat]:
         """Return the reports of all processes that have not left; one that is silent has not moved since."""
@@ -415,7 +455,7 @@ class Watchdog:
         frames = stacks.capture(self.thread_watched)
         text = self.position().text
         doing = stacks.activity_of(frames).doing
-        if late and self.rank not in late:
+        if late and self.rank not in late and doing.startswith(("waits in ", "in ")):
             doing = f"waits for {text_of_ranks(late)} {doing.removeprefix('waits ')}"
         return f"{text}: {doing}" if text else doing, frames
 
@@ -452,6 +492,8 @@ class Watchdog:
         beat, came = self._read(rank, now)
         if beat is None:
             return "has not answered since the processes came together"
+        if self._has_ended(rank, time.monotonic()):
+            return f"has ended (process {beat.pid} on {beat.host})"
         return (
             f"has not answered for {now - came:.0f} s (process {beat.pid} on {beat.host}): it was stopped, or a call "
             "holds the interpreter's lock"

@@ -171,7 +171,7 @@ def position(run: Run) -> watchdog.Position:
     text = str(state.fn)
     if state.stage is not None and state.stage.value != text:
         text = f"{text}, {state.stage.value}"
-    if state.fn == TrainerFn.FITTING:
+    if state.fn == TrainerFn.FITTING and (progress.in_epoch or progress.total_batches):
         text = f"{text}, epoch {progress.epoch}, batch {progress.batch}, step {progress.global_step}"
     elif progress.evaluated:
         text = f"{text}, {progress.evaluated} batches done"

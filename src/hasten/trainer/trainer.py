@@ -33,7 +33,7 @@ from hasten.loops.run import Progress, Run, Stopped
 from hasten.loops.run_data import StageData
 from hasten.loops.schedule import ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures
-from hasten.machine import watchdog
+from hasten.machine import agreement, watchdog
 from hasten.machine.collectives import joined
 from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
@@ -467,8 +467,12 @@ class Trainer(TrainerView):
             )
         off = type(self.profiler) is PassThroughProfiler
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):
-            checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
-            self._runtime.save(filepath, checkpoint, storage_options=storage_options)
+            try:
+                checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
+                self._runtime.save(filepath, checkpoint, storage_options=storage_options)
+            except RuntimeError as error:
+                agreement.explain_missing("Trainer.save_checkpoint()", error)
+                raise
 
     # To try something out.
     prepared_run = limited_runs.prepared_run
