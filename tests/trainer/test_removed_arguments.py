@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import hasten
 import hasten as L
-from hasten.accelerators import TPUAccelerator
+from hasten.accelerators import HPUAccelerator
 from tests.batching.sequences import Padded
 from tests.models import Classifier, dataset, loader, quiet
 
@@ -110,6 +111,10 @@ def test_the_line_for_an_argument_that_is_gone_works(
         trainer.fit(Tracks())
         assert any("grad" in key for key in trainer.callback_metrics)
         return
+    if name == "tpu_cores" and importlib.util.find_spec("torch_xla") is None:
+        with pytest.raises(ModuleNotFoundError, match="needs torch_xla"):
+            execute(text)
+        return
     execute(text, trainer=trainer, model=model, loaders=[loader(), loader()], self=model)
 
 
@@ -129,8 +134,8 @@ def test_the_line_for_an_argument_that_a_fabric_does_not_have_works(name: str, v
 
 
 def test_an_accelerator_that_is_not_here_says_what_is() -> None:
-    with pytest.raises(ValueError, match="TPUAccelerator is not in this version of hasten") as caught:
-        TPUAccelerator()
+    with pytest.raises(ValueError, match="HPUAccelerator is not in this version of hasten") as caught:
+        HPUAccelerator()
     execute(str(caught.value))
 
 

@@ -212,7 +212,7 @@ class RunState:
         run.metrics.load_state_dict(state["metrics"])
         if state["data"] is not None:
             (batch,) = run.train.load_state_dict([state["data"]], moved=moved)
-            run.train.is_read = progress.mid_epoch and not progress.last_batch and bool(state["data"]["ended"])
+            run.train.is_read = progress.mid_epoch and not progress.last_batch and _is_read(state["data"])
             if run.train.is_read and run.arguments.uneven != "join":
                 raise ValueError(
                     f"Trainer(uneven={run.arguments.uneven!r}): the checkpoint was saved in an epoch of which "
@@ -238,7 +238,7 @@ class RunState:
     def _restore_moved(self, ranks: list[dict[str, Any]], source: str) -> None:
         """Restore this process's part of the states of another number of processes, and say what is not exact."""
         run, share = self._run, self._share()
-        ended = [(state["data"] or {}).get("ended") for state in ranks]
+        ended = [state["data"] is not None and _is_read(state["data"]) for state in ranks]
         if run.progress.mid_epoch and not run.progress.last_batch and any(ended):
             raise RuntimeError(
                 f"{source}: {agreement.ranks([rank for rank, end in enumerate(ended) if end])} had no batches left of "
@@ -362,6 +362,11 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
     rank_zero_warn(
         f"ckpt_path={path!r}: nothing is left to train: the checkpoint has trained {left} or more, {advice}."
     )
+
+
+def _is_read(data: Mapping[str, Any]) -> bool:
+    """Return whether no batch of the epoch was left when the position ``data`` was taken, not even the last one."""
+    return bool(data["ended"]) and "again" not in data
 
 
 def find_last(trainer: Trainer) -> str | None:

@@ -286,6 +286,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
         if store is None:
             store = store_of_first(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), party)
         meet(store, party)
+    if store is not None:
         store.set_timeout(timeout)
         options["store"] = store
     if device.type == "cuda" and "nccl" in backend:
