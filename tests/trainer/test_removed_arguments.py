@@ -134,7 +134,7 @@ def test_the_line_for_an_argument_that_a_fabric_does_not_have_works(name: str, v
 
 
 def test_an_accelerator_that_is_not_here_says_what_is() -> None:
-    with pytest.raises(ValueError, match="HPUAccelerator is not in this version of hasten") as caught:
+    with pytest.raises(ValueError, match="HPUAccelerator is discontinued") as caught:
         HPUAccelerator()
     execute(str(caught.value))
 

@@ -294,7 +294,7 @@ def test_devices_types_samplers_and_names() -> None:
     assert [list(one) for one in wrapped] == [[5, 1], [3, 0]]
     assert "ddp_spawn" in enums.StrategyRegistry.available_strategies()
     assert list(enums.AcceleratorRegistry) == ["cpu", "cuda", "mps", "tpu"]
-    assert len(enums.AcceleratorRegistry) == 3
+    assert len(enums.AcceleratorRegistry) == 4
     with pytest.raises(ValueError, match=r"'own' cannot be registered as a name: pass the object, strategy=\.\.\."):
         enums.StrategyRegistry.register("own", object)
     types = importlib.import_module("hasten.utilities.types")
