@@ -119,7 +119,9 @@ STRATEGIES: dict[str, Refused] = {
     "hivemind": Refused(_LEGACY, _gone("the plugin for Hivemind"), _DDP),
     "collaborative": Refused(_PL1, _gone("the plugin for Hivemind"), _DDP),
     "smddp": Refused(
-        "SageMaker", "SageMaker's library is a backend of torch.", "strategy=DDPStrategy(process_group_backend='smddp')"
+        "SageMaker",
+        "SageMaker's library is a backend of torch: import it, and pass process_group_backend='smddp' to DDPStrategy.",
+        _DDP,
     ),
     "ddp_ray": Refused("Ray Lightning", _RAY, _DDP),
     "ddp_spawn_ray": Refused("Ray Lightning", _RAY, _DDP),

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,8 +37,8 @@ _WORD_SECONDS = 2.0
 CAUSE_VARIABLE = "HASTEN_CAUSE_FILE"
 
 
-# The process group that `join` has made.
-_own_group: Any = None
+# The process group that `join` has made. Not kept alive: a fork would destroy it without its threads, and crash.
+_own_group: Callable[[], Any] = lambda: None  # noqa: E731 - until there is one
 
 
 def joined() -> bool:
@@ -47,7 +48,7 @@ def joined() -> bool:
 
 def joined_before() -> bool:
     """Return whether this process is in a process group that the program has joined by itself."""
-    return joined() and dist.group.WORLD is not _own_group
+    return joined() and dist.group.WORLD is not _own_group()
 
 
 def world_size() -> int:
@@ -293,7 +294,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
         options["device_id"] = device
     dist.init_process_group(backend, **options)
     global _own_group
-    _own_group = dist.group.WORLD
+    _own_group = weakref.ref(dist.group.WORLD)
     if device.type in ("cpu", "xla"):
         # gloo connects every pair of processes: one that left early would break the connections of the others.
         dist.barrier()
