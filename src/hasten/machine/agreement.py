@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hasten._lib.rank_zero import log
+from hasten.machine.host import process_has_ended
 
 # Every step synchronizes the processes, so they differ only by what one of them does alone after a step. After an
 # evaluation they may be minutes apart, because samples differ in size.
@@ -107,7 +108,7 @@ def _ended() -> list[str]:
             with_error.append(f"the process of rank {rank} left the run with {word}")
             continue
         where, _, number = own.get(f"process/{rank}").decode().rpartition(" ")
-        if where and where == machine and not _lives(int(number)):
+        if where and where == machine and process_has_ended(int(number)):
             without.append(
                 f"the process of rank {rank} ended in the middle of the run, without an error: it was killed, or "
                 "called os._exit"
@@ -122,14 +123,6 @@ def _machine() -> str:
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _lives(process_id: int) -> bool:
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 # -- messages

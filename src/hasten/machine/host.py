@@ -119,3 +119,13 @@ def _lock_waited_for(thread: int) -> str | None:
                 return str(frame.f_locals["self"].lock_file_path)
         frame = frame.f_back
     return None
+
+
+def process_has_ended(number: int) -> bool:
+    """Return whether a process of this machine is known not to run any more; False where the system does not say."""
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            # The name of the program, in parentheses, may have any character. Z: nobody has read its exit code.
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except OSError:
+        return os.path.isdir("/proc/self")

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hasten.machine import collectives, launch, signals, stacks
+from hasten.machine import collectives, host, launch, signals, stacks
 from hasten.machine.agreement import announce_leaving
 from hasten.machine.agreement import ranks as text_of_ranks
 
@@ -397,12 +397,7 @@ class Watchdog:
         beat, came = self._known.get(rank, (None, now))
         if beat is None or beat.host != self._beat.host or now - came < SILENT_SECONDS / 2:
             return False
-        try:
-            with open(f"/proc/{beat.pid}/stat") as file:
-                # The name of the program, in parentheses, may have any character. Z: nobody has read its exit code.
-                return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
-        except OSError:
-            return os.path.isdir("/proc/self")
+        return host.process_has_ended(beat.pid)
 
     def _everybody(self, now: float) -> dict[int, Beat]:
         """Return the reports of all processes that have not left; one that is silent has not moved since."""
