@@ -237,7 +237,8 @@ def test_a_group_that_the_program_has_joined(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(strategy, DDPStrategy)
         assert (strategy.global_rank, strategy.world_size, strategy.num_nodes) == (3, 4, 2)
         # One that hasten has joined is that of whatever started the processes.
-        monkeypatch.setattr("hasten.machine.collectives._own_group", torch.distributed.group.WORLD)
+        group = torch.distributed.group.WORLD
+        monkeypatch.setattr("hasten.machine.collectives._own_group", lambda: group)
         assert type(find_cluster()) is LightningEnvironment
     finally:
         torch.distributed.destroy_process_group()

@@ -194,8 +194,8 @@ def test_processes_that_differ_are_refused_and_a_rank_that_is_stuck_ends_the_run
         assert (
             f"refused on {rank}: Trainer.fit() is called on rank 0 and Trainer.validate() is called on rank 1" in output
         )
-    # Once as a warning, once as the end.
-    assert output.count("\nhasten: Rank 1 did not come for") == 2
+    # As the end, and before that as a warning, unless this machine was too busy to print it in time.
+    assert output.count("\nhasten: Rank 1 did not come for") in (1, 2)
     line = 1 + PROGRAM.splitlines().index("            time.sleep(1000)  # here")
     where = f"{tmp_path / 'program.py'}:{line}"
     assert "rank 0: fit, train, epoch 0, batch 3, step 3: waits for rank 1 in backward" in output

@@ -14,6 +14,7 @@ from typing import Any
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.checkpoint.files import allow_objects
 from hasten.compat.modules import FINDER, ROOTS, AliasModule
+from hasten.elsewhere import alias
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -68,6 +69,8 @@ def install() -> None:
     if installed():
         return
     sys.meta_path.insert(0, FINDER)
+    alias.activate(True)
+    _replaced.callback(alias.activate, False)
     # lightning_utilities, which packages for Lightning use, takes the rank from hasten.
     _replace(importlib.import_module("lightning_utilities.core.rank_zero"), "rank_zero_only", rank_zero_only)
     # A process that multiprocessing starts, such as the worker of a loader, unpickles this first, then imports the
