@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
-from typing import Any
-
-from hasten._lib.errors import absent
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
 from hasten.checkpoint.xla import XLACheckpointIO
@@ -30,6 +26,7 @@ from hasten.precision import (
     TransformerEnginePrecision,
     XLAPrecision,
 )
+from hasten.strategies.parallel import LayerSync, TorchSyncBatchNorm
 from hasten.xla.devices import XLAEnvironment
 
 __all__ = [
@@ -40,14 +37,3 @@ __all__ = [
     "TorchSyncBatchNorm", "TransformerEnginePrecision", "XLACheckpointIO", "XLAEnvironment",
     "XLAPrecision",
 ]  # fmt: skip
-
-_NUMBERS = "Write precision='bf16-mixed'."
-_TORCHRUN = "Start the program with torchrun, which hasten recognizes, or subclass ClusterEnvironment."
-
-
-def _absent(name: str, base: type, instead: str) -> Any:
-    return absent(name, base, home="hasten.plugins", instead=instead)
-
-
-LayerSync = _absent("LayerSync", ABC, "Use Trainer(sync_batchnorm=True).")
-TorchSyncBatchNorm = _absent("TorchSyncBatchNorm", LayerSync, "Use Trainer(sync_batchnorm=True).")

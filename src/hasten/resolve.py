@@ -32,7 +32,7 @@ from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
 from hasten.strategies.deepspeed import DeepSpeedStrategy
 from hasten.strategies.fsdp import FSDPStrategy
-from hasten.strategies.parallel import ParallelStrategy
+from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
 from hasten.strategies.single import OneProcess, SingleDeviceStrategy
 from hasten.strategies.xla import SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy
 from hasten.xla.devices import XLAAccelerator, XLAEnvironment, finds_tpu, require_torch_xla
@@ -101,6 +101,7 @@ def runtime(
     num_nodes: int | str = 1,
     precision: PrecisionName | str | int | None = None,
     plugins: Plugin | Sequence[Plugin] | None = None,
+    sync_batchnorm: bool = False,
     owner: str = "Trainer",
 ) -> Runtime:
     """Return the Runtime for the arguments of a Trainer or a Fabric. Nothing is started.
@@ -112,6 +113,7 @@ def runtime(
         num_nodes: see there.
         precision: see there.
         plugins: see there.
+        sync_batchnorm: see there.
         owner: "Trainer" or "Fabric", for the messages.
 
     Raises:
@@ -124,7 +126,14 @@ def runtime(
         'bf16-mixed'
 
     """
-    precision_plugin, checkpoint_io, cluster = _plugins(plugins, owner)
+    precision_plugin, checkpoint_io, cluster, layer_sync = _plugins(plugins, owner)
+    if sync_batchnorm is True:
+        if not isinstance(layer_sync, TorchSyncBatchNorm | None):
+            raise MisconfigurationException(
+                f"{owner}(sync_batchnorm=True, plugins={layer_sync!r}): both say how layers are computed over all "
+                "processes, which is not allowed. Leave one out."
+            )
+        layer_sync = layer_sync or TorchSyncBatchNorm()
     if accelerator in (None, "auto") and _is_for_xla(strategy):
         accelerator = "tpu"
     chosen = _accelerator(accelerator, owner)
@@ -142,6 +151,8 @@ def runtime(
     _prefix_owner(owner, strategy_in_use.take_precision, precision_in_use)
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
+    if isinstance(strategy_in_use, ParallelStrategy):
+        strategy_in_use.layer_sync = layer_sync
     strategy_in_use.attach(accelerator=chosen, devices=found, cluster=cluster, num_nodes=num_nodes)
     return Runtime(
         accelerator=chosen,
@@ -169,23 +180,25 @@ def _is_for_xla(strategy: object) -> bool:
     return isinstance(strategy, _XLA_STRATEGIES) or (isinstance(strategy, str) and strategy.lower() in XLA)
 
 
-def _plugins(plugins: Any, owner: str) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None]:
+def _plugins(
+    plugins: Any, owner: str
+) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None, LayerSync | None]:
     given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
-    found: dict[type, Any] = {Precision: None, CheckpointIO: None, ClusterEnvironment: None}
+    found: dict[type, Any] = {Precision: None, CheckpointIO: None, ClusterEnvironment: None, LayerSync: None}
     for plugin in given:
         kind = next((kind for kind in found if isinstance(plugin, kind)), None)
         if kind is None:
             hint = f" Write {plugin.__name__}()." if isinstance(plugin, type) else ""
             raise TypeError(
                 f"{owner}(plugins={plugins!r}): {plugin!r} is not a plugin. Use objects of the classes in "
-                f"hasten.plugins: a Precision, a CheckpointIO or a ClusterEnvironment.{hint}"
+                f"hasten.plugins: a Precision, a CheckpointIO, a ClusterEnvironment or a LayerSync.{hint}"
             )
         if found[kind] is not None:
             raise MisconfigurationException(
                 f"{owner}(plugins=[...]): there are two {kind.__name__} objects. Leave one out."
             )
         found[kind] = plugin
-    return found[Precision], found[CheckpointIO], found[ClusterEnvironment]
+    return found[Precision], found[CheckpointIO], found[ClusterEnvironment], found[LayerSync]
 
 
 def _accelerator(accelerator: Any, owner: str) -> Accelerator:

@@ -28,6 +28,7 @@ from hasten.machine.devices import Accelerator
 from hasten.optim import LRSchedulerConfig
 from hasten.precision.base import Precision
 from hasten.strategies.base import Strategy
+from hasten.strategies.parallel import LayerSync
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -52,7 +53,7 @@ StrategyLike: TypeAlias = Strategy | str
 Devices: TypeAlias = list[int] | str | int
 """How many devices (2, -1 or "auto" for all) or which ([0, 1] or "0,1") of each machine."""
 
-Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment
+Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment | LayerSync
 """An object that replaces a part of the run."""
 
 LoggerLike: TypeAlias = Logger | Iterable[Logger] | bool

@@ -215,7 +215,6 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
     ("home", "name", "base", "says"),
     [
         ("strategies", "DataParallelStrategy", "ParallelStrategy", "Write strategy='ddp'"),
-        ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),
         ("accelerators", "HPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),
         ("accelerators", "TPUAccelerator", "Accelerator", r"Its name is XLAAccelerator now"),
         ("loggers", "LitLogger", "Logger", "There are CSVLogger"),

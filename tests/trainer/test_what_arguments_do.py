@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from pathlib import Path
@@ -15,6 +16,8 @@ import hasten as L
 from hasten.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from hasten.checkpoint.files import TorchCheckpointIO
 from hasten.loggers import CSVLogger
+from hasten.plugins import LayerSync, TorchSyncBatchNorm
+from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, Several, loader, quiet, same_weights
 
 
@@ -286,6 +289,22 @@ class Normed(Classifier):
         return self.layers(self.norm(x))
 
 
+class NoStatistics(LayerSync):
+    """Has all batch normalizations compute without a batch's statistics."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self.calls.append("apply")
+        model.norm = nn.Identity()
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        self.calls.append("revert")
+        return model
+
+
 @pytest.mark.world_size(2)
 def test_sync_batchnorm_on_two_processes() -> None:
     model = Normed()
@@ -294,12 +313,50 @@ def test_sync_batchnorm_on_two_processes() -> None:
     with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm trains on GPUs only"):
         trainer.fit(model, loader(8))
     trainer.test(model, loader(8), verbose=False)
-    assert type(model.norm) is nn.SyncBatchNorm
-    plain = Normed()
-    quiet(devices=2, strategy="ddp").test(plain, loader(8), verbose=False)
-    assert type(plain.norm) is nn.BatchNorm1d
-    quiet(sync_batchnorm=True).test(plain, loader(8), verbose=False)
-    assert type(plain.norm) is nn.BatchNorm1d
+    assert type(model.norm) is nn.BatchNorm1d
+    sync = NoStatistics()
+    trainer = quiet(plugins=sync, devices=2, strategy="ddp")
+    trainer.test(model, loader(8), verbose=False)
+    assert sync.calls == []
+    trainer.fit(model, loader(8))
+    assert sync.calls == ["apply", "revert"]
+    assert type(model.norm) is nn.Identity
+
+
+def test_sync_batchnorm_in_one_process() -> None:
+    model, sync = Normed(), NoStatistics()
+    for trainer in (quiet(plugins=[sync]), quiet(sync_batchnorm=True, plugins=TorchSyncBatchNorm())):
+        trainer.fit(model, loader(8))
+    assert sync.calls == []
+    assert type(model.norm) is nn.BatchNorm1d
+    with pytest.raises(MisconfigurationException, match="both say how layers are computed over all processes"):
+        quiet(sync_batchnorm=True, plugins=sync)
+
+
+def test_layers_that_are_synchronized_come_back_as_they_were() -> None:
+    class Own(nn.BatchNorm2d):
+        pass
+
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(Own(3)), nn.SyncBatchNorm(4))
+    names, own = [name for name, _ in model.named_parameters()], model[1][0]
+    sync = TorchSyncBatchNorm()
+    assert sync.apply(model) is model
+    assert {type(part) for part in (model[0], model[1][0], model[2])} == {nn.SyncBatchNorm}
+    assert [name for name, _ in model.named_parameters()] == names
+    model.eval().double()
+    with torch.no_grad():
+        model[1][0].weight.fill_(7)
+    assert sync.revert(copy.deepcopy(model))[1][0].weight[0] == 7
+    assert sync.revert(model) is model
+    assert model[1][0] is own
+    assert own.weight[0] == 7
+    assert own.running_mean.dtype == torch.float64
+    assert not own.training
+    assert type(model[2]) is nn.SyncBatchNorm
+    # Which layer that was before is not known: any shape may follow.
+    sync.revert(model)
+    assert type(model[2]) is not nn.SyncBatchNorm
+    assert model[2](torch.ones(2, 4, 3, dtype=torch.float64)).shape == (2, 4, 3)
 
 
 def test_default_root_dir_is_where_everything_goes(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from hasten.optim.averaged import AveragedWeights
 from hasten.optim.backward import InBackward
 from hasten.optim.fused import use_fused
 from hasten.precision.matmul import matmul_precision, without_effect
+from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
 
 # () -> (checkpoint, where it came from), or (None, None) to start from the beginning
 Read = Callable[[], tuple[dict[str, Any] | None, str | None]]
@@ -92,15 +93,8 @@ def prepare(
             module.configure_sharded_model()
     check_pipeline(fn.value, module)
     check_module(run)
-    if run.arguments.sync_batchnorm and runtime.world_size > 1:
-        normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
-        if fitting and runtime.device.type in ("cpu", "xla") and normalizes:
-            raise MisconfigurationException(
-                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on "
-                f"{runtime.device.type!r}. Leave it out, or use a normalization that does not depend on the batch, "
-                "such as GroupNorm."
-            )
-        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if fitting and isinstance(runtime.strategy, ParallelStrategy) and runtime.world_size > 1:
+        _sync_layers(run, runtime.strategy.layer_sync)
     checkpoint, path = read_checkpoint()
     runtime.strategy.shard(module, stored=(checkpoint or {}).get("state_dict") or ())
 
@@ -148,6 +142,26 @@ def prepare(
             run.progress.epoch_ended = True
         run.progress.in_epoch = False
         run.averages.resume_with(None)
+
+
+def _sync_layers(run: Run, sync: LayerSync | None) -> None:
+    """Change layers so that the processes compute them together, until the run ends."""
+    if sync is None:
+        return
+    module, device = run.module, run.runtime.device.type
+    normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
+    if isinstance(sync, TorchSyncBatchNorm) and device in ("cpu", "xla") and normalizes:
+        raise MisconfigurationException(
+            f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on {device!r}. "
+            "Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
+        )
+    changed = sync.apply(module)
+    run.undo.callback(sync.revert, module)
+    if changed is not module:
+        raise TypeError(
+            f"{type(sync).__name__}.apply() returned a {type(changed).__name__}. Change the module that it got in "
+            "place, and return that."
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
@@ -72,6 +74,90 @@ def _check_backend(owner: str, given: str) -> None:
             )
 
 
+class LayerSync(ABC):
+    """Changes layers so that the processes of a run compute them together: ``Trainer(plugins=MyLayerSync())``.
+
+    Without effect where one process trains alone.
+    """
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Change the layers of ``model`` in place, and return it; called before ``fit`` makes optimizers.
+
+        Args:
+            model: the user's module.
+
+        """
+
+    @abstractmethod
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Undo what ``apply`` changed, and return ``model``; called at the end of ``fit``.
+
+        Args:
+            model: the user's module.
+
+        """
+
+
+class TorchSyncBatchNorm(LayerSync):
+    """Batch normalization with the statistics of the batches of all processes; ``Trainer(sync_batchnorm=True)``.
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+        >>> sync = TorchSyncBatchNorm()
+        >>> sync.apply(model)[1]
+        SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        >>> sync.revert(model)[1]
+        BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+
+    Source: https://pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
+
+    """
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` with ``torch.nn.SyncBatchNorm`` in place of its batch normalizations.
+
+        Override it to share statistics within some processes only.
+
+        """
+        kept = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.SyncBatchNorm) and layer is not kept.get(name):
+                # Not as a submodule: it has the same parameters.
+                layer.__dict__["replaced_layer"] = kept[name]
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` with the layers that ``apply`` replaced, and the weights and statistics they have now.
+
+        Other ``SyncBatchNorm`` layers become a batch normalization for inputs of any shape.
+
+        """
+        for parent in list(model.modules()):
+            for name, layer in parent.named_children():
+                if isinstance(layer, nn.SyncBatchNorm):
+                    parent._modules[name] = _alone(layer)
+        return _alone(model) if isinstance(model, nn.SyncBatchNorm) else model
+
+
+def _alone(layer: nn.SyncBatchNorm) -> nn.Module:
+    original: nn.Module | None = layer.__dict__.get("replaced_layer")
+    if original is None:
+        original = _AnyBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    original._parameters, original._buffers = layer._parameters, layer._buffers
+    original.training = layer.training
+    return original
+
+
+class _AnyBatchNorm(_BatchNorm):
+    """Batch normalization for inputs of any shape (batch, features, ...)."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        """Do nothing: which shapes the original layer took is not known."""
+
+
 class ParallelStrategy(Strategy):
     """The base of strategies with several processes: their ranks, how they start and how they communicate.
 
@@ -104,6 +190,8 @@ class ParallelStrategy(Strategy):
         self._launcher: Launcher = RunScriptAgain() if start_method == "popen" else StartCopies(start_method)
         self._global_rank = 0
         self._local_rank = 0
+        # What changes layers so that the processes compute them together.
+        self.layer_sync: LayerSync | None = None
 
     @abstractmethod
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module: ...

@@ -780,7 +780,7 @@ class Trainer(TrainerView):
 
 
 # Arguments that choose the runtime.
-_MACHINE = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
+_MACHINE = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "sync_batchnorm")
 
 
 def _runtime_for(given: dict[str, Any]) -> Runtime:
