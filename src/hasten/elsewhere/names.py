@@ -135,12 +135,12 @@ STRATEGIES: dict[str, Refused] = {
     ),
     "thunder_ddp": Refused(
         "Lightning Thunder",
-        "Thunder compiles; torch.compile is an argument of its own.",
+        "Thunder compiles; here, compiling is the argument compile=.",
         "strategy='ddp', compile=True",
     ),
     "thunder_fsdp": Refused(
         "Lightning Thunder",
-        "Thunder compiles; torch.compile is an argument of its own.",
+        "Thunder compiles; here, compiling is the argument compile=.",
         "strategy='fsdp', compile='regional'",
     ),
     "ipu_strategy": Refused(_LEGACY, _gone("Graphcore's plugin"), _GPU),
@@ -166,7 +166,7 @@ STRATEGIES: dict[str, Refused] = {
     "multi_hpu": Refused(_ACCELERATE, _HPU, f"{_GPU}, {_DDP}"),
     "multi_gpu": Refused(_ACCELERATE, _DEVICES, f"{_GPU}, {_DDP}"),
     "multi_cpu": Refused(_ACCELERATE, _DEVICES, "accelerator='cpu', strategy='ddp', devices=2"),
-    "no": Refused(_ACCELERATE, "One device has a name of its own.", "strategy='single_device', devices=1"),
+    "no": Refused(_ACCELERATE, "One device is called single_device here.", "strategy='single_device', devices=1"),
 }
 
 ACCELERATORS: dict[str, Refused] = {
