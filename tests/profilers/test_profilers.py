@@ -66,6 +66,8 @@ def test_simple_reports_durations_calls_and_shares(clock: Clock) -> None:
         "b": ["0.5", "1", "0.5", "12.5"],
     }
     assert report.index("|  a ") < report.index("|  b ")  # What took longest comes first.
+    # Lightning's columns, which programs parse.
+    assert "\n|  a     \t|  1.75           \t|  2              \t|  3.5            \t|  87.5           \t|\n" in report
     assert "Where the time" not in report  # There was no run.
     spend(profiler, clock, "b", 4.0)
     profiler.extended = False

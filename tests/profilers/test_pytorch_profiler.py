@@ -41,7 +41,7 @@ def profiled(tmp_path: Path, *, fit: bool = True, samples: int = 40, arguments: 
         trainer.fit(Classifier(), loader(samples), loader(samples))
     else:
         trainer.test(Classifier(), loader(samples), verbose=False)
-    return (tmp_path / f"{'fit' if fit else 'test'}-ops-0.txt").read_text()
+    return (tmp_path / f"{'fit' if fit else 'test'}-ops.txt").read_text()
 
 
 def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
     assert found["validation"][STEP.format("validation")] == 3
     assert STEP.format("training") not in found["validation"]
     assert "FIT Profiler Report" in report
-    assert "Profile stats for: [Strategy]SingleDeviceStrategy.training_step rank: 0" in report
-    assert "Profile stats for: [Strategy]SingleDeviceStrategy.validation_step rank: 0" in report
+    assert "Profile stats for: [Strategy]SingleDeviceStrategy.training_step\n" in report
+    assert "Profile stats for: [Strategy]SingleDeviceStrategy.validation_step\n" in report
     assert "aten::addmm" in report
 
 
@@ -70,8 +70,14 @@ def test_a_quick_check_is_recorded_whole_and_a_run_that_is_too_short_warns(tmp_p
     profiled(tmp_path, arguments={"fast_dev_run": 2})
     (found,) = traces(tmp_path).values()
     assert (found[STEP.format("training")], found[STEP.format("validation")]) == (2, 2)
+    # Fewer batches than the default schedule needs: all are recorded.
+    with pytest.warns(UserWarning, match="2 batches .train. are not enough steps for the default schedule"):
+        quiet(profiler=PyTorchProfiler(dirpath=tmp_path / "short")).fit(Classifier(), loader(8), loader(40))
+    found = traces(tmp_path / "short")
+    assert (found["training"][STEP.format("training")], found["validation"][STEP.format("validation")]) == (2, 3)
+    mine = PyTorchProfiler(dirpath=tmp_path / "mine", schedule=schedule(wait=2, warmup=1, active=1))
     with pytest.warns(UserWarning, match="ended before its schedule recorded a batch. Pass schedule=None"):
-        quiet(profiler=PyTorchProfiler(dirpath=tmp_path / "short")).fit(Classifier(), loader(8))
+        quiet(profiler=mine).fit(Classifier(), loader(8))
     # Batches count over all epochs.
     quiet(profiler=PyTorchProfiler(dirpath=tmp_path / "long"), max_epochs=4).fit(Classifier(), loader(8))
     assert traces(tmp_path / "long")["training"][STEP.format("training")] == 3
@@ -132,7 +138,14 @@ def test_alone_everything_is_recorded(tmp_path: Path) -> None:
     assert {event.name: event.count for event in profiler.function_events if "multiply" in event.name}
     profiler.teardown("fit")
     assert profiler.profiler is None
-    assert profiler.summary() == ""
+    # The last results stay, until the next recording.
+    assert profiler.summary() == summary
+    with profiler.profile("again"):
+        torch.ones(2)
+    summary = profiler.summary()
+    assert "aten::mm" not in summary
+    assert "[pl][profile]again" in summary
+    pickle.dumps(profiler)
 
 
 def test_no_folder_and_off() -> None:

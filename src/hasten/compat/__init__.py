@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing.spawn
 import sys
 from contextlib import ExitStack
 from typing import Any
 
-from hasten._lib.rank_zero import rank_zero_only
+from hasten._lib.rank_zero import log, rank_zero_only
 from hasten.checkpoint.files import allow_objects
 from hasten.compat.modules import FINDER, ROOTS, AliasModule
 from hasten.elsewhere import alias
 
 __all__ = ["install", "installed", "uninstall"]
 
+# Names under which programs find the logger of Lightning's messages, to silence them or to send them elsewhere.
+_LOGGERS = [
+    name + end for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    for end in ("", ".utilities.rank_zero")
+]  # fmt: skip
 # What `uninstall` undoes.
 _replaced = ExitStack()
 
@@ -73,6 +79,8 @@ def install() -> None:
     _replaced.callback(alias.activate, False)
     # lightning_utilities, which packages for Lightning use, takes the rank from hasten.
     _replace(importlib.import_module("lightning_utilities.core.rank_zero"), "rank_zero_only", rank_zero_only)
+    for name in _LOGGERS:
+        _replace_logger(name)
     # A process that multiprocessing starts, such as the worker of a loader, unpickles this first, then imports the
     # program's main module, and with it `lightning`.
     original = multiprocessing.spawn.get_preparation_data
@@ -85,6 +93,15 @@ def install() -> None:
 def _replace(owner: object, name: str, value: object) -> None:
     _replaced.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
+
+
+def _replace_logger(name: str) -> None:
+    known: dict[str, Any] = logging.Logger.manager.loggerDict
+    if name in known:
+        _replaced.callback(known.__setitem__, name, known[name])
+    else:
+        _replaced.callback(known.pop, name, None)
+    known[name] = log
 
 
 def installed() -> bool:

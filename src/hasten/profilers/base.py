@@ -15,7 +15,8 @@ from typing import Any, TextIO
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_only
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_only
+from hasten.elsewhere import alias
 
 
 class Profiler(ABC):
@@ -127,6 +128,10 @@ class Profiler(ABC):
 
     # -- third-party profilers use these too
 
+    @property
+    def _lightning_module(self) -> Any:
+        return self.lightning_module
+
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
         parts = [part for part in (self._stage, self.filename, rank, action_name) if part]
@@ -147,7 +152,12 @@ class Profiler(ABC):
             self._write_stream = self._print
 
     def _print(self, report: str) -> None:
-        if self.local_rank == 0 and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        if self.local_rank != 0:
+            return
+        if alias.active():
+            # Lightning logs its reports, and programs collect them there.
+            rank_zero_info("%s", report)
+        elif rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             print(report, file=sys.stdout, flush=True)
 
     def _stats_to_str(self, stats: dict[str, str]) -> str:

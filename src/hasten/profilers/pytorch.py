@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -19,12 +20,19 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten.elsewhere import alias
 from hasten.profilers.base import Profiler
 
 Schedule = Callable[[int], ProfilerAction]
 
 # The default: leave out the first batch, warm up on one, record three. Few enough not to slow a run down.
+# A stage with fewer batches than that is recorded in whole.
 _default = torch.profiler.schedule(wait=1, warmup=1, active=3)
+_NEEDED = 5
+_NUMBER_OF = {
+    "train": "num_training_batches", "val": "num_val_batches", "test": "num_test_batches",
+    "predict": "num_predict_batches",
+}  # fmt: skip
 _BATCH = "run_training_batch"
 _STAGES = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 # Arguments of Lightning's profiler that torch's does not have.
@@ -50,8 +58,9 @@ class PyTorchProfiler(Profiler):
         table_kwargs: more arguments of the table (``max_name_column_width``, ``top_level_events_only``, ...).
         **profiler_kwargs: for ``torch.profiler.profile``: ``schedule``, ``activities``, ``record_shapes``,
             ``profile_memory``, ``with_stack``, ``with_flops``, ``on_trace_ready``, ... By default a schedule that
-            leaves out one batch, warms up on one and records three. With ``schedule=None``, with
-            ``Trainer(fast_dev_run=...)``, and outside a Trainer all batches are recorded.
+            leaves out one batch, warms up on one and records three; of a stage with fewer batches all are
+            recorded, with a warning. With ``schedule=None``, with ``Trainer(fast_dev_run=...)``, and outside a
+            Trainer all batches are recorded.
 
     Raises:
         MisconfigurationException: ``sort_by_key`` is not a column, ``schedule`` is not a schedule, or CUDA is missing.
@@ -91,11 +100,8 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
-        for name, own in (("sort_by", "sort_by_key"), ("row_limit", "row_limit")):
-            if name in (table_kwargs or ()):
-                raise KeyError(f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): Pass {own}=... instead.")
-        _check_names(profiler_kwargs, torch.profiler.profile.__init__, _ADDED, TypeError)
-        _check_names(table_kwargs or {}, EventList.table, frozenset(), KeyError)
+        _check_table(table_kwargs or {})
+        _check_arguments(profiler_kwargs)
         # jsonargparse finds the arguments of the command line in these calls of get and pop.
         self._enabled = profiler_kwargs.pop("enabled", True)
         self._flame_graph = profiler_kwargs.pop("export_to_flame_graph", False)
@@ -137,6 +143,8 @@ class PyTorchProfiler(Profiler):
         self._recorded_stage: str | None = None
         self._batches: dict[str, int] = {}
         self._done: set[str] = set()
+        # Schedules of stages that are too short for the default.
+        self._short: dict[str, Schedule] = {}
         self._records_all = self._has_recorded = False
         self._next = ProfilerAction.NONE
         self._step_name = "profile"
@@ -154,6 +162,9 @@ class PyTorchProfiler(Profiler):
         stage = _stage_of(action_name)
         if stage is not None and self._recorded_stage in (None, stage):
             self._step_name = action_name
+        first = "train" if action_name == _BATCH else stage
+        if first is not None and self._by_default and first not in self._batches and not self._emit_nvtx:
+            self._record_short(first)
         if action_name not in self._recording:
             # The prefix is known to viewers of traces, which group such ranges.
             record = record_function("[pl][profile]" + action_name)
@@ -183,9 +194,8 @@ class PyTorchProfiler(Profiler):
         return self._stats_to_str(self._tables) if self._tables else ""
 
     def teardown(self, stage: str | None) -> None:
-        """End the recording, and forget the run."""
+        """End the recording; its tables and ``function_events`` stay until the next one begins."""
         self._end()
-        self._reset()
         super().teardown(stage=stage)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,6 +205,7 @@ class PyTorchProfiler(Profiler):
     # -- the recording
 
     def _begin(self) -> None:
+        self._reset()
         if self._emit_nvtx:
             self._contexts.enter_context(torch.cuda.profiler.profile())
             self.profiler = self._contexts.enter_context(torch.autograd.profiler.emit_nvtx())
@@ -202,9 +213,12 @@ class PyTorchProfiler(Profiler):
         trainer = self._trainer()
         has_default = self._by_default and trainer is not None and not trainer.fast_dev_run
         self._records_all = self._schedule is None and not has_default
-        self._next = ProfilerAction.RECORD if self._records_all else (self._schedule or _default)(0)
+        if not self._records_all:
+            self._next = self._schedule_of("")(0)
         self.profiler = torch.profiler.profile(
-            **self._profiler_kwargs, schedule=lambda _: self._next, on_trace_ready=self._trace_ready
+            **self._profiler_kwargs,
+            schedule=None if self._records_all else lambda _: self._next,
+            on_trace_ready=self._trace_ready,
         )
         self._contexts.enter_context(self.profiler)
         self.profiler.add_metadata("Framework", "hasten")
@@ -216,13 +230,41 @@ class PyTorchProfiler(Profiler):
         # Training comes first: a cycle begun in the sanity check would leave it out.
         if trainer is not None and trainer.sanity_checking:
             return
-        schedule = self._schedule or _default
+        schedule = self._schedule_of(stage)
         self._batches[stage] = self._batches.get(stage, 0) + 1
         self._has_recorded = self._next in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
         if self._next == ProfilerAction.RECORD_AND_SAVE:
             self._done.add(stage)
         self._next = ProfilerAction.NONE if stage in self._done else schedule(self._batches[stage])
         self._recorded_stage = None if self._next == ProfilerAction.NONE else stage
+        self.profiler.step()
+
+    def _schedule_of(self, stage: str) -> Schedule:
+        return self._schedule or self._short.get(stage, _default)
+
+    def _record_short(self, stage: str) -> None:
+        """Record all batches of ``stage``, if the run has fewer than the default schedule needs."""
+        trainer = self._trainer()
+        if self._records_all or trainer is None or trainer.sanity_checking or self._recorded_stage not in (None, stage):
+            return
+        self._batches[stage] = 0
+        batches = _batches_in_run(trainer, stage)
+        if batches >= _NEEDED:
+            return
+        rank_zero_warn(
+            f"PyTorchProfiler: {batches} batches ({stage}) are not enough steps for the default schedule, which needs "
+            f"{_NEEDED}: all of them are recorded.",
+        )
+        last = int(batches) - 1
+        self._short[stage] = lambda step: (
+            ProfilerAction.RECORD
+            if step < last
+            else ProfilerAction.RECORD_AND_SAVE
+            if step == last
+            else ProfilerAction.NONE
+        )
+        self._next = self._short[stage](0)
+        self._recorded_stage = stage
         self.profiler.step()
 
     def _trainer(self) -> Any:
@@ -258,6 +300,8 @@ class PyTorchProfiler(Profiler):
         for name in reversed(list(self._recording)):
             self._recording.pop(name).__exit__(None, None, None)
         self.profiler = None
+        # Functions that cannot be sent to another process.
+        self._short.clear()
         self._contexts.close()
         self._names_modules = self._record_module_names
 
@@ -314,18 +358,41 @@ def _stage_of(action_name: str) -> str | None:
     return _STAGES.get(action_name.rpartition(".")[2])
 
 
-def _check_names(
-    kwargs: Iterable[str], function: Callable[..., Any], added: frozenset[str], error: type[Exception]
-) -> None:
-    """Raise for an argument that ``function`` does not take; torch would, but only when the run has begun."""
-    known = {*inspect.signature(function).parameters, *added} - {"self"}
+def _batches_in_run(trainer: Any, stage: str) -> float:
+    """Return how many batches of ``stage`` a run has; of a fit, in all epochs."""
+    found = getattr(trainer, _NUMBER_OF[stage])
+    number = sum(found) if isinstance(found, list) else found
+    if stage == "train" or trainer.state.fn == "fit":
+        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+        # Without batches or epochs there is nothing to multiply by infinity.
+        number = number * epochs if number and epochs else 0
+    if stage == "train" and trainer.max_steps != -1:
+        number = min(number, trainer.max_steps * trainer.accumulate_grad_batches)
+    return float(number) if math.isinf(number) else int(number)
+
+
+def _check_table(kwargs: Iterable[str]) -> None:
+    """Raise for an argument that the table does not take; torch would, but only when the run has ended."""
+    known = set(inspect.signature(EventList.table).parameters) - {"self", "sort_by", "row_limit"}
     for name in kwargs:
         if name not in known:
-            owner = f"{function.__module__}.{function.__qualname__.removesuffix('.__init__')}"
-            raise error(
-                f"PyTorchProfiler({name}=...): neither PyTorchProfiler nor {owner} takes this argument."
+            own = {"sort_by": "sort_by_key", "row_limit": "row_limit"}.get(name)
+            advice = f"Pass {own}=... instead." if own else f"Use some of {sorted(known)}.{did_you_mean(name, known)}"
+            raise KeyError(f"Found invalid table_kwargs key: {name}. {advice}")
+
+
+def _check_arguments(kwargs: Iterable[str]) -> None:
+    """Raise for an argument that torch's profiler does not take; under Lightning's names, which ignore it, warn."""
+    known = {*inspect.signature(torch.profiler.profile.__init__).parameters, *_ADDED} - {"self"}
+    for name in kwargs:
+        if name not in known:
+            message = (
+                f"PyTorchProfiler({name}=...): neither PyTorchProfiler nor torch.profiler.profile takes this argument."
                 f"{did_you_mean(name, known)}"
             )
+            if not alias.active():
+                raise TypeError(message)
+            rank_zero_warn(f"{message} It is ignored.")
 
 
 def _check_schedule(schedule: Schedule | None) -> None:

@@ -156,9 +156,11 @@ class SimpleProfiler(Profiler):
     def summary(self) -> str:
         """Return both tables."""
         lines = [self._title(), ""]
-        if self._new(LOOP):
+        has_parts = bool(self._new(LOOP))
+        if has_parts:
             lines += [*self._table_of_parts(), ""]
         if self.recorded_durations:
+            lines += ["Actions (each contains those inside it):"] * has_parts
             lines += [*self._table_of_actions(), ""]
         return "\n".join(lines)
 
@@ -180,21 +182,50 @@ class SimpleProfiler(Profiler):
         return len(self.recorded_durations.get(action_name, ())) - self._before.get(action_name, 0)
 
     def _table_of_actions(self) -> list[str]:
-        # Action, calls, seconds.
-        found = [(action, len(times), math.fsum(times)) for action, times in self.recorded_durations.items()]
         if not self.extended:
-            found.sort(key=lambda row: row[2] / row[1], reverse=True)
-            rows = [[action, f"{seconds / calls:.5}", f"{seconds:.5}"] for action, calls, seconds in found]
-            return _table(["Action", "Mean duration (s)", "Total time (s)"], rows)
-        found.sort(key=lambda row: row[2], reverse=True)
-        total = time.perf_counter() - self.start_time
-        rows = [["Total", "-", str(sum(calls for _, calls, _ in found)), f"{total:.5}", "100 %"]]
-        rows += [
-            [action, f"{seconds / calls:.5}", str(calls), f"{seconds:.5}", f"{100 * seconds / total:.5}"]
-            for action, calls, seconds in found
-        ]
+            head = ["Action", "Mean duration (s)", "Total time (s)"]
+            means = [[action, f"{mean:.5}", f"{total:.5}"] for action, mean, total in self._make_report()]
+            return _table_of_tabs(head, [means])
         head = ["Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %"]
-        return ["Actions (each contains those inside it):", *_table(head, rows)]
+        report, calls, seconds = self._make_report_extended()
+        rows = [
+            [action, f"{mean:.5}", str(count), f"{total:.5}", f"{share:.5}"]
+            for action, mean, count, total, share in report
+        ]
+        return _table_of_tabs(head, [[["Total", "-", str(calls), f"{seconds:.5}", "100 %"]], rows])
+
+    # -- subclasses with a report of their own use these
+
+    def _make_report(self) -> list[tuple[str, float, float]]:
+        """Return action, mean seconds and total seconds of each action, those with the longest mean first."""
+        totals = {action: math.fsum(times) for action, times in self.recorded_durations.items()}
+        rows = [(action, total / len(self.recorded_durations[action]), total) for action, total in totals.items()]
+        return sorted(rows, key=lambda row: row[1], reverse=True)
+
+    def _make_report_extended(self) -> tuple[list[tuple[str, float, int, float, float]], int, float]:
+        """Return rows of action, mean, calls, total and share in percent; the number of calls; the seconds so far."""
+        seconds = time.perf_counter() - self.start_time
+        rows = []
+        for action, times in self.recorded_durations.items():
+            total = math.fsum(times)
+            rows.append((action, total / len(times), len(times), total, 100 * total / seconds))
+        rows.sort(key=lambda row: row[4], reverse=True)
+        return rows, sum(row[2] for row in rows), seconds
+
+
+def _table_of_tabs(head: list[str], groups: list[list[list[str]]]) -> list[str]:
+    """Return groups of rows under a heading, in the columns that programs which read Lightning's report expect."""
+    width = max(len(row[0]) for rows in [[head], *groups] for row in rows)
+
+    def line(cells: list[str]) -> str:
+        first, *others = cells
+        return "\t|".join(["|  " + f"{first:<{width}}", *(f"  {cell:<15}" for cell in others), ""])
+
+    rule = "-" * (len(line(head).expandtabs()) + 1)
+    lines = [rule, line(head), rule]
+    for rows in groups:
+        lines += [*map(line, rows), rule]
+    return lines
 
 
 def _table(head: list[str], rows: list[list[str]], *, last: bool = False) -> list[str]:

@@ -60,7 +60,9 @@ def profiled(run: Run, profiler: Profiler, log_dir: Callable[[], str | None]) ->
         return
     fn = run.state.fn
     assert fn is not None
-    profiler.setup(stage=fn.value, local_rank=run.runtime.local_rank, log_dir=log_dir())
+    # One process writes files without a rank in their names.
+    local_rank = run.runtime.local_rank if run.runtime.world_size > 1 else None
+    profiler.setup(stage=fn.value, local_rank=local_rank, log_dir=log_dir())
     profiler.lightning_module = weakref.proxy(run.module)
     _in_use.add(profiler)
     try:

@@ -1,0 +1,63 @@
+"""What a run reports under Lightning's names: profilers, progress bars, summaries."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.profiler import schedule
+
+import hasten.compat
+from tests.models import Classifier, loader, quiet
+
+
+@pytest.fixture(autouse=True)
+def alias() -> Iterator[None]:
+    hasten.compat.install()
+    yield
+    hasten.compat.uninstall()
+
+
+def test_messages_are_found_under_the_loggers_of_lightning() -> None:
+    for name in ("lightning.pytorch", "pytorch_lightning", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
+        assert logging.getLogger(name) is logging.getLogger("hasten")
+    assert logging.getLogger("lightning.pytorch.callbacks").parent is logging.getLogger("hasten")
+    hasten.compat.uninstall()
+    assert logging.getLogger("lightning.pytorch").name == "lightning.pytorch"
+
+
+def test_a_profiler_logs_its_report() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    try:
+        quiet(profiler="simple", limit_train_batches=1, limit_val_batches=1).fit(Classifier(), loader(), loader())
+    finally:
+        logger.removeHandler(handler)
+    (report,) = [record.getMessage() for record in records if "Profiler Report" in record.getMessage()]
+    assert "|  [Strategy]SingleDeviceStrategy.training_step" in report
+
+
+def test_names_of_the_pytorch_profiler() -> None:
+    from lightning.pytorch.profilers import PyTorchProfiler
+    from lightning.pytorch.profilers.pytorch import _KINETO_AVAILABLE, ScheduleWrapper
+
+    assert torch.profiler.kineto_available() is _KINETO_AVAILABLE
+    with pytest.warns(UserWarning, match="record_shape=.*Did you mean 'record_shapes'.*ignored"):
+        PyTorchProfiler(record_shape=True)
+    wrapper = ScheduleWrapper(schedule(wait=1, warmup=1, active=2))
+    wrapper.setup("[LightningModule]Net.on_fit_start")
+
+    def after(step: str) -> str:
+        wrapper.pre_step(f"[Strategy]SingleDeviceStrategy.{step}")
+        action: str = wrapper(0).name
+        return action
+
+    # The sanity check does not count; each kind of step has a cycle of its own.
+    steps = ["validation_step", "training_step", "training_step", "validation_step", "training_step", "training_step"]
+    assert [after(step) for step in steps] == ["NONE", "WARMUP", "RECORD", "RECORD", "RECORD_AND_SAVE", "NONE"]
+    assert (wrapper.is_training, wrapper.num_step, wrapper.has_finished) == (True, 3, True)
