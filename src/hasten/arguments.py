@@ -12,11 +12,13 @@ from typing import Any, cast
 
 from hasten._lib import check
 from hasten._lib.durations import Period, parse_interval
+from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching, as_batching
 from hasten.compile.settings import CompileSettings, as_compile
+from hasten.elsewhere import alias
 from hasten.loggers.base import DummyLogger, Logger
 from hasten.module.callback import Callback
 
@@ -24,18 +26,36 @@ from hasten.module.callback import Callback
 Check = Callable[[str, str, Any], Any]
 
 
+_STAGES = ("train", "val", "test", "predict")
+
+
 # -- checks of one argument
 
-_optional_boolean = partial(check.boolean, allow_none=True)
+
+def _as_boolean(value: Any) -> Any:
+    """Return False and True for 0 and 1, as from a command line or a config file."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+def _as_whole(value: Any) -> Any:
+    """Return 10 for 10.0, as from a config file that says 1e1."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _boolean(owner: str, name: str, value: Any, *, allow_none: bool = False) -> Any:
+    return check.boolean(owner, name, _as_boolean(value), allow_none=allow_none)
+
+
+_optional_boolean = partial(_boolean, allow_none=True)
 
 
 def _deterministic(owner: str, name: str, value: Any) -> Any:
-    """Check ``deterministic``; 0 and 1, as from a command line, are False and True."""
-    value = bool(value) if type(value) is int and value in (0, 1) else value
-    return check.one_of(owner, name, value, (True, False, "warn"), allow_none=True)
+    return check.one_of(owner, name, _as_boolean(value), (True, False, "warn"), allow_none=True)
 
 
-def _number(*, at_least: int, default: int | None = None, unit: str = "", allow_none: bool = False) -> Check:
+def _number(
+    *, at_least: int, default: int | None = None, unit: str = "", allow_none: bool = False, takes_float: bool = True
+) -> Check:
     """Return a check for a whole number, which may be written as "2ep" or "500st" where ``unit`` is given."""
 
     def checked(owner: str, name: str, value: Any) -> Any:
@@ -43,6 +63,7 @@ def _number(*, at_least: int, default: int | None = None, unit: str = "", allow_
             return default
         if unit:
             value = _count(owner, name, value, unit)
+        value = _as_whole(value) if takes_float else value
         return check.whole(owner, name, value, at_least=at_least, allow_none=allow_none)
 
     return checked
@@ -55,7 +76,9 @@ def _count(owner: str, name: str, value: Any, unit: str) -> Any:
     interval = parse_interval(value, argument=f"{owner}({name}=...)")
     if interval.unit != unit:
         example = "2ep" if unit == "epochs" else "500st"
-        raise ValueError(f"{owner}({name}={value!r}): this counts {unit}. Write a number, or {example!r}.")
+        raise MisconfigurationException(
+            f"{owner}({name}={value!r}): this counts {unit}. Write a number, or {example!r}."
+        )
     return getattr(interval, unit)
 
 
@@ -63,7 +86,7 @@ def _limit(owner: str, name: str, value: Any) -> int | None:
     if isinstance(value, float) and math.isinf(value) and value > 0:
         return -1
     allowed = "a whole number of at least 0, or -1 for no limit"
-    return cast("int | None", check.whole(owner, name, value, at_least=-1, allowed=allowed, allow_none=True))
+    return cast("int | None", check.whole(owner, name, _as_whole(value), at_least=-1, allowed=allowed, allow_none=True))
 
 
 def _share(owner: str, name: str, value: Any, *, allow_none: bool = False) -> int | float | None:
@@ -71,17 +94,18 @@ def _share(owner: str, name: str, value: Any, *, allow_none: bool = False) -> in
         return None
     allowed = "a number of batches (int, at least 0) or a share (float, 0.0 to 1.0)"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{owner}({name}={value!r}): use {allowed}, not {type(value).__name__}.")
+        raise WrongType(f"{owner}({name}={value!r}): use {allowed}, not {type(value).__name__}.")
+    value = value if 0 <= value <= 1 else _as_whole(value)
     if value < 0 or (isinstance(value, float) and not value <= 1.0):
         raise check.wrong(owner, name, value, allowed)
-    return value
+    return cast("int | float", value)
 
 
 _optional_share = partial(_share, allow_none=True)
 
 
 def _fast_dev_run(owner: str, name: str, value: Any) -> int:
-    value = int(value) if isinstance(value, bool) else value
+    value = int(value or 0) if isinstance(value, bool) or value is None else value
     return cast("int", check.whole(owner, name, value, at_least=0, allowed="True, False or a number of batches"))
 
 
@@ -137,20 +161,20 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
         if isinstance(callback, type) and issubclass(callback, Callback):
             raise _is_class(owner, f"{name}=[{callback.__name__}]", callback, "()")
         if not isinstance(callback, Callback):
-            raise TypeError(f"{owner}({name}=[...]): {callback!r} is a {kind}, not a hasten.Callback.")
+            raise WrongType(f"{owner}({name}=[...]): {callback!r} is a {kind}, not a hasten.Callback.")
         if any(callback is other for other in callbacks[:position]):
-            raise ValueError(f"{owner}({name}=[...]): the same {kind} object is given twice.")
+            raise MisconfigurationException(f"{owner}({name}=[...]): the same {kind} object is given twice.")
         other = by_key.setdefault(callback.state_key, callback)
         if other is not callback and type(callback).state_dict is not Callback.state_dict:
-            raise ValueError(
+            raise MisconfigurationRuntimeError(
                 f"{owner}({name}=[...]): two callbacks have the state key {callback.state_key!r}, so a checkpoint "
                 "could not hold both states. Give them different arguments, or override state_key."
             )
     return tuple(callbacks)
 
 
-def _is_class(owner: str, written: str, kind: type, arguments: str) -> TypeError:
-    return TypeError(f"{owner}({written}): that is a class. Write {kind.__name__}{arguments}.")
+def _is_class(owner: str, written: str, kind: type, arguments: str) -> WrongType:
+    return WrongType(f"{owner}({written}): that is a class. Write {kind.__name__}{arguments}.")
 
 
 def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
@@ -160,7 +184,7 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
     for logger in loggers:
         written = logger.__name__ if isinstance(logger, type) else repr(logger)
         if not hasattr(logger, "log_metrics"):
-            raise TypeError(f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.")
+            raise WrongType(f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.")
         if isinstance(logger, type):
             raise _is_class(owner, f"{name}={written}", logger, "(...)")
     return loggers
@@ -238,7 +262,7 @@ class Arguments:
     limit_predict_batches: int | float | None = _row(_optional_share)
     overfit_batches: int | float = _row(_share)
     val_check_interval: int | float | Period
-    check_val_every_n_epoch: int | None = _row(_number(at_least=1, unit="epochs", allow_none=True))
+    check_val_every_n_epoch: int | None = _row(_number(at_least=1, unit="epochs", allow_none=True, takes_float=False))
     num_sanity_val_steps: int = _row(_sanity_steps)
     log_every_n_steps: int = _row(_number(at_least=0, default=50, unit="steps"))
     enable_checkpointing: bool | None = _row(_optional_boolean)
@@ -249,16 +273,16 @@ class Arguments:
     gradient_clip_algorithm: str | None = _row(_clip_algorithm)
     deterministic: bool | str | None = _row(_deterministic)
     benchmark: bool | None = _row(_optional_boolean)
-    inference_mode: bool = _row(check.boolean)
-    use_distributed_sampler: bool = _row(check.boolean)
+    inference_mode: bool = _row(_boolean)
+    use_distributed_sampler: bool = _row(_boolean)
     uneven: str = _row(partial(check.one_of, allowed=("stop", "join", "error")))
-    detect_anomaly: bool = _row(check.boolean)
+    detect_anomaly: bool = _row(_boolean)
     on_bad_loss: str = _row(partial(check.one_of, allowed=("warn", "stop", "skip", "rewind")))
-    barebones: bool = _row(check.boolean)
-    sync_batchnorm: bool = _row(check.boolean)
-    reload_dataloaders_every_n_epochs: int = _row(_number(at_least=0, unit="epochs"))
+    barebones: bool = _row(_boolean)
+    sync_batchnorm: bool = _row(_boolean)
+    reload_dataloaders_every_n_epochs: int = _row(_number(at_least=0, unit="epochs", takes_float=False))
     default_root_dir: str = _row(_folder)
-    enable_autolog_hparams: bool = _row(check.boolean)
+    enable_autolog_hparams: bool = _row(_boolean)
     speed: SpeedArguments
     # True if nothing limits the run, which then trains for 1000 epochs.
     max_epochs_assumed: bool = False
@@ -282,9 +306,9 @@ def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
     given, shared = dict(given), None
     if isinstance(part := given.get("micro_batch"), MicroBatch):
         if part.samples is None:
-            raise TypeError(f"{owner}(micro_batch=MicroBatch(None)): use {_SAMPLES}.")
+            raise WrongType(f"{owner}(micro_batch=MicroBatch(None)): use {_SAMPLES}.")
         if isinstance(part.shared, str) or not isinstance(part.shared, Collection):
-            raise TypeError(
+            raise WrongType(
                 f"{owner}(micro_batch=MicroBatch(shared={part.shared!r})): use a list of names or positions."
             )
         given["micro_batch"], shared = part.samples, frozenset(part.shared)
@@ -292,23 +316,23 @@ def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
 
     batch_size, micro_batch, batching = arguments.batch_size, arguments.micro_batch, arguments.batching
     if arguments.resident == "device" and batching is not None:
-        raise ValueError(
+        raise MisconfigurationException(
             f"{owner}(resident='device', batching=...): cutting off padding would make the host wait for the device "
             "at every batch. Use resident=True, which holds the data on the host."
         )
     for name, value in (("micro_batch", micro_batch), ("memory", arguments.memory)):
         if batch_size == "auto" and value is not None and value not in ("selective", "full"):
-            raise ValueError(
+            raise MisconfigurationException(
                 f"{owner}(batch_size='auto', {name}={value!r}): with {name} memory is not used up, so there is "
                 f"no largest size. Give batch_size a number, or leave {name} out."
             )
     if batch_size is not None and batching is not None and batching.max_tokens is not None:
-        raise ValueError(
+        raise MisconfigurationException(
             f"{owner}(batch_size={batch_size!r}, batching=...): with max_tokens={batching.max_tokens} the tokens say "
             "how large a batch is. Leave one of them out."
         )
     if isinstance(batch_size, int) and isinstance(micro_batch, int) and micro_batch > batch_size:
-        raise ValueError(
+        raise MisconfigurationException(
             f"{owner}(batch_size={batch_size}, micro_batch={micro_batch}): a micro-batch is a part of a batch. Use "
             f"micro_batch={batch_size} or less, or batch_size={micro_batch}."
         )
@@ -327,7 +351,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
 
     """
     given = dict(given)
-    if check.boolean("Trainer", "barebones", given["barebones"]):
+    if _boolean("Trainer", "barebones", given["barebones"]):
         _switch_off(given)
     max_epochs, max_steps, max_time = _limits(
         max_epochs=given["max_epochs"],
@@ -338,6 +362,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     given.update(max_epochs=max_epochs, min_epochs=min_epochs, max_steps=max_steps, min_steps=min_steps)
     values = _checked(Arguments, "Trainer", given)
     values.update(max_time=max_time, val_check_interval=given["val_check_interval"])
+    _explain_ones(values)
     if values["fast_dev_run"]:
         _use_few_batches(values)
     elif values["overfit_batches"]:
@@ -354,7 +379,10 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     for unit in ("epochs", "steps"):
         least, most = values[f"min_{unit}"], values[f"max_{unit}"]
         if least is not None and 0 <= most < least:
-            raise ValueError(f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum.")
+            message = f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum"
+            if not alias.active():
+                raise MisconfigurationException(f"{message}.")
+            rank_zero_warn(f"{message}, which ends the run.")
     values.update(_validation_schedule(values["val_check_interval"], values["check_val_every_n_epoch"]))
     return Arguments(**values, speed=check_speed("Trainer", given))
 
@@ -379,6 +407,20 @@ def changed(arguments: Arguments, name: str, value: object) -> Arguments:
     return replace(arguments, **new)
 
 
+def _explain_ones(values: Mapping[str, Any]) -> None:
+    """Say what 1 and 1.0 mean where a number of batches and a share are two things."""
+    for name in ("val_check_interval", "overfit_batches", *(f"limit_{stage}_batches" for stage in _STAGES)):
+        value = values[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 1:
+            continue
+        if name == "val_check_interval":
+            when = "after every batch" if isinstance(value, int) else "at the end of each training epoch"
+            rank_zero_info(f"`Trainer({name}={value})` was configured so validation will run {when}.")
+        else:
+            share = "1 batch" if isinstance(value, int) else "100% of the batches"
+            rank_zero_info(f"`Trainer({name}={value})` was configured so {share} per epoch will be used.")
+
+
 def _switch_off(given: dict[str, Any]) -> None:
     """Apply ``barebones=True``."""
     switched_off = (
@@ -387,7 +429,7 @@ def _switch_off(given: dict[str, Any]) -> None:
     )  # fmt: skip
     wanted = [f"{name}={given[name]!r}" for name in switched_off if given[name]]
     if wanted:
-        raise ValueError(
+        raise MisconfigurationException(
             f"Trainer(barebones=True, {', '.join(wanted)}): barebones switches all of that off. "
             "Leave out one or the other."
         )
@@ -419,14 +461,16 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
             interval = _interval(name, value)
             unit, amount = interval.unit, getattr(interval, interval.unit)
             if unit == "time" and "max_time" not in given:
-                raise ValueError(f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'.")
+                raise MisconfigurationException(
+                    f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'."
+                )
         elif unit == "time":
-            raise TypeError(
+            raise WrongType(
                 f"Trainer({name}={value!r}): use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, "
                 f"not {type(value).__name__}."
             )
         if unit in found:
-            raise ValueError(
+            raise MisconfigurationException(
                 f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}. "
                 "Leave out one of them."
             )
@@ -438,20 +482,20 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
 def _interval(name: str, value: str | dict[str, Any] | timedelta) -> Period:
     interval = parse_interval(value, argument=f"Trainer({name}=...)")
     if interval.time is not None and interval.time <= timedelta(0):
-        raise ValueError(f"Trainer({name}={value!r}): the time must be longer than zero.")
+        raise MisconfigurationException(f"Trainer({name}={value!r}): the time must be longer than zero.")
     return interval
 
 
 def _validation_schedule(value: Any, every_n_epochs: int | None) -> dict[str, Any]:
     """Return ``val_check_interval`` and ``check_val_every_n_epoch``, which depend on each other."""
-    value = 1.0 if value is None else value
+    is_default, value = value is None, 1.0 if value is None else value
     if isinstance(value, (str, dict, timedelta)):
         interval = _interval("val_check_interval", value)
         if interval.epochs is None:
             # Steps are counted over epochs, as time is.
             value, every_n_epochs = interval, None if interval.unit == "steps" else every_n_epochs
         elif every_n_epochs not in (None, 1, interval.epochs):
-            raise ValueError(
+            raise MisconfigurationException(
                 f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch={every_n_epochs}): both say after "
                 "how many epochs to validate. Leave out one of them."
             )
@@ -463,11 +507,12 @@ def _validation_schedule(value: Any, every_n_epochs: int | None) -> dict[str, An
             "or a text such as '2ep', '500st', '90min'"
         )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise check.wrong("Trainer", "val_check_interval", value, allowed, error=TypeError)
+            raise check.wrong("Trainer", "val_check_interval", value, allowed, error=WrongType)
+        value = value if value <= 1 else _as_whole(value)
         if value <= 0 or (isinstance(value, float) and value > 1.0):
             raise check.wrong("Trainer", "val_check_interval", value, allowed)
-        if every_n_epochs is None and isinstance(value, float):
-            raise ValueError(
+        if every_n_epochs is None and isinstance(value, float) and not is_default:
+            raise MisconfigurationException(
                 f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch=None): counting over epochs needs "
                 "a number of batches (int) or a time."
             )

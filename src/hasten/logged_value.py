@@ -156,7 +156,7 @@ class LoggedValue:
             raise _not_scalar(self.name, value)
         if isinstance(value, bool) or hasattr(value, "__float__"):
             return float(value)
-        raise ValueError(
+        raise MisconfigurationException(
             f"self.log({self.name!r}, ...): cannot log a value of type {type(value).__name__}; "
             "give a number, a tensor of one element, or a torchmetrics.Metric."
         )
@@ -172,7 +172,7 @@ class LoggedValue:
         with _without_update_warning(self.metric):
             value = self.metric.compute()
         if (isinstance(value, Tensor) and value.numel() != 1) or isinstance(value, Mapping):
-            raise ValueError(
+            raise MisconfigurationException(
                 f"self.log({self.name!r}, metric): {type(self.metric).__name__} computes {describe(value)}, and only a "
                 "value of one element can be logged. Call compute() at the end of the epoch and log its parts."
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
@@ -164,7 +164,7 @@ class LoggedValues:
                 "on_train_epoch_end."
             )
         if not isinstance(name, str):
-            raise TypeError(f"{where}: the name must be a str, got {type(name).__name__}.")
+            raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")
         if "/dataloader_idx_" in name:
             raise MisconfigurationException(
                 f"{where}: the Trainer adds '/dataloader_idx_' to names itself. Choose another name, or use "

@@ -9,7 +9,7 @@ import torch
 
 from hasten import elsewhere
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import did_you_mean
 from hasten.checkpoint.files import CheckpointIO
 from hasten.machine.cluster import (
@@ -136,6 +136,10 @@ def runtime(
         layer_sync = layer_sync or TorchSyncBatchNorm()
     if accelerator in (None, "auto") and _is_for_xla(strategy):
         accelerator = "tpu"
+    if devices in (0, "0") or (isinstance(devices, (list, tuple)) and not devices):
+        raise MisconfigurationException(
+            f"{owner}(devices={devices!r}): a run needs a device. Use at least 1, or 'auto'."
+        )
     chosen = _accelerator(accelerator, owner)
     num_nodes = _num_nodes(num_nodes, owner)
     cluster = cluster if cluster is not None else find_cluster()
@@ -165,15 +169,17 @@ def runtime(
 
 
 def _prefix_owner(owner: str, function: Callable[..., T], *args: object) -> T:
-    """Return ``function(*args)``; put ``owner`` in front of the message of a ValueError or TypeError."""
+    """Return ``function(*args)``; put ``owner`` in front of the message of an error about an argument."""
     try:
         return function(*args)
     except (ValueError, TypeError) as error:
-        if type(error) not in (ValueError, TypeError):
+        kinds = {ValueError: MisconfigurationException, TypeError: WrongType}
+        kind = kinds.get(type(error), type(error))
+        if kind not in kinds.values():
             raise
         text = str(error)
         first, _, rest = text.partition(": ")
-        raise type(error)(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
+        raise kind(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
 
 
 def _is_for_xla(strategy: object) -> bool:
@@ -189,7 +195,7 @@ def _plugins(
         kind = next((kind for kind in found if isinstance(plugin, kind)), None)
         if kind is None:
             hint = f" Write {plugin.__name__}()." if isinstance(plugin, type) else ""
-            raise TypeError(
+            raise WrongType(
                 f"{owner}(plugins={plugins!r}): {plugin!r} is not a plugin. Use objects of the classes in "
                 f"hasten.plugins: a Precision, a CheckpointIO, a ClusterEnvironment or a LayerSync.{hint}"
             )
@@ -207,14 +213,14 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     present = [name for name, kind in _ACCELERATORS.items() if kind.is_available()]
     allowed = ("auto", *present, *(("gpu",) if {"cuda", "mps"} & set(present) else ()))
 
-    def refused(reason: str, kind: type[Exception] = ValueError) -> Exception:
+    def refused(reason: str, kind: type[Exception] = MisconfigurationException) -> Exception:
         return kind(f"{owner}(accelerator={accelerator!r}): {reason}")
 
     if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
         name = accelerator.__name__
-        raise TypeError(f"{owner}(accelerator={name}): that is a class. Write {name}().")
+        raise WrongType(f"{owner}(accelerator={name}): that is a class. Write {name}().")
     if accelerator is not None and not isinstance(accelerator, str):
-        raise refused(f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", TypeError)
+        raise refused(f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", WrongType)
     name = "auto" if accelerator is None else accelerator.lower()
     if name == "auto":
         return XLAAccelerator() if finds_tpu() else best_accelerator()
@@ -269,7 +275,7 @@ def _devices(
         return accelerator.get_parallel_devices(accelerator.auto_device_count()), num_nodes
     if isinstance(devices, (bool, float)):
         indices = "" if isinstance(accelerator, CPUAccelerator) else ", a list of indices, '0,1',"
-        raise TypeError(f"{owner}(devices={devices!r}): use a number{indices} or 'auto'.")
+        raise WrongType(f"{owner}(devices={devices!r}): use a number{indices} or 'auto'.")
     parsed = _prefix_owner(owner, accelerator.parse_devices, devices)
     found: list[torch.device] = _prefix_owner(owner, accelerator.get_parallel_devices, parsed)
     return found, num_nodes
@@ -300,12 +306,12 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     elif name in DEEPSPEED:
         chosen = DeepSpeedStrategy(**DEEPSPEED[name])
     elif name:
-        raise ValueError(f"{owner}(strategy={strategy!r}): {_why_no_strategy(name)}")
+        raise MisconfigurationException(f"{owner}(strategy={strategy!r}): {_why_no_strategy(name)}")
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
+        raise WrongType(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
     else:
         kind = type(strategy).__name__
-        raise TypeError(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")
+        raise WrongType(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")
     if on_xla and type(chosen).__module__.startswith("hasten.") and not isinstance(chosen, _XLA_STRATEGIES):
         raise MisconfigurationException(
             f"{owner}(strategy={strategy!r}, accelerator='tpu'): on TPUs use one of 'auto', {_listed(XLA)}."
@@ -390,13 +396,15 @@ def _precision(
     if device.type == "xla" and name in ("bf16-true", "16-true"):
         return XLAPrecision(name)  # type: ignore[arg-type]
     if device.type == "xla" and name == "16-mixed":
-        raise ValueError(
+        raise MisconfigurationException(
             f"{owner}(precision={precision!r}, accelerator='tpu'): TPUs compute in bfloat16, which needs no gradient "
             "scaler. Use precision='bf16-mixed' or 'bf16-true'."
         )
     if name == "64-true":
         if device.type == "mps":
-            raise ValueError(f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'.")
+            raise MisconfigurationException(
+                f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'."
+            )
         return DoublePrecision()
     made: Precision
     if (of_strategy := strategy.precision_of(name, device.type)) is not None:
@@ -424,11 +432,13 @@ def _precision_name(precision: Any, owner: str) -> str:
             return name
     given = f"{owner}(precision={precision!r})"
     if not written:
-        raise TypeError(f"{given}: use one of {_listed(PRECISIONS)}, not {type(precision).__name__}.")
+        raise WrongType(f"{given}: use one of {_listed(PRECISIONS)}, not {type(precision).__name__}.")
     if text in MODES:
-        raise ValueError(f"{given}: a plugin quantizes weights. Use plugins=BitsandbytesPrecision({text!r}).")
+        raise MisconfigurationException(
+            f"{given}: a plugin quantizes weights. Use plugins=BitsandbytesPrecision({text!r})."
+        )
     allowed = [spelling for spellings in PRECISIONS.values() for spelling in spellings]
-    raise ValueError(f"{given}: use one of {_listed(allowed)}.{did_you_mean(text, allowed)}")
+    raise MisconfigurationException(f"{given}: use one of {_listed(allowed)}.{did_you_mean(text, allowed)}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -9,15 +9,16 @@ import torch
 
 import hasten as L
 import hasten.loggers
+from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, loader, quiet
 
 # Refused with a message that repeats the argument.
 VALUES: dict[str, list[Any]] = {
     "max_epochs": [2.5, True], "max_steps": [-5], "max_time": [90], "limit_train_batches": [1.5],
-    "limit_val_batches": [-1], "limit_test_batches": ["all"], "overfit_batches": [2.0], "val_check_interval": [0, 1.5],
+    "limit_val_batches": [-1], "limit_test_batches": ["all"], "overfit_batches": [2.5], "val_check_interval": [0, 1.5],
     "check_val_every_n_epoch": [0], "num_sanity_val_steps": [-3], "log_every_n_steps": [-1],
-    "accumulate_grad_batches": [0, 2.0, {0: 2}], "gradient_clip_val": ["1", -1.0], "deterministic": ["wran"],
-    "fast_dev_run": [-1], "enable_progress_bar": ["yes"], "enable_checkpointing": [1], "callbacks": ["checkpoint"],
+    "accumulate_grad_batches": [0, 2.5, {0: 2}], "gradient_clip_val": ["1", -1.0], "deterministic": ["wran"],
+    "fast_dev_run": [-1], "enable_progress_bar": ["yes"], "enable_checkpointing": [2], "callbacks": ["checkpoint"],
     "logger": ["csv"], "default_root_dir": [3], "reload_dataloaders_every_n_epochs": [-1],
     "inference_mode": [None],
 }  # fmt: skip
@@ -126,3 +127,37 @@ def test_an_error_in_a_worker_keeps_its_type_and_names_the_dataset() -> None:
 def test_a_share_that_is_less_than_a_batch_says_how_much_is() -> None:
     with pytest.raises(ValueError, match="less than one"):
         quiet(limit_train_batches=0.01).fit(Classifier(), loader())
+
+
+def test_refused_arguments_are_caught_under_each_name_programs_use(caplog: pytest.LogCaptureFixture) -> None:
+    misconfigured = MisconfigurationException
+    for wrong in (
+        {"max_epochs": -2}, {"max_steps": -2}, {"check_val_every_n_epoch": 1.2}, {"gradient_clip_algorithm": "norm2"},
+        {"limit_train_batches": 1.5}, {"max_time": "soon"},
+        {"val_check_interval": 0.5, "check_val_every_n_epoch": None},
+        {"profiler": "slow"}, {"devices": 0}, {"devices": []}, {"plugins": "ddp"}, {"accelerator": "cpus"},
+        {"enable_progress_bar": False, "callbacks": L.callbacks.TQDMProgressBar()},
+    ):  # fmt: skip
+        with pytest.raises(misconfigured) as caught:
+            L.Trainer(**{"accelerator": "cpu", **wrong})  # type: ignore[arg-type]
+        assert isinstance(caught.value, ValueError)
+    for wrong in ({"devices": -1}, {"gradient_clip_val": "1"}, {"strategy": 3}, {"max_epochs": 1.5}):
+        with pytest.raises(TypeError) as caught_type:
+            L.Trainer(**{"accelerator": "cpu", **wrong})  # type: ignore[arg-type]
+        assert isinstance(caught_type.value, misconfigured)
+    with pytest.raises(RuntimeError, match="state key"):
+        quiet(callbacks=[L.callbacks.EarlyStopping("loss"), L.callbacks.EarlyStopping("loss")])
+
+
+def test_numbers_as_config_files_write_them_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = quiet(
+        max_epochs=2.0, limit_train_batches=3.0, val_check_interval=2.0, accumulate_grad_batches=2.0, detect_anomaly=0,
+        fast_dev_run=None, max_steps=float("inf"),
+    )  # fmt: skip
+    assert (trainer.max_epochs, trainer.max_steps) == (2, -1)
+    assert (trainer.limit_train_batches, trainer.val_check_interval, trainer.accumulate_grad_batches) == (3, 2, 2)
+    assert quiet(check_val_every_n_epoch=None).check_val_every_n_epoch is None
+    with caplog.at_level("INFO"):
+        quiet(val_check_interval=1, limit_test_batches=1.0)
+    assert "validation will run after every batch" in caplog.text
+    assert "(limit_test_batches=1.0)` was configured so 100%" in caplog.text

@@ -154,7 +154,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"accelerator": "mps"}, MisconfigurationException, "Use one of 'auto', 'cpu'"),
         ({"accelerator": 1}, TypeError, "not int"),
         ({"accelerator": CPUAccelerator}, TypeError, "Write CPUAccelerator()"),
-        ({"devices": 0}, ValueError, "(devices=0, accelerator='cpu'): use the number of processes, at least 1"),
+        ({"devices": 0}, ValueError, "(devices=0): a run needs a device. Use at least 1"),
         ({"devices": 1.0}, TypeError, "(devices=1.0): use a number"),
         ({"devices": True}, TypeError, "(devices=True): use a number"),
         ({"devices": [0]}, TypeError, "The CPU has no indices"),

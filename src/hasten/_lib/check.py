@@ -1,7 +1,8 @@
 """Guards for arguments: one line each, and one wording for all.
 
-Each guard takes the owner, the name and the value of an argument and returns the value. A wrong type raises
-``TypeError``, a wrong value ``ValueError``; ``error=`` raises that instead of both. A bool is not a number here.
+Each guard takes the owner, the name and the value of an argument and returns the value. A wrong value raises
+``MisconfigurationException``, which is a ``ValueError``; a wrong type ``WrongType``, which is a ``TypeError`` as well.
+``error=`` raises that instead of both. A bool is not a number here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import TypeVar
 
+from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import did_you_mean
 
 _T = TypeVar("_T")
@@ -42,14 +44,14 @@ def whole(
         unit: what is counted, for the message: ``"steps"``.
         allow_none: accept and return None.
         allowed: describes what is allowed, in place of the text made from the other arguments.
-        error: the exception to raise in place of ``TypeError`` and ``ValueError``.
+        error: the exception to raise in place of those above.
 
     Example::
 
         >>> whole("Trainer", "max_epochs", -3, at_least=0)
         Traceback (most recent call last):
             ...
-        ValueError: Trainer(max_epochs=-3): use a whole number of at least 0.
+        hasten._lib.errors.MisconfigurationException: Trainer(max_epochs=-3): use a whole number of at least 0.
 
     """
     if value is None and allow_none:
@@ -87,7 +89,7 @@ def number(
         >>> number("advise", "timeout_seconds", 0, above=0, unit="seconds")
         Traceback (most recent call last):
             ...
-        ValueError: advise(timeout_seconds=0): use a number of seconds above 0.
+        hasten._lib.errors.MisconfigurationException: advise(timeout_seconds=0): use a number of seconds above 0.
 
     """
     if value is None and allow_none:
@@ -114,7 +116,7 @@ def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False, error
     """Return ``value`` if it is True or False. See ``whole`` for the arguments."""
     if isinstance(value, bool) or (value is None and allow_none):
         return value
-    raise (error or TypeError)(
+    raise (error or WrongType)(
         f"{owner}({name}={value!r}): use {'True, False or None' if allow_none else 'True or False'}."
     )
 
@@ -126,10 +128,10 @@ def one_of(
 
     Example::
 
-        >>> one_of("Trainer", "on_bad_loss", "skp", ("warn", "skip"))
+        >>> one_of("Trainer", "dropout", "fst", ("fast",))
         Traceback (most recent call last):
             ...
-        ValueError: Trainer(on_bad_loss='skp'): use one of 'warn', 'skip'. Did you mean 'skip'?
+        hasten._lib.errors.MisconfigurationException: Trainer(dropout='fst'): use one of 'fast'. Did you mean 'fast'?
 
     """
     choices = tuple(allowed)
@@ -178,15 +180,15 @@ def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "",
     Example::
 
         >>> wrong("Trainer", "max_time", "soon", "a time such as '90min'")
-        ValueError("Trainer(max_time='soon'): use a time such as '90min'.")
+        MisconfigurationException("Trainer(max_time='soon'): use a time such as '90min'.")
 
     """
-    return (error or ValueError)(f"{owner}({name}={value!r}): use {allowed}.{hint}")
+    return (error or MisconfigurationException)(f"{owner}({name}={value!r}): use {allowed}.{hint}")
 
 
 def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Error) -> Exception:
     given = "" if value is None else f", not {type(value).__name__}"
-    return (error or TypeError)(f"{owner}({name}={value!r}): use {allowed}{given}.")
+    return (error or WrongType)(f"{owner}({name}={value!r}): use {allowed}{given}.")
 
 
 def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -> str:

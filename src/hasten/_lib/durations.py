@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from hasten._lib.errors import MisconfigurationException
+
 # A unit is one letter, a word, or "sec" and "min".
 _UNITS = {
     name: unit
@@ -53,7 +55,7 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         return Period(time=parse_duration(value, argument=argument))
     number = int(count.group(1))
     if number == 0:
-        raise ValueError(f"{argument} got {value!r}: it must be more than zero.")
+        raise MisconfigurationException(f"{argument} got {value!r}: it must be more than zero.")
     return Period(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Period(steps=number)
 
 
@@ -81,7 +83,7 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         try:
             return timedelta(**value)
         except TypeError as error:
-            raise ValueError(f"{argument} got {value!r}: {error}. Use timedelta's arguments.") from None
+            raise MisconfigurationException(f"{argument} got {value!r}: {error}. Use timedelta's arguments.") from None
     text = value.strip().lower()
     clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text)
     if clock:
@@ -91,7 +93,7 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     if amount and amount.group(2) in _UNITS:
         return timedelta(**{_UNITS[amount.group(2)]: float(amount.group(1))})
     hint = f" A number is written without quotes: {text}." if text.isdecimal() else ""
-    raise ValueError(
+    raise MisconfigurationException(
         f"{argument} got {value!r}: write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs "
         f"and optimizer steps, where they can be given: '2ep', '500st').{hint}"
     )

@@ -10,7 +10,15 @@ from typing import Any
 
 
 class MisconfigurationException(ValueError):
-    """Raised for arguments that cannot work together; the message says what to change."""
+    """Raised for arguments that cannot work, alone or together; the message says what to change."""
+
+
+class WrongType(MisconfigurationException, TypeError):
+    """Raised for an argument of a wrong type; programs catch either name."""
+
+
+class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):
+    """Raised for a setup that cannot work, where programs expect a ``RuntimeError``."""
 
 
 class BadLossError(FloatingPointError):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 from hasten._lib import tree
+from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.divided import divided
@@ -128,7 +129,7 @@ def _check_iterable(loader: Any, name: str) -> None:
         elif name_of := getattr(loader, "__name__", None):
             shown = f"{name_of} itself"
             advice = f"Make one: {name_of}(...)" if isinstance(loader, type) else "Call it"
-        raise TypeError(
+        raise WrongType(
             f"{name} is {shown}, and cannot be iterated over. {advice}, or give another iterable of batches."
         )
 
@@ -141,7 +142,7 @@ def _check_not_empty(loader: Any, name: str) -> None:
         dataset = type(users_dataset(loader.dataset)).__name__
         what = f"{length_of(loader.sampler) or 0} samples of {dataset}, batch_size={loader.batch_size}, "
         what += f"drop_last={loader.drop_last}"
-    raise ValueError(f"{name} has no batches: {what}. Give it at least one batch of samples.")
+    raise MisconfigurationException(f"{name} has no batches: {what}. Give it at least one batch of samples.")
 
 
 @functools.cache

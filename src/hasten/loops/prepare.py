@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten import optim
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.observers import WatchedList
 from hasten._lib.out_of_memory import collect_earlier_models
 from hasten._lib.rank_zero import rank_zero_info, warn_once
@@ -158,7 +158,7 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
     changed = sync.apply(module)
     run.undo.callback(sync.revert, module)
     if changed is not module:
-        raise TypeError(
+        raise WrongType(
             f"{type(sync).__name__}.apply() returned a {type(changed).__name__}. Change the module that it got in "
             "place, and return that."
         )
@@ -348,7 +348,7 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
         (own_clipping, f"{owner}.configure_gradient_clipping()", "Leave it out"),
     ):
         if holds:
-            raise ValueError(
+            raise MisconfigurationException(
                 f"in_backward({name}) and {what}: each parameter steps in backward, so the gradients never exist all "
                 f"at once. {remedy}, or {instead}"
             )
@@ -445,7 +445,7 @@ def check_compile(run: Run) -> None:
         return
     if settings.cuda_graphs and run.arguments.speed.packed:
         asked = f"compile={dict(settings.options)}, " if settings.context is None else ""
-        raise ValueError(
+        raise MisconfigurationException(
             f"Trainer({asked}packed={run.arguments.speed.packed!r}): a CUDA graph is recorded for one number of "
             "tokens, and packed batches have another each time. Use compile=True with packed, or batching='length' in "
             "place of packed: its few widths are recorded once each."

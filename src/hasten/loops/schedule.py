@@ -41,7 +41,7 @@ class ValidationSchedule:
             return math.inf
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
-                raise ValueError(
+                raise MisconfigurationException(
                     f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches. Use at most "
                     f"{int(length)}, or check_val_every_n_epoch=None to count batches over epochs."
                 )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
+from hasten._lib.errors import MisconfigurationException, WrongType
+
 if TYPE_CHECKING:
     from hasten.types import Devices
 
@@ -91,8 +93,7 @@ class CPUAccelerator(Accelerator):
         """Return the number of processes."""
         number = whole_number(devices)
         if number is None or number < 1:
-            wrong_type = number is None and not isinstance(devices, str)
-            raise (TypeError if wrong_type else ValueError)(
+            raise WrongType(
                 f"devices={devices!r}, accelerator='cpu': use the number of processes, at least 1, or devices='auto' "
                 "for one. The CPU has no indices."
             )
@@ -228,18 +229,20 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     if number is not None:
         number = present if number == -1 else number
         if not 1 <= number <= present:
-            raise ValueError(f"devices={devices!r}: {has}. Use at least 1 and at most {present}, or devices='auto'.")
+            raise MisconfigurationException(
+                f"devices={devices!r}: {has}. Use at least 1 and at most {present}, or devices='auto'."
+            )
         return list(range(number))
     indices = [part.strip() for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices
     if not isinstance(indices, (list, tuple)):
-        raise TypeError(
+        raise WrongType(
             f"devices={devices!r}: use a number, a list of indices, a string such as '0,1', or 'auto', "
             f"not {type(devices).__name__}."
         )
     if isinstance(devices, str) and all(part.isdigit() for part in indices):
         indices = list(map(int, indices))
     if not indices or not all(type(index) is int and 0 <= index < present for index in indices):
-        raise ValueError(f"devices={devices!r}: use indices from 0 to {present - 1}, or 'auto'; {has}.")
+        raise MisconfigurationException(f"devices={devices!r}: use indices from 0 to {present - 1}, or 'auto'; {has}.")
     if len(set(indices)) != len(indices):
-        raise ValueError(f"devices={devices!r} names a device twice. Use each index once.")
+        raise MisconfigurationException(f"devices={devices!r} names a device twice. Use each index once.")
     return list(indices)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import leaves
 from hasten.loggers.base import DummyLogger
 from hasten.loops.fit import make_step
@@ -311,7 +312,7 @@ def _explained(error: Exception) -> Exception:
     text = str(error).strip()
     if ".numpy() is not supported" in text or isinstance(error, UnsupportedFakeTensorException):
         return Unplannable(f"{where} needs the values of a tensor, and a plan has none: {text.splitlines()[0]}")
-    if isinstance(error, (ValueError, TypeError)) and type(error) in (ValueError, TypeError):
+    if type(error) in (ValueError, TypeError) or isinstance(error, MisconfigurationException):
         return error
     return Unplannable(f"{where} failed on tensors without data: {type(error).__name__}: {text.splitlines()[0] if text else ''}")  # fmt: skip # noqa: E501
 

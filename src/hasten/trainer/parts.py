@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.compile.settings import inner_model as inner_model
@@ -67,13 +68,13 @@ def callbacks(arguments: Arguments) -> list[Callback]:
 
     bars, checkpoints = names_of(ProgressBar), names_of(Checkpoint)
     if len(bars) > 1:
-        raise ValueError(f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.")
+        raise MisconfigurationException(f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.")
     for argument, given, enabled in (
         ("enable_progress_bar", bars, arguments.enable_progress_bar),
         ("enable_checkpointing", checkpoints, arguments.enable_checkpointing or arguments.fast_dev_run),
     ):
         if given and not enabled:
-            raise ValueError(
+            raise MisconfigurationException(
                 f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other. "
                 "Leave out one of them."
             )
