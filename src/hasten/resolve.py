@@ -11,7 +11,9 @@ from hasten import elsewhere
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.files import CheckpointIO
+from hasten.elsewhere import alias
 from hasten.machine.cluster import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -417,8 +419,19 @@ def _precision(
             _prefix_owner(owner, check_float8, device, name)
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
         made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
+    elif name == "16-mixed" and device.type == "cpu":
+        if not alias.active():
+            raise ValueError(
+                f"{owner}(precision={precision!r}, accelerator='cpu'): 16-bit floats with a gradient scaler need a "
+                "GPU. Use precision='bf16-mixed', which needs no scaler."
+            )
+        rank_zero_warn(
+            f"{owner}(precision={precision!r}, accelerator='cpu'): 16-bit floats with a gradient scaler need a GPU. "
+            "Using precision='bf16-mixed'."
+        )
+        made = MixedPrecision("bf16-mixed", device.type)
     else:
-        made = _prefix_owner(owner, MixedPrecision, name, device.type)
+        made = MixedPrecision(name, device.type)  # type: ignore[arg-type]
     if check:
         _prefix_owner(owner, made.check_device, device)
     return made

@@ -10,8 +10,9 @@ import torch
 from tests.models import Classifier, loader, quiet, same_weights
 from torch import nn
 
+import hasten as L
 from hasten.callbacks import LambdaCallback
-from hasten.plugins import HalfPrecision, MixedPrecision
+from hasten.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from hasten.resolve import runtime
 
 TYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -160,3 +161,55 @@ def test_a_resumed_run_in_64_bits_keeps_all_of_them(tmp_path: Path) -> None:
     quiet(precision="64-true").fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt")
     assert all(parameter.dtype == torch.float64 for parameter in resumed.parameters())
     assert same_weights(model, resumed)
+
+
+def test_what_a_step_calls_can_be_called_by_itself() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    weights = model.weight.detach().clone()
+    for precision, factor in ((scaled, 8.0), (Precision(), 1.0), (FSDPPrecision("32-true"), 1.0)):
+        assert precision.pre_backward(weights, model) is precision.post_backward(weights, model) is None
+        precision.backward(model(torch.ones(3, 2)).sum(), model)
+        assert model.weight.grad.tolist() == [[3 * factor, 3 * factor]]
+        precision.unscale_gradients(optimizer)
+        precision.clip_gradients(optimizer, 2.0, "value")
+        assert model.weight.grad.tolist() == [[2, 2]]
+        precision.clip_gradients(optimizer)
+        precision.clip_gradients(optimizer, 1.0)
+        assert sum(p.grad.square().sum() for p in precision.main_params(optimizer)) == pytest.approx(1, abs=1e-3)
+        precision.optimizer_step(optimizer)
+        assert not torch.equal(model.weight, weights)
+        optimizer.zero_grad()
+    # Nothing was computed, and nothing is stepped.
+    assert scaled.optimizer_step(optimizer, model=L.LightningModule(), closure=lambda: None) is None
+    fused = torch.optim.SGD(model.parameters(), lr=0.1)
+    fused._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="SGD unscales its gradients in its step"):
+        scaled.clip_gradients(fused, 1.0)
+    with pytest.raises(NotImplementedError, match="without fused=True"):
+        scaled.unscale_gradients(fused)
+
+
+@pytest.mark.parametrize("name", ["16-true", "bf16-true", "32-true", "bf16-mixed"])
+def test_formats_of_sharded_parameters(name: Any) -> None:
+    precision = FSDPPrecision(name, device="cpu")
+    dtype = {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(name, torch.float32)
+    with precision.module_init_context():
+        assert torch.nn.Linear(2, 1).weight.dtype == dtype
+    assert torch.get_default_dtype() == torch.float32
+    assert precision.convert_module(torch.nn.Linear(2, 1)).weight.dtype == dtype
+    assert precision.convert_input(torch.ones(1, dtype=torch.float64)).dtype == dtype
+    assert precision.convert_output(torch.ones(1, dtype=dtype)).dtype == torch.float32
+    with precision.forward_context():
+        assert torch.is_autocast_enabled("cpu") == (name == "bf16-mixed")
+
+
+def test_16_bit_floats_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="16-bit floats with a gradient scaler need a GPU"):
+        L.Trainer(precision="16-mixed", accelerator="cpu")
+    monkeypatch.setattr("hasten.elsewhere.alias._active", True)
+    with pytest.warns(UserWarning, match="Using precision='bf16-mixed'"):
+        trainer = L.Trainer(precision="16-mixed", accelerator="cpu", logger=False)
+    assert trainer.precision == "bf16-mixed"
+    assert trainer.scaler is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hasten._lib.tree import map_tensors
 
@@ -17,7 +19,8 @@ class Precision:
     """Full precision, and the base class of all others.
 
     A subclass overrides what it changes. Methods that are not overridden cost nothing: the runtime finds out once, in
-    setup, which ones are.
+    setup, which ones are. Those of a step (``backward``, ``optimizer_step``, ``clip_gradients``, ...) may also be
+    called by themselves.
     """
 
     precision: str = "32-true"
@@ -27,6 +30,9 @@ class Precision:
 
     # Whether to convert the module before loading weights, because they would otherwise be rounded or not fit.
     converts_before_loading: bool = False
+
+    # Whether a strategy may divide parameters in this precision over processes.
+    can_be_sharded: bool = True
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device can compute in this precision.
@@ -63,6 +69,108 @@ class Precision:
         """Return a context in which tensors are made in this precision."""
         return nullcontext()
 
+    # -- a step
+
+    def pre_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> object:
+        """Called with a loss and its module before ``backward``."""
+
+    def backward(self, tensor: torch.Tensor, model: nn.Module | None = None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, scaled if there is a scaler.
+
+        Args:
+            tensor: the loss.
+            model: the module that computed it.
+            args: for ``Tensor.backward``.
+            kwargs: for ``Tensor.backward``.
+
+        """
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        tensor.backward(*args, **kwargs)
+
+    def post_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> object:
+        """Called with a loss and its module after ``backward``."""
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module | None = None,
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> object:
+        """Step an optimizer; a scaler leaves steps out whose gradients are not finite.
+
+        Args:
+            optimizer: the optimizer.
+            model: the module that it trains.
+            closure: computes loss and gradients, if that is still to be done. If it returns None, no gradients were
+                computed, and a scaler does not step.
+            kwargs: for ``optimizer.step``.
+
+        """
+        if self.scaler is None:
+            return optimizer.step(**kwargs) if closure is None else optimizer.step(closure=closure, **kwargs)
+        if closure is not None and closure() is None and getattr(model, "automatic_optimization", False):
+            return None
+        result = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[torch.Tensor]:
+        """Yield the parameters of an optimizer."""
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimizer by the factor of the scaler, if there is one.
+
+        Raises:
+            NotImplementedError: the optimizer does that itself in its step, as fused ones do.
+
+        """
+        if self.scaler is None:
+            return
+        if unscales_itself(optimizer):
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
+                "Use one without fused=True."
+            )
+        self.scaler.unscale_(optimizer)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+    ) -> None:
+        """Clip the gradients of an optimizer.
+
+        Args:
+            optimizer: the optimizer.
+            clip_val: the largest norm or absolute value; 0 for no clipping.
+            gradient_clip_algorithm: "norm" or "value".
+
+        Raises:
+            RuntimeError: there is a scaler, and the optimizer unscales its gradients itself, in its step.
+
+        """
+        if clip_val <= 0:
+            return
+        if self.scaler is not None and unscales_itself(optimizer):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
+                "Use one without fused=True."
+            )
+        clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm
+        clip(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Limit each element of the gradients of an optimizer to ``clip_val`` in size."""
+        nn.utils.clip_grad_value_(list(self.main_params(optimizer)), clip_value=clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Scale the gradients of an optimizer so that their norm is at most ``clip_val``."""
+        nn.utils.clip_grad_norm_(list(self.main_params(optimizer)), clip_val)
+
+    # -- state
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -74,6 +182,11 @@ class Precision:
 
     def teardown(self) -> None:
         """Undo changes to the module and free resources."""
+
+
+def unscales_itself(optimizer: object) -> bool:
+    """Return whether an optimizer divides its gradients by the factor of a scaler in its step."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) is True
 
 
 class DtypePrecision(Precision):

@@ -46,6 +46,8 @@ class BitsandbytesPrecision(DtypePrecision):
     precision = "bitsandbytes"
     converts_before_loading = True
 
+    can_be_sharded = False
+
     def __init__(
         self,
         mode: Literal["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"],

@@ -119,7 +119,7 @@ class MixedPrecision(Precision):
         scaler: your own GradScaler; "16-mixed" creates one by default.
 
     Raises:
-        ValueError: the precision has another value, or the device does not support it.
+        ValueError: the precision has another value, or bfloat16 is given a scaler.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018; https://pytorch.org/docs/stable/amp.html
 
@@ -132,12 +132,7 @@ class MixedPrecision(Precision):
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         check.one_of("MixedPrecision", "precision", precision, ("16-mixed", "bf16-mixed"))
-        device = torch.device(device).type
-        if precision == "16-mixed" and device == "cpu":
-            raise ValueError(
-                "precision='16-mixed', accelerator='cpu': 16-bit floats with a gradient scaler need a GPU. "
-                "Use precision='bf16-mixed', which needs no scaler."
-            )
+        device = torch.device(device).type if isinstance(device, (str, torch.device)) else device
         self.precision = precision
         self.device = device
         self.scaler = scaler_for("MixedPrecision", precision, scaler, device)
@@ -159,6 +154,10 @@ class MixedPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return autocast."""
         return torch.autocast(self.device, dtype=self._dtype)
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Return autocast that keeps no converted weights: it may be entered where no gradients are recorded."""
+        return torch.autocast(self.device, dtype=self._dtype, cache_enabled=False)
 
 
 def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> None:

@@ -38,6 +38,8 @@ class DeepSpeedPrecision(Precision):
 
     """
 
+    can_be_sharded = False
+
     def __init__(self, precision: Name) -> None:
         check.one_of("DeepSpeedPrecision", "precision", precision, get_args(Name))
         self.precision = precision

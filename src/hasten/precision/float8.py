@@ -41,6 +41,8 @@ class Float8Precision(MixedPrecision):
 
     """
 
+    can_be_sharded = False
+
     def __init__(
         self,
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",

@@ -1,30 +1,36 @@
-"""Mixed precision of sharded parameters: ``fully_shard`` converts them when it gathers them."""
+"""The number formats of sharded parameters: with "mixed", ``fully_shard`` converts them when it gathers them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from hasten._lib import check
-from hasten.precision.base import Precision, T, to_floating
+from hasten.precision.base import DefaultType, Precision, T, to_floating
 from hasten.precision.builtin import check_bfloat16, scaler_for
+
+Name = Literal["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+_TYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32}
 
 
 class FSDPPrecision(Precision):
-    """Parameters and gradients in 32-bit floats, computation in 16-bit floats, for ``FSDPStrategy``.
+    """The number format in which ``FSDPStrategy`` trains.
 
-    The parameters are converted when they are gathered, and inputs with them. Gradients are reduced in 32 bits.
-    Autocast converts what is left: a buffer of 32 bits may meet a converted parameter. Losses and outputs of Fabric's
+    With "mixed", parameters and gradients are 32-bit floats. The parameters are converted when they are gathered, and
+    inputs with them. Gradients are reduced in 32 bits. Autocast converts what is left: a buffer of 32 bits may meet a
+    converted parameter. With "true", parameters, inputs and computation have one type. Losses and outputs of Fabric's
     modules come in torch's default type.
 
     Args:
-        precision: "16-mixed" or "bf16-mixed". For others, write ``precision=`` alone.
+        precision: "32-true", "16-true", "bf16-true", "16-mixed" or "bf16-mixed".
         scaler: your own GradScaler; "16-mixed" creates one by default.
+        device: the kind of device: "cuda", "cpu".
 
     Raises:
-        ValueError: the precision has another value.
+        ValueError: the precision has another value, or it is given a scaler that it does not need.
 
     Example::
 
@@ -36,28 +42,42 @@ class FSDPPrecision(Precision):
 
     """
 
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        device: str = "cuda",
-    ) -> None:
-        check.one_of("FSDPPrecision", "precision", precision, ("16-mixed", "bf16-mixed"))
+    def __init__(self, precision: Name, scaler: torch.amp.GradScaler | None = None, *, device: str = "cuda") -> None:
+        check.one_of("FSDPPrecision", "precision", precision, get_args(Name))
         self.precision = precision
         self.scaler = scaler_for("FSDPPrecision", precision, scaler, device)
         self.device = torch.device(device).type
-        self.param_dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+        dtype = _TYPES[precision.partition("-")[0]]
+        self._mixed = precision.endswith("-mixed")
+        # In what gathered parameters compute, where that is not their own type.
+        self.param_dtype = dtype if self._mixed else None
+        self._dtype = torch.float32 if self._mixed else dtype
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device supports bfloat16 if the precision needs it."""
-        if self.precision == "bf16-mixed":
-            check_bfloat16(device, self.precision, instead="16-mixed")
+        if self.precision.startswith("bf16"):
+            check_bfloat16(device, self.precision, instead=self.precision.removeprefix("bf"))
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return autocast."""
-        return torch.autocast(self.device, dtype=self.param_dtype)
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return ``module`` with parameters of the precision's type, with "true"."""
+        return module if self._mixed else module.to(dtype=self._dtype)
+
+    def convert_input(self, data: T) -> T:
+        """Return ``data`` with its floating tensors in the type of the parameters."""
+        return to_floating(data, self._dtype)
 
     def convert_output(self, data: T) -> T:
         """Return ``data`` with floating tensors of torch's default type."""
         return to_floating(data, torch.get_default_dtype())
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return autocast; with "true", a context in which new floating tensors have the precision's type."""
+        if self._mixed:
+            return torch.autocast(self.device, dtype=self.param_dtype)
+        return DefaultType(self._dtype)
+
+    def module_init_context(self) -> DefaultType:
+        """Return a context in which modules are made with parameters of the precision's type."""
+        return DefaultType(self._dtype)
+
+    tensor_init_context = module_init_context

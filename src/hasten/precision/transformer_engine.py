@@ -45,6 +45,8 @@ class TransformerEnginePrecision(DtypePrecision):
 
     precision = "transformer-engine"
 
+    can_be_sharded = False
+
     def __init__(
         self,
         *,

@@ -35,6 +35,8 @@ class XLAPrecision(Precision):
 
     """
 
+    can_be_sharded = False
+
     def __init__(self, precision: Literal["32-true", "bf16-true", "16-true"] = "32-true") -> None:
         check.one_of("XLAPrecision", "precision", precision, ("32-true", "bf16-true", "16-true"))
         self.precision = precision

@@ -21,7 +21,7 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.memory import recomputed_blocks, repeated_blocks
 from hasten.precision.base import Precision
-from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.precision.builtin import HalfPrecision, MixedPrecision
 from hasten.precision.fsdp import FSDPPrecision
 from hasten.strategies.sharded import ShardedStrategy, keep_class_name
 
@@ -219,7 +219,7 @@ class FSDPStrategy(ShardedStrategy):
                 f"precision={name!r}, strategy='fsdp': the 32-bit copies of its parameters are not divided. "
                 f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)]."
             )
-        elif type(precision) not in (Precision, DoublePrecision, HalfPrecision):
+        elif not precision.can_be_sharded:
             raise ValueError(
                 f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes. Use "
                 "'bf16-mixed', or strategy='ddp'."

@@ -24,7 +24,8 @@ from hasten._lib.tree import is_sharded, leaves
 from hasten.memory import repeated_blocks
 from hasten.optim.fused import on_several_meshes
 from hasten.precision.base import Precision
-from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.precision.builtin import HalfPrecision
+from hasten.precision.fsdp import FSDPPrecision
 from hasten.seed import RandomGenerators
 from hasten.strategies.fsdp import children_apart, gathered_apart, is_manual
 from hasten.strategies.parallel import CONTEXT_IN_FABRIC, PIPELINE_IN_FABRIC
@@ -372,7 +373,7 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"precision={name!r}, strategy='model_parallel': the 32-bit copies of its parameters are not divided. "
                 f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)]."
             )
-        if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+        if not precision.can_be_sharded or isinstance(precision, FSDPPrecision):
             raise ValueError(
                 f"precision={name!r}, strategy='model_parallel': its layers cannot be divided over processes. Use "
                 "'bf16-mixed'."
