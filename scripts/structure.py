@@ -239,7 +239,8 @@ def private_accesses(sources: list[Source]) -> list[str]:
     """Return each use of a private name of another package as ``file:line expression``.
 
     A name counts as another package's if only other packages define it, or if the object is called like a module of
-    another package that defines it: ``trainer._run`` outside of the package of the trainer.
+    another package that defines it: ``trainer._run`` outside of the package of the trainer. Package ``compat`` is left
+    out: its facades give internals the names that Lightning's have.
     """
     defined: dict[str, set[str]] = defaultdict(set)
     defined_in_module: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
@@ -263,7 +264,7 @@ def private_accesses(sources: list[Source]) -> list[str]:
         return bool(owners) and room not in owners
 
     found = []
-    for source in sources:
+    for source in (source for source in sources if source.room != "compat"):
         for node in ast.walk(source.tree):
             where = f"{source.path.as_posix()}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Attribute) and is_foreign(source.room, node.value, node.attr):
@@ -282,11 +283,13 @@ def private_accesses(sources: list[Source]) -> list[str]:
 
 
 def duplicate_classes(sources: list[Source]) -> dict[str, list[str]]:
-    """Return the names that classes of more than one file have, with those files."""
+    """Return the names that classes of more than one file have, with those files, facades aside."""
     files: dict[str, set[str]] = defaultdict(set)
     for source in sources:
         for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and not any(
+                ast.unparse(word.value) == "Facade" for word in node.keywords
+            ):
                 files[node.name].add(source.path.as_posix())
     return {name: sorted(paths) for name, paths in sorted(files.items()) if len(paths) > 1}
 

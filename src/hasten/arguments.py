@@ -387,6 +387,17 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     return Arguments(**values, speed=check_speed("Trainer", given))
 
 
+def check_one(name: str, value: object) -> Any:
+    """Return the checked value of one argument that is checked by itself.
+
+    Raises:
+        TypeError: it has a wrong type.
+        ValueError: it is out of range.
+
+    """
+    return _checked(SpeedArguments if name in SPEED_NAMES else Arguments, "Trainer", {name: value})[name]
+
+
 def changed(arguments: Arguments, name: str, value: object) -> Arguments:
     """Return ``arguments`` with a new value for one of them, checked as in ``check_arguments``.
 

@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
                 to.add_argument(name, metavar=metavar or None, type=read, help=text)
 
     def options_with_value(self) -> set[str]:
-        """Return the names of the options that take the next word."""
-        return {name for action in self._actions if action.nargs != 0 for name in action.option_strings}
+        """Return the names of the options that take the next word; those with ``nargs="?"`` do not."""
+        return {name for action in self._actions if action.nargs not in (0, "?") for name in action.option_strings}
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse all of ``arguments``; an unknown one ends the program with code 2 and names the nearest."""

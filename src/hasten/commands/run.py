@@ -15,6 +15,25 @@ from types import ModuleType, TracebackType
 from hasten._lib.names import did_you_mean
 from hasten.commands.parser import Parser
 
+# hasten's own arguments of Trainer and Fabric: name, its values, whether it may stand without one, and what it does.
+OWN_ARGUMENTS = (
+    ("speed", "auto", False, "measure what follows, and use what is faster and changes rounding at most"),
+    ("compile", "regional|JSON", True, "compile the model"),
+    ("batching", "length|tokens:N", False, "put samples of similar length in one batch"),
+    ("packed", "first_token", True, "skip padding in transformer blocks"),
+    ("num_workers", "N|auto", False, "worker processes of each loader"),
+    ("resident", "auto|device", True, "hold the data in memory"),
+    ("matmul_precision", "high|medium", False, "the precision of float32 matrix products"),
+    ("fused_optimizer", "0", True, "update all parameters in one kernel"),
+    ("batch_size", "N|auto", False, "samples of a batch"),
+    ("micro_batch", "N|auto", False, "samples of a batch computed at once"),
+    ("memory", "auto|selective|full", False, "recompute activations"),
+    ("dropout", "fast", False, "masks from random bytes"),
+    ("allocator", "keep|tcmalloc|jemalloc", False, "how memory of the host is allocated"),
+    ("uneven", "stop|join|error", False, "when processes have different numbers of batches"),
+    ("on_bad_loss", "warn|stop|skip|rewind", False, "when the loss is not finite"),
+)
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run a program; return its exit code."""
@@ -25,12 +44,28 @@ def main(arguments: Sequence[str]) -> int:
             "hasten, in this process and those it starts. Everything after PROGRAM belongs to the program."
         ),
     )
+    of_trainer = parser.add_argument_group(
+        "arguments of each Trainer and Fabric that the program makes",
+        "Environment variables do the same: HASTEN_PACKED=1 is --packed.",
+    )
+    for name, values, alone, text in OWN_ARGUMENTS:
+        options = {"nargs": "?", "const": "1"} if alone else {}
+        of_trainer.add_argument(_option(name), metavar=values, help=text, **options)  # type: ignore[arg-type]
     given, rest = parse_program(parser, arguments)
     check_program(parser, given)
 
     import hasten.compat
+    from hasten.compat import environment
     from hasten.machine import launch
 
+    for name, *_ in OWN_ARGUMENTS:
+        if (value := getattr(given, name)) is not None:
+            try:
+                environment.parse(name, value)
+            except ValueError as error:
+                parser.error(f"{_option(name)}: {str(error).partition(': ')[2]} Got {value!r}.")
+            # In the environment, for the processes that the program starts.
+            os.environ[environment.variable(name)] = value
     # Other processes of a distributed run start the way this one did.
     launch.PREFIX[:] = ["-m", "hasten", "run"]
     if given.module is not None:
@@ -49,6 +84,10 @@ def main(arguments: Sequence[str]) -> int:
         return _shown(lambda: runpy.run_path(given.program, run_name="__main__"), os.path.abspath(path / "__main__.py"))
     file = os.path.abspath(path)
     return _shown(lambda: _execute(source, file), file)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def parse_program(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

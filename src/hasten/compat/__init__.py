@@ -59,7 +59,7 @@ def install() -> None:
         >>> hasten.compat.install()
         >>> from lightning.pytorch import Trainer
         >>> Trainer.__module__
-        'hasten.trainer.trainer'
+        'hasten.compat.trainer'
         >>> hasten.compat.uninstall()
 
     Source: `importlib, meta path finders <https://docs.python.org/3/library/importlib.html>`_.

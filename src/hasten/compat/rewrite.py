@@ -15,6 +15,7 @@ from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
 from hasten._lib.errors import is_absent
+from hasten.compat.facades import Facade, original
 from hasten.compat.modules import ROOTS, TABLE, relative
 from hasten.compat.names import alternative_to
 
@@ -59,10 +60,15 @@ def _new_name(module: str, name: str) -> str | None:
     if found is None or found[0] == "hasten.compat.names":
         return None
     home, there = found
+    if home == "hasten.compat.cli":
+        home = "hasten.cli"  # Not imported: jsonargparse may not be installed.
     if home == "hasten" or (home in _PACKAGES and there == name):
         return f"{home}.{there}"
     value = getattr(importlib.import_module(home), there)
-    for package in _COLLECTIONS:
+    is_facade = isinstance(value, Facade)
+    if is_facade:
+        value = original(value)
+    for package in ("hasten", *_PACKAGES) if is_facade else _COLLECTIONS:
         public = importlib.import_module(package)
         if name in public.__all__ and getattr(public, name) is value:
             return f"{package}.{name}"

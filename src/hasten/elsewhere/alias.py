@@ -19,3 +19,12 @@ def activate(on: bool) -> None:
     """Say that the alias is installed, or that it no longer is."""
     global _active
     _active = on
+
+
+def class_of(thing: object) -> type:
+    """Return the class of an object; hasten's own where the program has made it under Lightning's name.
+
+    ``hasten.compat`` has subclasses with Lightning's parameters, which are the same classes to all code here.
+    """
+    kind = type(thing)
+    return vars(kind).get("behind") or kind

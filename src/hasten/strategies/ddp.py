@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -168,7 +168,6 @@ def _current(wrapped: DistributedDataParallel) -> DistributedDataParallel:
     return wrapped if holder is None else holder.ddp
 
 
-@final
 class DDPStrategy(ParallelStrategy):
     """Every process holds the whole model; backward averages the gradients.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
 from hasten.checkpoint.contents import describe_misfit, load_weights
+from hasten.elsewhere.alias import class_of
 from hasten.machine.host import LockWatch
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.backward import InBackward
@@ -51,7 +52,6 @@ _trains = attrgetter("requires_grad")
 _NOT_SET = object()
 
 
-@final
 class DeepSpeedStrategy(ParallelStrategy):
     """DeepSpeed's ZeRO: optimizer states, gradients and parameters are divided over the processes.
 
@@ -278,7 +278,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return DeepSpeedPrecision(name) if name in known else None  # type: ignore[arg-type]
 
     def take_precision(self, precision: Precision) -> None:
-        if type(precision) not in (Precision, DeepSpeedPrecision):
+        if class_of(precision) not in (Precision, DeepSpeedPrecision):
             raise ValueError(
                 f"precision={precision.precision!r}, strategy='deepspeed': the engine computes in 32 or 16 bits, with "
                 f"numbers of its own. Use '32-true', 'bf16-mixed' or '16-mixed', not {type(precision).__name__}."

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -68,7 +68,6 @@ class ShardingPlan:
         return f"{len(self.blocks)} blocks, {len(self.root)} parameters in the root, mesh {self.mesh}"
 
 
-@final
 class FSDPStrategy(ShardedStrategy):
     """Fully sharded data parallelism: each process holds a part of parameters, gradients and optimizer states.
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,6 @@ _OF_PLAN = (
 )
 
 
-@final
 class ModelParallelStrategy(ShardedStrategy):
     """Split layers over the processes of a group (tensor parallel), and data and parameters over groups (FSDP).
 

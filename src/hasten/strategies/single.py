@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -35,7 +35,6 @@ class OneProcess(Strategy):
         pass
 
 
-@final
 class SingleDeviceStrategy(OneProcess):
     """One process that computes on one device.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@final
 class SingleDeviceXLAStrategy(OneProcess):
     """One process that computes on one XLA device.
 
@@ -89,7 +88,6 @@ class SingleDeviceXLAStrategy(OneProcess):
         make_states(optimizer)
 
 
-@final
 class XLAStrategy(ParallelStrategy):
     """A process for each XLA device, each with the whole model; backward averages the gradients.
 
@@ -296,7 +294,6 @@ class _Exchange:
         self._watched.clear()
 
 
-@final
 class XLAFSDPStrategy(OneProcess):
     """Parameters, gradients and optimizer states are sharded over the XLA devices of one machine, by one process.
 

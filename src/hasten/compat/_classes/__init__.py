@@ -1,0 +1,4 @@
+"""Facades of classes that a command line may name.
+
+The package is private so that jsonargparse, which lists all public subclasses, finds one class of each name: hasten's.
+"""

@@ -1,0 +1,118 @@
+"""hasten's own arguments of Trainer and Fabric for programs that cannot name them, from environment variables.
+
+``HASTEN_PACKED=1`` is ``packed=True`` for each Trainer of a program that runs under Lightning's names, where the
+Trainer has the parameters of Lightning's alone. ``hasten run --packed program.py`` sets the same variable, so the
+processes that the program starts find it, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from hasten.arguments import SPEED_NAMES, check_one
+
+# hasten's own parameters, by class.
+OWNERS: dict[str, tuple[str, ...]] = {
+    "Trainer": ("uneven", "on_bad_loss", *SPEED_NAMES),
+    "Fabric": ("matmul_precision", "fused_optimizer", "compile"),
+}
+# Those that are on or off: "1" is True and not a number.
+_SWITCHES = ("compile", "packed", "resident", "fused_optimizer")
+_WORDS: dict[str, bool | None] = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    "none": None,
+}
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of an argument.
+
+    Example::
+
+        >>> variable("num_workers")
+        'HASTEN_NUM_WORKERS'
+
+    """
+    return f"HASTEN_{name.upper()}"
+
+
+def parse(name: str, text: str) -> Any:
+    """Return the value of an argument from its text, checked.
+
+    Args:
+        name: of the argument.
+        text: "1", "true", "yes", "on" and their opposites for what is on or off, a number, a word, or JSON for
+            options of ``compile``.
+
+    Raises:
+        ValueError: the argument does not have such a value; the message names what it may have.
+
+    Example::
+
+        >>> parse("packed", "1"), parse("batching", "length"), parse("num_workers", "4")
+        (True, 'length', 4)
+
+    """
+    written = text.strip()
+    value: Any = written
+    if written.lower() in _WORDS:
+        value = _WORDS[written.lower()]
+    elif written.lstrip("-").isdigit():
+        value = int(written)
+        if name in _SWITCHES and value in (0, 1):
+            value = bool(value)
+    elif written.startswith("{"):
+        try:
+            value = json.loads(written)
+        except ValueError as error:
+            raise ValueError(f'{variable(name)}={text!r}: {error}. Write JSON, such as {{"dynamic": true}}.') from None
+    try:
+        check_one(name, value)
+    except (TypeError, ValueError) as error:
+        allowed = str(error).partition("): ")[2] or str(error)
+        raise ValueError(f"{variable(name)}={text!r}: {allowed}") from None
+    return value
+
+
+def of(owner: str) -> dict[str, Any]:
+    """Return hasten's own arguments of ``"Trainer"`` or ``"Fabric"`` that the environment sets.
+
+    Raises:
+        ValueError: a variable has a value that its argument does not have.
+
+    """
+    texts = {name: os.environ.get(variable(name), "") for name in OWNERS[owner]}
+    return {name: parse(name, text) for name, text in texts.items() if text.strip()}
+
+
+def defaults(kind: type, names: Iterable[str]) -> dict[str, Any]:
+    """Return Lightning's arguments that the environment sets: ``PL_TRAINER_DEVICES=2`` for ``Trainer(devices=2)``.
+
+    As in Lightning, the variable has the name of the class that is made, and an argument that is given wins.
+    """
+    found: dict[str, Any] = {}
+    for name in names:
+        text = os.environ.get(f"PL_{kind.__name__.upper()}_{name.upper()}", "")
+        if text:
+            try:
+                found[name] = ast.literal_eval(text)
+            except (ValueError, SyntaxError):
+                found[name] = text
+    return found
+
+
+def advice(owner: str, name: str, value: object) -> str:
+    """Return how to pass an argument that only hasten's class has."""
+    if owner not in OWNERS:
+        return f"Import hasten to use {owner}({name}={value!r})."
+    text = int(value) if isinstance(value, bool) else value
+    option = f"--{name.replace('_', '-')}" + ("" if value is True else f"={text}")
+    return (
+        f"To use it there, start the program with hasten run {option}, or set {variable(name)}={text}; or write "
+        f"hasten.{owner}({name}={value!r}) after import hasten."
+    )

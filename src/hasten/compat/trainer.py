@@ -1,0 +1,107 @@
+"""Trainer under Lightning's names: Lightning's parameters, and its internals that programs read."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hasten.compat import environment
+from hasten.compat._classes.strategies import dress
+from hasten.compat.facades import Facade, exactly
+from hasten.module.callback import Callback
+from hasten.profilers.base import Profiler
+from hasten.trainer import trainer
+from hasten.types import (
+    AcceleratorLike,
+    Devices,
+    Duration,
+    LoggerLike,
+    PathLike,
+    Plugin,
+    PrecisionName,
+    StrategyLike,
+)
+
+
+class Trainer(trainer.Trainer, metaclass=Facade):
+    """Run a ``LightningModule``: ``hasten.Trainer``, with the parameters of Lightning's Trainer.
+
+    Environment variables set arguments that are not given, as in Lightning (``PL_TRAINER_DEVICES=2``), and those that
+    only hasten has (``HASTEN_PACKED=1``; ``hasten run --packed program.py`` is the same).
+
+    Args:
+        accelerator: see ``hasten.Trainer`` for this and all that follow.
+
+    Raises:
+        TypeError: an argument does not exist or has a wrong type.
+        ValueError: an argument is out of range, or two contradict each other.
+
+    Example::
+
+        >>> import inspect
+        >>> "compile" in inspect.signature(Trainer).parameters
+        False
+        >>> isinstance(trainer.Trainer(accelerator="cpu", logger=False), Trainer)
+        True
+
+    """
+
+    @exactly
+    def __init__(
+        self,
+        *,
+        accelerator: AcceleratorLike = "auto",
+        strategy: StrategyLike = "auto",
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        precision: PrecisionName | None = None,
+        logger: LoggerLike | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | str | None = None,
+        min_epochs: int | str | None = None,
+        max_steps: int | str = -1,
+        min_steps: int | str | None = None,
+        max_time: Duration | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | Duration | None = None,
+        check_val_every_n_epoch: int | str | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | str | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Plugin | list[Plugin] | None = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int | str = 0,
+        default_root_dir: PathLike | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__(**given, **environment.of("Trainer"))
+        dress(self._runtime.strategy)
+
+    def with_arguments(self, **changes: object) -> trainer.Trainer:
+        """Return a new Trainer with the same parts and other arguments; see ``hasten.Trainer.with_arguments``."""
+        new = super().with_arguments(**changes)
+        dress(new._runtime.strategy)
+        return new
+
+    def change_arguments(self, **changes: object) -> None:
+        """Change arguments between two calls; see ``hasten.Trainer.change_arguments``."""
+        super().change_arguments(**changes)
+        dress(self._runtime.strategy)

@@ -1,0 +1,223 @@
+"""Facades: under Lightning's names, classes have Lightning's parameters, and are hasten's classes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import re
+import sys
+from abc import ABC
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hasten
+import hasten.compat
+from hasten.commands import main
+from hasten.commands.run import OWN_ARGUMENTS
+from hasten.compat import environment
+from hasten.compat.facades import Facade, original
+from hasten.compat.modules import TABLE
+
+SIGNATURES = Path(__file__).parent / "signatures.txt"
+QUIETLY = {"accelerator": "cpu", "logger": False}
+
+
+@pytest.fixture(autouse=True)
+def alias() -> Iterator[None]:
+    hasten.compat.install()
+    yield
+    hasten.compat.uninstall()
+
+
+def signatures() -> dict[str, str]:
+    """Return the parameters of Lightning's classes by full name."""
+    text = SIGNATURES.read_text().replace("\n    ", " ")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    found = {}
+    for line in lines:
+        module, _, written = line.partition(": ")
+        name, _, parameters = written.partition("(")
+        found[f"{module}.{name}"] = parameters.removesuffix(")")
+    return found
+
+
+def written(kind: Any) -> str:
+    """Return the parameters of a class as the table writes them."""
+    words, seen = [], False
+    for each in inspect.signature(kind).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and not seen:
+            words.append("*")
+        seen |= each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
+        default = "" if each.default is each.empty else f"={each.default!r}"
+        default = "=..." if default.startswith("=<") else default
+        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        words.append(f"{stars}{each.name}{default}")
+    return ", ".join(words).replace("datetime.timedelta(seconds=1800)", "30min")
+
+
+def facades() -> dict[str, Any]:
+    """Return all facades by the names that programs import."""
+    found = {}
+    for module, names in TABLE.items():
+        for name, (home, there) in names.items():
+            value = getattr(importlib.import_module(home), there) if home.startswith("hasten.compat.") else None
+            if isinstance(value, Facade):
+                found[f"{module}.{name}".lstrip(".")] = value
+    return found
+
+
+def test_classes_have_the_parameters_of_lightning() -> None:
+    wrong = {}
+    for full_name, parameters in signatures().items():
+        module, _, name = full_name.rpartition(".")
+        ours = written(getattr(importlib.import_module(module), name))
+        if ours != parameters:
+            wrong[full_name] = f"{ours}\n    instead of\n{parameters}"
+    assert wrong == {}
+
+
+def test_a_facade_refuses_what_only_hasten_has_and_says_how_to_pass_it() -> None:
+    refused = 0
+    for facade in facades().values():
+        known = inspect.signature(facade).parameters
+        concrete = type(facade.__name__, (facade,), dict.fromkeys(facade.__abstractmethods__))
+        for each in inspect.signature(original(facade)).parameters.values():
+            if each.name not in known and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD):
+                with pytest.raises(TypeError, match=rf"argument '{each.name}'.*(set HASTEN_|Import hasten to use )"):
+                    concrete(**{each.name: 1})
+                refused += 1
+    assert refused > 20
+
+
+def test_subclasses_forward_and_are_refused_alike() -> None:
+    import lightning.pytorch as pl
+
+    class Own(pl.Trainer):
+        def __init__(self, extra: int = 1, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.extra = extra
+
+    trainer = Own(extra=3, max_epochs=2, **QUIETLY)
+    assert (trainer.extra, trainer.max_epochs) == (3, 2)
+    assert trainer.with_arguments(max_epochs=5).extra == 3
+    assert copy.copy(trainer).max_epochs == 2
+    with pytest.raises(TypeError, match=r"hasten run --packed, or set HASTEN_PACKED=1; or write hasten.Trainer"):
+        Own(packed=True)
+    with pytest.raises(TypeError, match=r"argument 'max_epoch'\. Did you mean 'max_epochs'.*registry\.$"):
+        Own(max_epoch=1)
+    with pytest.raises(TypeError, match=r"Write Trainer\(accelerator='gpu', devices=2\)"):
+        pl.Trainer(gpus=2)  # type: ignore[call-arg]
+
+
+def test_objects_of_hastens_classes_are_instances_but_not_of_subclasses() -> None:
+    import lightning as L
+    from lightning.fabric import strategies as of_fabric
+    from lightning.pytorch import strategies
+
+    class Own(L.Trainer):
+        pass
+
+    class Mixed(strategies.DDPStrategy, ABC):
+        pass
+
+    plain, own = hasten.Trainer(**QUIETLY), Own(**QUIETLY)
+    assert isinstance(plain, L.Trainer)
+    assert isinstance(own, hasten.Trainer)
+    assert not isinstance(plain, Own)
+    assert not isinstance(3, L.Trainer)
+    assert issubclass(hasten.Trainer, L.Trainer)
+    assert issubclass(Mixed, strategies.ParallelStrategy)
+    assert issubclass(Mixed, of_fabric.DDPStrategy)
+    assert not issubclass(Mixed, strategies.FSDPStrategy)
+    assert not issubclass(int, hasten.strategies.Strategy)
+    # What the Trainer chose by name is what the program would have made.
+    chosen = L.Trainer(strategy="ddp", devices=1, **QUIETLY).strategy
+    assert type(chosen) is strategies.DDPStrategy
+    assert type(own.strategy) is strategies.SingleDeviceStrategy
+    assert type(L.Fabric(accelerator="cpu").strategy) is of_fabric.SingleDeviceStrategy
+
+
+def test_facades_pickle_and_forward_what_they_get() -> None:
+    from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import DDPStrategy
+
+    for facade in facades().values():
+        assert pickle.loads(pickle.dumps(facade)) is facade
+        assert facade.__doc__
+    strategy = DDPStrategy(find_unused_parameters=True, timeout=timedelta(minutes=3), start_method="spawn")
+    assert strategy.name == "ddp_spawn"
+    with pytest.raises(ValueError, match=r"DDPStrategy\(model_averaging_period=\.\.\.\)"):
+        DDPStrategy(model_averaging_period=2)
+    assert MixedPrecision("bf16-mixed", "cpu").device == "cpu"
+    assert LambdaCallback(lambda *_: 3).setup(None, None, None) == 3  # type: ignore[func-returns-value]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'on_setup'"):
+        LambdaCallback(on_setup=print)
+
+
+def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning as L
+
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "7")
+    monkeypatch.setenv("PL_TRAINER_GRADIENT_CLIP_ALGORITHM", "value")
+    monkeypatch.setenv("HASTEN_BATCHING", "length")
+    monkeypatch.setenv("HASTEN_NUM_WORKERS", " 2 ")
+    monkeypatch.setenv("HASTEN_PACKED", "1")
+    monkeypatch.setenv("HASTEN_ON_BAD_LOSS", "skip")
+    monkeypatch.setenv("HASTEN_COMPILE", '{"dynamic": true}')
+    monkeypatch.setenv("HASTEN_FUSED_OPTIMIZER", "")
+    given = L.Trainer(**QUIETLY).given_arguments
+    assert (given["max_epochs"], given["gradient_clip_algorithm"]) == (7, "value")
+    assert (given["batching"], given["num_workers"], given["packed"]) == ("length", 2, True)
+    assert (given["on_bad_loss"], given["compile"], given["fused_optimizer"]) == ("skip", {"dynamic": True}, None)
+    assert L.Trainer(max_epochs=1, **QUIETLY).max_epochs == 1
+    # Those of Lightning's names alone.
+    assert hasten.Trainer(**QUIETLY).given_arguments["packed"] is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "says"),
+    [
+        ("HASTEN_PACKED", "maybe", "HASTEN_PACKED='maybe': use True, False or 'first_token'"),
+        ("HASTEN_NUM_WORKERS", "-2", "HASTEN_NUM_WORKERS='-2': use a number of worker processes"),
+        ("HASTEN_COMPILE", '{"dynamic', "HASTEN_COMPILE='{\"dynamic': .*Write JSON"),
+        ("HASTEN_UNEVEN", "wait", "HASTEN_UNEVEN='wait': use one of 'stop', 'join', 'error'"),
+    ],
+)
+def test_a_wrong_value_names_the_variable_and_what_is_allowed(
+    variable: str, text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lightning as L
+
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=says):
+        L.Trainer(**QUIETLY)
+
+
+def test_hasten_run_sets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {name for name, *_ in OWN_ARGUMENTS} == set(environment.OWNERS["Trainer"])
+    for name in environment.OWNERS["Trainer"]:
+        monkeypatch.setenv(environment.variable(name), "")  # For its removal.
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, lightning as L\n"
+        "given = L.Trainer(accelerator='cpu', logger=False).given_arguments\n"
+        "print(sys.argv[1:], given['packed'], given['batch_size'], given['resident'], given['speed'])\n"
+    )
+    monkeypatch.setattr("sys.argv", ["hasten"])
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr("hasten.machine.launch.PREFIX", [])
+    assert main(["run", "--packed", "--batch-size", "8", "--resident=auto", str(program), "--packed", "x"]) == 0
+    assert "['--packed', 'x'] True 8 auto None" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["run", "--batch-size", "many", str(program)])
+    assert re.search(r"--batch-size: use a number of samples.* Got 'many'", capsys.readouterr().err)
