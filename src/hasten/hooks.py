@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.observers import follow
+from hasten.elsewhere import alias
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -53,6 +54,10 @@ def _row(stage: str | None = None, log: Logging | None = None, *, runs_last: boo
 _DATAMODULE_LAST = frozenset({"on_exception", "on_save_checkpoint", "on_load_checkpoint"})
 _NOT_FOR_DATAMODULE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
 _MODULE_FIRST = frozenset({"on_load_checkpoint"})
+# Hooks that Lightning gives their argument by name.
+_BY_NAME = frozenset({"setup", "teardown"})
+# Hooks whose default is not called, not even through a wrapper.
+_ONLY_REDEFINED = frozenset({"prepare_data", "configure_model"})
 
 
 def nothing(*_: object) -> None:
@@ -173,14 +178,17 @@ class Hooks:
             for callback in callbacks
             if overrides(callback, Callback, name)
         ]
-        if module is not None and overrides(module, LightningModule, name):
+        is_overridden = redefines if name in _ONLY_REDEFINED else overrides
+        if module is not None and is_overridden(module, LightningModule, name):
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
         of_datamodule = module is not None and datamodule is not None and name not in _NOT_FOR_DATAMODULE
-        if of_datamodule and overrides(datamodule, LightningDataModule, name):
+        if of_datamodule and is_overridden(datamodule, LightningDataModule, name):
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
+        if name in _BY_NAME and alias.active():
+            listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing
 
     def _watched(self, action: str, listener: Call) -> Call:
@@ -216,6 +224,24 @@ def overrides(owner: object, base: type, name: str) -> bool:
     return code is None or not code.co_filename.startswith(_PACKAGE)
 
 
+def _given_stage(listener: Call, stage: str) -> object:
+    return listener(stage=stage)
+
+
+def redefines(owner: object, base: type, name: str) -> bool:
+    """Return whether ``name`` is overridden, where a wrapper put around the default of the instance does not count.
+
+    Tools wrap every method of a module to watch its calls. Hooks that do something else when they are overridden, or
+    are only called then, look through such wrappers.
+    """
+    own = getattr(owner, "__dict__", {}).get(name, _ABSENT)
+    if own is _ABSENT:
+        return overrides(owner, base, name)
+    while (inner := getattr(own, "__wrapped__", None) or getattr(own, "func", None)) is not None:
+        own = inner
+    return own is not None and getattr(own, "__func__", own) is not getattr(base, name, None)
+
+
 def _is_own(callback: Callback, name: str) -> bool:
     """Return whether a hook of a callback is hasten's code."""
     module = getattr(getattr(callback, name), "__module__", None) or ""
@@ -236,4 +262,5 @@ def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str
             delattr(callback, name)
 
 
+_ABSENT = object()
 _PACKAGE = os.path.dirname(overrides.__code__.co_filename)

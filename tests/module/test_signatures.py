@@ -70,7 +70,9 @@ def test_callbacks_and_datamodules() -> None:
 
 def test_several_loaders_need_their_index() -> None:
     model = Classifier()
-    message = r"Classifier.validation_step\(\) does not take `dataloader_idx`, and there are 2 validation loaders"
+    message = (
+        r"There are 2 validation loaders, and there is no `dataloader_idx` argument in `Classifier.validation_step\(\)`"
+    )
     with pytest.raises(ValueError, match=message):
         quiet(num_sanity_val_steps=0).fit(model, loader(), [loader(8), loader(8)])
     with pytest.raises(ValueError, match=r"def test_step\(self, batch, batch_idx, dataloader_idx=0\)"):

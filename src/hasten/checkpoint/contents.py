@@ -197,6 +197,7 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
     <https://lightning.ai/docs/pytorch/stable/common/checkpointing_basic.html>`_.
 
     """
+    checkpoint = from_hooks(checkpoint)
     if "pytorch-lightning_version" not in checkpoint or "hasten_version" in checkpoint:
         return checkpoint
     loops = checkpoint.get("loops") or {}
@@ -208,6 +209,29 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
             f"{_DAMAGED}"
         ) from error
     return {**checkpoint, "loops": {**loops, "fit": counters}}
+
+
+def for_hooks(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint as the hooks that save and load checkpoints see it.
+
+    Programs written for Lightning may expect exactly its keys: for them hasten's own entries are in ``"loops"``.
+    """
+    own = {key: checkpoint[key] for key in _OWN if key in checkpoint}
+    others = {key: value for key, value in checkpoint.items() if key not in _OWN}
+    return {**others, "loops": {**(checkpoint.get("loops") or {}), **own}} if own else others
+
+
+def from_hooks(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint as it is in files, after hooks have seen and maybe changed it."""
+    loops = checkpoint.get("loops")
+    if not isinstance(loops, Mapping) or not any(key in loops for key in _OWN):
+        return checkpoint
+    own = {key: loops[key] for key in _OWN if key in loops}
+    return {**checkpoint, **own, "loops": {key: value for key, value in loops.items() if key not in _OWN}}
+
+
+# Entries of a checkpoint that Lightning's do not have.
+_OWN = ("hasten_version", "hasten")
 
 
 def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
-from hasten.hooks import STEPS, nothing, overrides
+from hasten.hooks import STEPS, nothing, redefines
 from hasten.loops.prepare import compiled_step, recorded_steps
 from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
@@ -25,13 +25,16 @@ from hasten.seed import isolate_rng
 def sanity_check(run: Run) -> None:
     """Run a few validation batches before training, so that an error there shows in the first minute."""
     steps = run.arguments.num_sanity_val_steps
-    if steps == 0 or run.skip_sanity or run.validation.is_off():
+    # Lightning asks for the loaders within the check; hasten has them already.
+    if steps == 0 or run.skip_sanity or run.validation.is_off(loads=False):
         return
     run.enter(RunningStage.SANITY_CHECKING)
     run.hooks.on_sanity_check_start()
     # Training must not depend on whether the check ran.
     with isolate_rng(), run.validation.limited_to(steps):
-        run.watch("run_evaluation", evaluate)(run, run.validation)
+        if not run.validation.is_off():
+            check_takes_loader(run.module, "validation", len(run.validation.load()))
+            run.watch("run_evaluation", evaluate)(run, run.validation)
     run.hooks.on_sanity_check_end()
     run.logged.forget_callback_values()
 
@@ -198,7 +201,7 @@ def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
     finally:
         run.runtime.strategy.reshard()
         name = "on_test_model_train" if testing else "on_validation_model_train"
-        if not overrides(module, LightningModule, name):
+        if not redefines(module, LightningModule, name):
             restore()
         elif testing:
             module.on_test_model_train()
@@ -219,6 +222,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     """
     run.enter(RunningStage.PREDICTING)
     hooks, module, several = run.hooks, run.module, len(run.predict.load()) > 1
+    check_takes_loader(module, "predict", len(run.predict.load()))
     run.runtime.strategy.reshard()
     restore = remember_modes(module)
     module.on_predict_model_eval()

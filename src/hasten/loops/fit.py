@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info
-from hasten._lib.tree import by_kind, parameters_of
+from hasten._lib.tree import parameters_of
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import evaluate, sanity_check
@@ -37,6 +38,7 @@ from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import make_transfer
 from hasten.loops.user_code import (
     annotate,
+    check_evaluation,
     check_some_loss,
     check_weight,
     loss_of,
@@ -46,7 +48,7 @@ from hasten.loops.user_code import (
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
-from hasten.optim.fast_step import clears_gradients
+from hasten.optim.fast_step import clears_gradients, is_watched, unchanged
 from hasten.seed import collect_rng_state
 
 # (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` is the place of the batch in its accumulation
@@ -71,6 +73,9 @@ def fit(run: Run) -> None:
             on_train_epoch_end, checkpoints
         on_train_end
     """
+    first_check = run.load_data is not nothing
+    if first_check:
+        _check_and_load(run)
     check_join(run)
     if nothing_to_train(run):
         rank_zero_info("`Trainer.fit` stopped: No training batches.")
@@ -83,8 +88,9 @@ def fit(run: Run) -> None:
             "`max_epochs` was not set: training ends after 1000 epochs. "
             "Pass max_epochs=..., or max_epochs=-1 for no limit."
         )
-    run.first_epoch.before_start(run)
-    sanity_check(run)
+    if not first_check:
+        run.first_epoch.before_start(run)
+        sanity_check(run)
     run.enter(RunningStage.TRAINING)
     if not run.progress.mid_epoch:
         # Before on_train_start, so that the values it logs belong to the first epoch.
@@ -100,6 +106,18 @@ def fit(run: Run) -> None:
     _say_why_finished(run)
     run.averages.keep_averaged()
     run.hooks.on_train_end()
+
+
+def _check_and_load(run: Run) -> None:
+    """Run the sanity check, then load the training data, and that of validation if the first epoch validates."""
+    run.first_epoch.before_start(run)
+    sanity_check(run)
+    run.enter(RunningStage.TRAINING)
+    run.load_data()
+    if not run.validation.loaded and run.validation_schedule.due_in(run.progress.epochs_done) and not run.finished():
+        run.enter(RunningStage.VALIDATING)
+        check_evaluation(run)
+        run.enter(RunningStage.TRAINING)
 
 
 def train(run: Run) -> None:
@@ -324,7 +342,7 @@ def _make_plan(run: Run) -> _EpochPlan:
         or overrides(run.module, LightningModule, "optimizer_zero_grad")
         or not all(map(clears_gradients, run.optimizers))
     )
-    accumulation_size, tail_size, tail_start = _plan_windows(run)
+    accumulation_size, tail_size, tail_start = schedule.plan_windows(run)
     return _EpochPlan(
         train_step=run.watch("run_training_batch", _joining(run, make_step(run))),
         transfer=make_transfer(run, run.train),
@@ -412,6 +430,8 @@ def _needs_closure(run: Run) -> bool:
         overrides(run.module, LightningModule, "optimizer_step")
         or needs_closure(run.optimizers[0])
         or "step" in vars(run.wrapped_optimizers[0])
+        # What watches a step of Lightning finds the gradients before and after it.
+        or (run.as_lightning and is_watched(run.optimizers[0]))
     )
 
 
@@ -436,6 +456,7 @@ def _closure_step(run: Run) -> Step:
     """Hand forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
     progress, window, optimizer = run.progress, run.window, run.optimizers[0]
     forward_backward, finish_gradients = _forward_backward(run), _finish_in_closure(run)
+    in_step = _finishes_in_step(run)
 
     def train_step(batch: Any, batch_idx: int) -> Any:
         if not window.is_end:
@@ -448,17 +469,38 @@ def _closure_step(run: Run) -> Step:
             if computed and not window.is_start:
                 batches = run.accumulate_grad_batches
                 raise no_accumulation(optimizer, f"Trainer(accumulate_grad_batches={batches})")
-            outputs = forward_backward(batch, batch_idx, keep_outputs=True)
-            finish_gradients()
+            with torch.enable_grad():  # Some optimizers turn gradients off around all of their step.
+                outputs = forward_backward(batch, batch_idx, keep_outputs=True)
+            if not in_step:
+                finish_gradients()
             computed = True
-            return None if outputs is None else outputs["loss"]
+            return outputs["loss"] if outputs else None
 
         _step_with_closure(run, batch_idx, compute)
+        if in_step and not computed:
+            raise MisconfigurationException(
+                f"The closure hasn't been executed: {_who_steps(run)} did not call it, so nothing was trained on batch "
+                f"{batch_idx}. Pass it on: optimizer.step(closure=optimizer_closure)."
+            )
         # Each call of optimizer_step counts as one step, for limits and schedules.
         progress.global_step += 1
         return outputs
 
     return train_step
+
+
+def _finishes_in_step(run: Run) -> bool:
+    """Return whether gradients are unscaled and clipped in the step of the wrapped optimizer, as in Lightning.
+
+    Otherwise that is part of the closure, so that a user's ``optimizer_step`` finds them clipped.
+    """
+    return run.guard is None and run.as_lightning
+
+
+def _who_steps(run: Run) -> str:
+    if overrides(run.module, LightningModule, "optimizer_step"):
+        return f"{type(run.module).__name__}.optimizer_step()"
+    return f"{type(run.optimizers[0]).__name__}.step()"
 
 
 def _finish_in_closure(run: Run) -> Callable[[], None]:
@@ -470,9 +512,11 @@ def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | 
     """Call ``optimizer_step`` with a closure that computes loss and gradients; it does not count as a step.
 
     A user's ``optimizer_step`` decides when gradients are computed. An optimizer finds them there, as after the
-    backward of a plain loop, and its first call of the closure returns the loss without computing again.
+    backward of a plain loop, and its first call of the closure returns the loss without computing again. In programs
+    written for Lightning the optimizer decides, too.
     """
     module, optimizer, progress = run.module, run.optimizers[0], run.progress
+    computes_first = not (overrides(module, LightningModule, "optimizer_step") or run.as_lightning)
     still_valid: Callable[[], bool] | None = None
     loss: Tensor | None = None
 
@@ -485,34 +529,22 @@ def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | 
 
     def step() -> None:
         nonlocal still_valid
-        if not overrides(module, LightningModule, "optimizer_step"):
+        if computes_first:
             closure()
             # For optimizers that step copies of the parameters: see precision/small_updates.py.
-            still_valid = closure.has_gradients = _unchanged(optimizer)  # type: ignore[attr-defined]
+            still_valid = closure.has_gradients = unchanged(optimizer)  # type: ignore[attr-defined]
         module.optimizer_step(progress.epoch, batch_idx, run.wrapped_optimizers[0], closure)
 
     done = progress.global_step
     if run.guard is None:
-        step()
+        run.finish_in_step = _finish_gradients(run) if _finishes_in_step(run) else None
+        try:
+            step()
+        finally:
+            run.finish_in_step = None
     else:
         run.guard.one_step(optimizer, step)
     progress.global_step = done
-
-
-def _unchanged(optimizer: Any) -> Callable[[], bool]:
-    """Return a function that says whether weights and gradients are still what they are now."""
-
-    def state() -> list[Any]:
-        return [(p._version, _address(p), p.grad is not None) for p in parameters]
-
-    parameters = parameters_of(optimizer)
-    before = state()
-    return lambda: state() == before
-
-
-def _address(parameter: Tensor) -> int:
-    # Tensor subclasses, such as quantized weights, may have no storage.
-    return parameter.data_ptr() if type(parameter) in (Tensor, nn.Parameter) else 0
 
 
 def _manual_step(run: Run) -> Step:
@@ -583,6 +615,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     gathers = runtime.strategy.owns_step or (runtime.strategy.shards_parameters and not alone)
     graphs = recorded_steps(run)
     take_loss = None if run.guard is None else run.guard.take
+    no_outputs: dict[str, Any] | None = {} if run.as_lightning else None
 
     def forward_backward(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         logged.context = context
@@ -603,7 +636,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
                     raise _loss_is_missing(run)
                 if window.is_start:
                     run.window_is_unweighed = False
-                return None
+                return no_outputs
             if weighs:
                 loss = _weighed(run, output, loss)
             if alone and type(output) is not Tensor and _counts_for_nothing(output):
@@ -677,11 +710,7 @@ def _weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
 def _counts_for_nothing(output: Any) -> bool:
     """Return whether the batch has a ``loss_weight`` of 0 that is known here: no device is waited for."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
-    return weight is not None and _on_host(weight) and not weight
-
-
-def _on_host(weight: Any) -> bool:
-    return not isinstance(weight, Tensor) or weight.device.type == "cpu"
+    return weight is not None and schedule.on_host(weight) and not weight
 
 
 def _training_step(run: Run) -> Callable[..., Any]:
@@ -742,12 +771,12 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
             weight = run.window_weight
             if runtime.world_size > 1:
                 weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
-            _divide_gradients(run, optimizer, weight)
+            schedule.divide_gradients(run, optimizer, weight)
             run.window_weight = None
         elif progress.accumulation_index + 1 != window.size:
             # The losses were divided by another number of batches than the accumulation has: the data ended early, or
             # the checkpoint was saved in an accumulation of another size.
-            _scale_gradients(run, optimizer, window.size / (progress.accumulation_index + 1))
+            schedule.scale_gradients(run, optimizer, window.size / (progress.accumulation_index + 1))
         hooks.on_before_optimizer_step(optimizer)
         if clips:
             clip(parameters_of(optimizer), max_value)
@@ -761,58 +790,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     return finish_gradients
 
 
-def _divide_gradients(run: Run, optimizer: Any, weight: Any) -> None:
-    """Divide gradients by the weight of their accumulation; the mean over nothing has none, or zeros on a device."""
-    if not _on_host(weight):
-        _scale_gradients(run, optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
-    elif weight:
-        _scale_gradients(run, optimizer, 1.0 / weight)
-    elif run.runtime.strategy.owns_step:
-        _scale_gradients(run, optimizer, 0.0)
-    else:
-        for parameter in parameters_of(optimizer):
-            parameter.grad = None
-
-
-def _scale_gradients(run: Run, optimizer: Any, factor: Any) -> None:
-    if run.runtime.strategy.owns_step:
-        run.runtime.strategy.scale_gradients(factor)
-        return
-    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    for alike in by_kind(gradients):
-        torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
-
-
 # -- the edges of an epoch
-
-
-def _plan_windows(run: Run) -> tuple[int, int, float]:
-    """Return (size of an accumulation, size of the last one, index of the last one's first batch).
-
-    A resumed run completes the accumulation that its checkpoint has open, and counts the others from there: the sizes
-    may differ from those of the run before. What is accumulated already is scaled to the new size.
-    """
-    progress, size, length = run.progress, run.accumulate_grad_batches, run.train.limit
-    index = progress.accumulation_index
-    # An open accumulation that has the new size already ends with the next batch.
-    start = progress.batch - index if index < size else progress.batch + 1
-    tail_size, tail_start = _tail(max(0, length - start), size)
-    windows = size, tail_size, start + tail_start
-    divisor_before, run.windows = run.accumulation_divisor(), windows
-    if index and divisor_before is not None and run.window_weight is None:
-        divisor = run.divisor_of(progress.batch)
-        if divisor != divisor_before and run.module.automatic_optimization:
-            for optimizer in run.optimizers:
-                _scale_gradients(run, optimizer, divisor_before / divisor)
-    return windows
-
-
-def _tail(length: float, size: int) -> tuple[int, float]:
-    """Return (size of the last, shorter accumulation, index of its first batch)."""
-    if size == 1 or math.isinf(length) or length % size == 0:
-        return size, math.inf
-    tail = int(length) % size
-    return tail, length - tail
 
 
 def _skip_rest_of_epoch(run: Run) -> None:

@@ -18,18 +18,24 @@ from hasten._lib.out_of_memory import collect_earlier_models
 from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
-from hasten.checkpoint.contents import Phase, check_entries
+from hasten.checkpoint.contents import Phase, check_entries, for_hooks, from_hooks
 from hasten.compile.cuda_graphs import CudaGraphSteps, marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible, users_settings
 from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
-from hasten.hooks import nothing, overrides
+from hasten.hooks import nothing, overrides, redefines
 from hasten.loops import micro_batches
 from hasten.loops.processes import check_module, check_optimizers
 from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState, check_left_to_train
 from hasten.loops.run import Run
-from hasten.loops.user_code import check_fit, check_parameters, check_pipeline, warn_about_missing_parts
+from hasten.loops.user_code import (
+    check_evaluation,
+    check_fit,
+    check_parameters,
+    check_pipeline,
+    warn_about_missing_parts,
+)
 from hasten.machine import allocator
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -89,7 +95,7 @@ def prepare(
     hooks.setup(fn.value)
     with runtime.init_module(), _explained_mesh(module):
         hooks.configure_model()
-        if overrides(module, LightningModule, "configure_sharded_model"):
+        if redefines(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
     check_pipeline(fn.value, module)
     check_module(run)
@@ -102,7 +108,9 @@ def prepare(
         runtime.place(module)
     state = RunState(run, callbacks, datamodule)
     if checkpoint is not None:
-        hooks.on_load_checkpoint(checkpoint)
+        shown = for_hooks(checkpoint) if run.as_lightning else checkpoint
+        hooks.on_load_checkpoint(shown)
+        checkpoint = from_hooks(shown)
         check_entries(checkpoint, str(path), training=fitting)
         if fitting:
             check_left_to_train(checkpoint, str(path), run.arguments)
@@ -122,6 +130,9 @@ def prepare(
         hooks.on_fit_start()
     if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
         _log_hyperparams(run, datamodule)
+    if run.as_lightning:
+        # hasten keeps gradients here: they may be part of a step that a later fit completes.
+        module.zero_grad()
     if fitting:
         run.metrics.remember()
         if checkpoint is not None:
@@ -130,10 +141,12 @@ def prepare(
             run.progress.in_epoch = run.progress.mid_epoch
         for source in (run.train, run.validation):
             source.loaded_in(run.progress.epochs_done)
-        run.train.load()
-        if runtime.strategy.owns_step and len(run.train.loaders) == 1:
-            runtime.strategy.take_batch_size(_batch_size(run.train.loaders[0]))
-        check_fit(run)
+        if checkpoint is None and not runtime.strategy.owns_step and run.as_lightning:
+            # Lightning asks for the training data after the sanity check.
+            run.load_data = functools.partial(_load_data, run)
+        else:
+            _load_data(run)
+            check_evaluation(run)
         if checkpoint is not None:
             _resume_training(run, state, checkpoint, str(path))
             return
@@ -177,6 +190,15 @@ def _explained_mesh(module: LightningModule) -> Iterator[None]:
                 "ModelParallelStrategy."
             )
         raise
+
+
+def _load_data(run: Run) -> None:
+    """Load the training data and check what depends on it."""
+    run.load_data = nothing
+    run.train.load()
+    if run.runtime.strategy.owns_step and len(run.train.loaders) == 1:
+        run.runtime.strategy.take_batch_size(_batch_size(run.train.loaders[0]))
+    check_fit(run)
 
 
 def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:
@@ -289,12 +311,18 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
     """Return a wrapper of ``optimizer`` whose steps count, for manual optimization and ``optimizer_step``."""
     step, progress = run.runtime.make_step(optimizer), run.progress
 
+    def finish_by_hand() -> None:
+        if run.runtime.unscale is not None:
+            run.runtime.unscale(optimizer)
+        run.hooks.on_before_optimizer_step(optimizer)
+
     def counted_step(closure: Any = None, **kwargs: Any) -> Any:
-        if not run.module.automatic_optimization:
-            if run.runtime.unscale is not None:
-                run.runtime.unscale(optimizer)
-            run.hooks.on_before_optimizer_step(optimizer)
-        result = optimizer.step(closure, **kwargs) if kwargs else step(closure)
+        finish = run.finish_in_step if run.module.automatic_optimization else finish_by_hand
+        if finish is not None and closure is None:
+            finish()
+        elif finish is not None:
+            closure = _then(closure, finish)
+        result = optimizer.step(closure=closure, **kwargs) if kwargs else step(closure)
         progress.global_step += 1
         return result
 
@@ -306,6 +334,17 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
             yield
 
     return HastenOptimizer(optimizer, counted_step, toggled)
+
+
+def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:
+    """Return a closure that finishes the gradients which the user's has computed."""
+
+    def closure_and_finish() -> Any:
+        loss = closure()
+        finish()
+        return loss
+
+    return closure_and_finish
 
 
 def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:

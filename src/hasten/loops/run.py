@@ -13,6 +13,7 @@ from torch import nn
 from hasten._lib.observers import follow
 from hasten.arguments import Arguments
 from hasten.checkpoint.metrics import ModuleMetrics
+from hasten.elsewhere import alias
 from hasten.hooks import Hooks, nothing
 from hasten.logged_values import LoggedValues
 from hasten.loops.progress import RunningStage, TrainerState
@@ -159,6 +160,8 @@ class Run:
     # Which weights are in the module where optimizers train with others than they evaluate with.
     averages: AveragedWeights = field(default_factory=lambda: AveragedWeights(()))
     accumulate_grad_batches: int = 1
+    # For a program that was written for Lightning: does what Lightning does where hasten differs on purpose.
+    as_lightning: bool = field(default_factory=alias.active)
     # Whether gradients may stay after a step: the loop finds out when it chooses how to train.
     keeps_gradients: bool = True
     # Something was changed that the loop had decided upon: it decides again before the next batch.
@@ -170,11 +173,15 @@ class Run:
     number: int = 0
     resumed: bool = False
     skip_sanity: bool = False
+    # Loads the training data, where that is left to the loop.
+    load_data: Callable[[], None] = nothing
     # Restores the random generators of a checkpoint, once the first batch is due.
     restore_random: Callable[[], None] = nothing
     is_last_batch: bool = False
     window: Window = field(default_factory=Window)
     window_weight: Any = None
+    # Completes the gradients within the step of the wrapped optimizer, where that is not done before it.
+    finish_in_step: Callable[[], None] | None = None
     # Whether a batch of the accumulation had a loss and no weight.
     window_is_unweighed: bool = False
     # Size of an accumulation, size of the epoch's last one, and where that begins.

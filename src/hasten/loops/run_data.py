@@ -20,7 +20,7 @@ from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loaders import SideStream, prepare
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.stream import CombinedStream, Stream
-from hasten.hooks import overrides
+from hasten.hooks import overrides, redefines
 from hasten.module import LightningModule
 from hasten.module.datamodule import DataHooks, LightningDataModule
 
@@ -93,14 +93,16 @@ class StageData:
         """Return whether the call, the datamodule or the module provides this stage's data."""
         return self.given is not None or self._owner() is not None
 
-    def is_off(self) -> bool:
-        """Return whether the stage has nothing to do."""
+    def is_off(self, *, loads: bool = True) -> bool:
+        """Return whether the stage has nothing to do; ``loads=False`` does not ask for the loaders to find out."""
         if self._limit == 0 or self._module is None or not self.has_data():
             return True
         evaluates = self.stage in ("validate", "test")
         if evaluates and not overrides(self._module, LightningModule, STEP_OF[self.stage]):
             return True
         # A process without batches takes part in what the others reduce.
+        if not loads and not self.loaded:
+            return False
         return not self._several_processes and all(limit == 0 for limit in self.limits)
 
     def require(self) -> None:
@@ -372,9 +374,11 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
     device, owners = run.runtime.device, (source.datamodule, run.module)
 
     def hook(name: str) -> Callable[..., Any] | None:
-        found = (owner for owner in owners if owner is not None and overrides(owner, DataHooks, name))
-        owner = next(found, None)
-        return None if owner is None else getattr(owner, name)
+        present = [owner for owner in owners if owner is not None]
+        # A wrapper that watches the calls of a default is called, unless another object has its own hook.
+        found = [owner for owner in present if redefines(owner, DataHooks, name)]
+        found += [run.module] if overrides(run.module, DataHooks, name) else []
+        return getattr(found[0], name) if found else None
 
     before, move, after = map(hook, ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"))
     to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)

@@ -1,4 +1,4 @@
-"""When learning-rate schedulers step, and when validation runs within fit."""
+"""When learning-rate schedulers step, when validation runs within fit, and which batches a step accumulates."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
 from hasten._lib.durations import Period
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import by_kind, parameters_of
 from hasten.optim import LRSchedulerConfig
 
 if TYPE_CHECKING:
@@ -55,12 +60,14 @@ class ValidationSchedule:
             )
         return max(1, int(length * interval))
 
+    def due_in(self, epoch: int) -> bool:
+        """Return whether validation may be due in an epoch."""
+        return self._every_n_epochs is None or (epoch + 1) % self._every_n_epochs == 0
+
     def due(self, run: Run) -> bool:
         """Return whether validation is due after the batch just done."""
         progress = run.progress
-        if run.validation.is_off():
-            return False
-        if self._every_n_epochs is not None and (progress.epoch + 1) % self._every_n_epochs:
+        if not self.due_in(progress.epoch) or run.validation.is_off():
             return False
         if run.should_stop and run.may_stop_early():
             return True
@@ -80,7 +87,7 @@ class ValidationSchedule:
 
     def next_batch(self, run: Run) -> float:
         """Return the next ``total_batches`` at which ``due`` must be checked; it also is at the end of an epoch."""
-        if run.validation.is_off() or self.per_batch:
+        if run.validation.is_off(loads=False) or self.per_batch:
             return math.inf
         every = self.batches_between(run.train.limit)
         if math.isinf(every):
@@ -163,3 +170,61 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
         raise MisconfigurationException(message)
     rank_zero_warn(message)
     return None
+
+
+# -- the batches of an accumulation
+
+
+def plan_windows(run: Run) -> tuple[int, int, float]:
+    """Return (size of an accumulation, size of the last one, index of the last one's first batch).
+
+    A resumed run completes the accumulation that its checkpoint has open, and counts the others from there: the sizes
+    may differ from those of the run before. What is accumulated already is scaled to the new size.
+    """
+    progress, size, length = run.progress, run.accumulate_grad_batches, run.train.limit
+    index = progress.accumulation_index
+    # An open accumulation that has the new size already ends with the next batch.
+    start = progress.batch - index if index < size else progress.batch + 1
+    tail_size, tail_start = _tail(max(0, length - start), size)
+    windows = size, tail_size, start + tail_start
+    divisor_before, run.windows = run.accumulation_divisor(), windows
+    if index and divisor_before is not None and run.window_weight is None:
+        divisor = run.divisor_of(progress.batch)
+        if divisor != divisor_before and run.module.automatic_optimization:
+            for optimizer in run.optimizers:
+                scale_gradients(run, optimizer, divisor_before / divisor)
+    return windows
+
+
+def _tail(length: float, size: int) -> tuple[int, float]:
+    """Return (size of the last, shorter accumulation, index of its first batch)."""
+    if size == 1 or math.isinf(length) or length % size == 0:
+        return size, math.inf
+    tail = int(length) % size
+    return tail, length - tail
+
+
+def divide_gradients(run: Run, optimizer: Optimizer, weight: float | Tensor) -> None:
+    """Divide gradients by the weight of their accumulation; the mean over nothing has none, or zeros on a device."""
+    if isinstance(weight, Tensor) and not on_host(weight):
+        scale_gradients(run, optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
+    elif weight:
+        scale_gradients(run, optimizer, 1.0 / weight)
+    elif run.runtime.strategy.owns_step:
+        scale_gradients(run, optimizer, 0.0)
+    else:
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+
+
+def scale_gradients(run: Run, optimizer: Optimizer, factor: float | Tensor) -> None:
+    if run.runtime.strategy.owns_step:
+        run.runtime.strategy.scale_gradients(factor)
+        return
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    for alike in by_kind(gradients):
+        torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
+
+
+def on_host(weight: object) -> bool:
+    return not isinstance(weight, Tensor) or weight.device.type == "cpu"

@@ -22,6 +22,7 @@ from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import is_sharded, parameters_of
 from hasten.arguments import Arguments
+from hasten.elsewhere import alias
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -33,6 +34,11 @@ from hasten.strategies.parallel import PIPELINE_IN_FABRIC, is_of_pipeline
 if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten.loops.run_data import StageData
+
+
+class DataloaderIndexError(MisconfigurationException, RuntimeError):
+    """Raised where a hook takes ``dataloader_idx`` and is not given it, or the reverse."""
+
 
 # Hooks that Lightning removed: code in them would silently not run.
 _REMOVED_HOOKS = {
@@ -168,9 +174,12 @@ def check_fit(run: Run) -> None:
             f"Trainer(on_bad_loss={run.arguments.on_bad_loss!r}): configure_optimizers() returned no optimizer, so "
             "there is no step to leave out. Use on_bad_loss='stop' or 'warn'."
         )
+
+
+def check_evaluation(run: Run) -> None:
+    """Check the validation of a fit before training, so that errors show at once."""
     if not run.validation.is_off():
-        run.validation.load()
-        check_takes_loader(run.module, "validation", len(run.validation.loaders))
+        check_takes_loader(run.module, "validation", len(run.validation.load()))
 
 
 def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
@@ -305,11 +314,28 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
             f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method. "
             "Rename what you keep there."
         )
-    if not _accepts(method, arguments):
-        raise MisconfigurationException(
+    # Which loaders there are is not known yet: see check_takes_loader.
+    of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
+    if not of_loader and not _accepts(method, arguments) and not (alias.active() and _accepts_stage(method, arguments)):
+        _refuse_signature(
             f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
             f"({', '.join(arguments)}). Write: def {name}({', '.join(('self', *arguments))})."
         )
+
+
+def _accepts_stage(method: Any, arguments: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments[:-1], **{arguments[-1]: ""})
+    except (TypeError, IndexError):
+        return False
+    return arguments[-1] == "stage"
+
+
+def _refuse_signature(message: str) -> None:
+    if not alias.active():
+        raise MisconfigurationException(message)
+    # In Lightning, such a hook raises a TypeError when it is called, which may never happen.
+    rank_zero_warn(message)
 
 
 def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
@@ -321,25 +347,40 @@ def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) 
     several = ""
     if "optimizer_idx" in signature:
         several = " Several optimizers need manual optimization (automatic_optimization = False), not an optimizer_idx."
-    raise MisconfigurationException(
+    _refuse_signature(
         f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
         f"Write: def {name}(self, batch, batch_idx).{several}"
     )
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
-    """Check that "validation" or "test" hooks take ``dataloader_idx`` where there are several loaders."""
+    """Check that "validation", "test" or "predict" hooks take ``dataloader_idx`` if, and only if, it is given.
+
+    Raises:
+        DataloaderIndexError: a hook does not take it and there are several loaders, or needs it and there is one.
+
+    """
     batch = ("batch", "batch_idx", "dataloader_idx")
     for name, arguments in (
         (f"{stage}_step", batch),
         (f"on_{stage}_batch_start", batch),
         (f"on_{stage}_batch_end", ("outputs", *batch)),
     ):
-        given = loaders > 1 and overrides(module, LightningModule, name)
-        if given and not _accepts(getattr(module, name), arguments):
-            raise MisconfigurationException(
-                f"{type(module).__name__}.{name}() does not take `dataloader_idx`, and there are {loaders} "
-                f"{stage} loaders. Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
+        if not overrides(module, LightningModule, name):
+            continue
+        method, hook = getattr(module, name), f"`{type(module).__name__}.{name}()`"
+        instead = f"Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
+        # A predict_step without it is not given it; nor is a step that fetches its batches itself.
+        may_lack = name == "predict_step" or takes_iterator(method)
+        if loaders > 1 and not may_lack and not _accepts(method, arguments):
+            raise DataloaderIndexError(
+                f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}. {instead}"
+            )
+        parameter = None if loaders > 1 else inspect.signature(method).parameters.get("dataloader_idx")
+        if parameter is not None and parameter.default is parameter.empty:
+            raise DataloaderIndexError(
+                f"There is a single {stage} loader, and you have included `dataloader_idx` in {hook}, which is only "
+                f"given where there are several. {instead}"
             )
 
 
@@ -509,11 +550,21 @@ def weights_are_missing(run: Run) -> MisconfigurationException:
 
 def check_some_loss(run: Run) -> None:
     """Raise if a whole epoch passed in which every batch was skipped."""
-    if run.optimizers and run.skipped_batches and run.skipped_batches >= run.progress.total_batches:
+    # Lightning warns at the first of them and goes on.
+    skipped_all = run.skipped_batches and run.skipped_batches >= run.progress.total_batches
+    if run.optimizers and skipped_all and not run.as_lightning:
         raise MisconfigurationException(
             f"{type(run.module).__name__}.training_step returned None for each of the {run.skipped_batches} "
             "batches so far, so nothing was trained. End training_step with `return loss`."
         )
+
+
+def takes_iterator(step: Callable[..., Any]) -> bool:
+    """Return whether a step fetches its batches itself, from an argument called ``dataloader_iter``."""
+    try:
+        return "dataloader_iter" in inspect.signature(step).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def with_batch_idx_if_taken(step: Callable[..., Any]) -> Callable[..., Any]:

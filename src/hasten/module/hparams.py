@@ -24,8 +24,9 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
-from hasten.checkpoint.contents import check_entries, load_weights
+from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, load_weights
 from hasten.checkpoint.stored import StoredTensors, whole
+from hasten.elsewhere import alias
 from hasten.loggers.base import as_dict
 
 if TYPE_CHECKING:
@@ -348,7 +349,9 @@ def construct(
     if is_module:
         # As in a run: on_load_checkpoint may need what configure_model makes.
         thing.configure_model()
-        thing.on_load_checkpoint(checkpoint)
+        shown = for_hooks(checkpoint) if alias.active() else checkpoint
+        thing.on_load_checkpoint(shown)
+        checkpoint = from_hooks(shown)
         weights = checkpoint["state_dict"]
         # map_location may be a function or a dict: take the device of the loaded weights.
         first = next((value for value in weights.values() if isinstance(value, torch.Tensor)), None)

@@ -16,6 +16,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.elsewhere import alias
 
 
 @dataclass
@@ -265,6 +266,9 @@ class HastenOptimizer:
     def __class__(self) -> type:
         # Schedulers and programs check isinstance against the wrapped optimizer's class.
         return type(self.__dict__.get("optimizer", self))
+
+    def __repr__(self) -> str:
+        return f"{'Lightning' if alias.active() else 'Hasten'}{self.optimizer!r}"
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":

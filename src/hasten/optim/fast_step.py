@@ -19,9 +19,11 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
+
+from hasten._lib.tree import parameters_of
 
 Step = Callable[..., Any]
 
@@ -103,7 +105,7 @@ def make_step(optimizer: Any) -> Step:
     if arithmetic is None or _profiler_enabled is None or _pre_hooks is None or _post_hooks is None:
 
         def plain_step(closure: Callable[[], Any] | None = None) -> Any:
-            return optimizer.step() if closure is None else optimizer.step(closure)
+            return optimizer.step() if closure is None else optimizer.step(closure=closure)
 
         return plain_step
 
@@ -128,7 +130,7 @@ def make_step(optimizer: Any) -> Step:
             or kind.step is not step_of_class
             or own.get("step") is not watched
         ):
-            return optimizer.step() if closure is None else optimizer.step(closure)
+            return optimizer.step() if closure is None else optimizer.step(closure=closure)
         if watched is not None:
             own["_opt_called"] = True
         if not guarded:
@@ -189,6 +191,30 @@ def needs_closure(optimizer: object) -> bool:
     if code is not None and str(Path(code.co_filename).parent) in _own_folders:
         return not _accepts(step, optimizer)
     return _accepts(step, optimizer, None)
+
+
+def is_watched(optimizer: object) -> bool:
+    """Return whether code of the user's runs around ``optimizer.step``: hooks of torch's, or a patched method."""
+    own = getattr(optimizer, "__dict__", {})
+    hooks = (own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks"), _pre_hooks, _post_hooks)
+    patched = "step" in own and _cell(own["step"], _scheduler_codes, "func") is None
+    return any(hooks) or patched
+
+
+def unchanged(optimizer: Optimizer) -> Callable[[], bool]:
+    """Return a function that says whether weights and gradients are still what they are now."""
+
+    def state() -> list[Any]:
+        return [(p._version, _address(p), p.grad is not None) for p in parameters]
+
+    parameters = parameters_of(optimizer)
+    before = state()
+    return lambda: state() == before
+
+
+def _address(parameter: Tensor) -> int:
+    # Tensor subclasses, such as quantized weights, may have no storage.
+    return parameter.data_ptr() if type(parameter) in (Tensor, nn.Parameter) else 0
 
 
 def _accepts(function: Any, *arguments: Any) -> bool:

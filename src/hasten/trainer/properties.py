@@ -225,7 +225,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     def enable_validation(self) -> bool:
         """Whether fit validates."""
         source = self._source("validation")
-        return source is not None and not source.is_off()
+        return source is not None and not source.is_off(loads=False)
 
     @property
     def compile_report(self) -> CompileReport | None:

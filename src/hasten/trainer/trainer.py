@@ -20,7 +20,7 @@ from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
 from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching
-from hasten.checkpoint.contents import check_entries, from_lightning
+from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, from_lightning
 from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues
 from hasten.loops.evaluate import evaluate_and_print, predict
@@ -469,7 +469,8 @@ class Trainer(TrainerView):
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):
             try:
                 checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
-                self._runtime.save(filepath, checkpoint, storage_options=storage_options)
+                written = from_hooks(checkpoint) if run.as_lightning else checkpoint
+                self._runtime.save(filepath, written, storage_options=storage_options)
             except RuntimeError as error:
                 agreement.explain_missing("Trainer.save_checkpoint()", error)
                 raise
@@ -706,6 +707,8 @@ class Trainer(TrainerView):
     def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
         state = RunState(run, self._callbacks, self._datamodule)
         checkpoint = state.collect(weights_only=weights_only or not run.optimizers)
+        if run.as_lightning:
+            checkpoint = for_hooks(checkpoint)
         assert self._hooks is not None
         self._hooks.on_save_checkpoint(checkpoint)
         return checkpoint

@@ -1,0 +1,179 @@
+"""Under Lightning's names, hooks are called in Lightning's order, and steps run inside of the optimizer's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hasten.compat
+from hasten import Callback, LightningModule
+from hasten.utilities.exceptions import MisconfigurationException
+from tests.models import Classifier, loader, quiet
+
+
+@pytest.fixture(autouse=True)
+def alias() -> Iterator[None]:
+    hasten.compat.install()
+    yield
+    hasten.compat.uninstall()
+
+
+def watched(model: LightningModule, calls: list[str], *names: str) -> LightningModule:
+    """Wrap methods of a module as tools do, to note their calls."""
+    for name in names:
+        method = getattr(model, name)
+
+        @functools.wraps(method)
+        def call(*args: Any, _name: str = name, _method: Any = method, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _method(*args, **kwargs)
+
+        setattr(model, name, call)
+    return model
+
+
+HOOKS = (
+    "prepare_data", "setup", "configure_model", "configure_optimizers", "on_fit_start", "zero_grad", "train_dataloader",
+    "val_dataloader", "on_sanity_check_start", "on_validation_start", "on_validation_model_eval",
+    "on_validation_model_train", "on_train_start", "optimizer_step", "training_step", "on_before_zero_grad",
+    "on_after_backward", "on_before_optimizer_step", "clip_gradients", "on_train_batch_end", "on_train_epoch_end",
+    "teardown",
+)  # fmt: skip
+
+
+class WithData(Classifier):
+    def train_dataloader(self) -> Any:
+        return loader(8)
+
+    def val_dataloader(self) -> Any:
+        return loader(4)
+
+
+class Stages(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def setup(self, *_: Any, stage: str) -> None:
+        self.seen.append(stage)
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(trainer.num_training_batches)
+
+
+def test_hooks_of_a_fit() -> None:
+    calls: list[str] = []
+    stages = Stages()
+    model = watched(WithData(), calls, *[name for name in HOOKS if hasattr(WithData, name)])
+    quiet(num_sanity_val_steps=1, callbacks=stages).fit(model)
+    batch = [
+        "optimizer_step", "training_step", "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step",
+        "clip_gradients", "on_train_batch_end",
+    ]  # fmt: skip
+    # prepare_data, configure_model and on_validation_model_train have no own code here, and are not called.
+    assert calls == [
+        "setup", "configure_optimizers", "on_fit_start", "zero_grad", "val_dataloader", "on_validation_model_eval",
+        "on_validation_start", "train_dataloader", "on_train_start", *batch, *batch, "zero_grad",
+        "on_validation_model_eval", "on_validation_start", "on_train_epoch_end", "teardown",
+    ]  # fmt: skip
+    # The argument comes by name, and the training data is not there yet in the sanity check.
+    assert stages.seen == ["fit", float("inf")]
+
+
+class Steps(torch.optim.SGD):
+    calls: list[str]
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append("step begins")
+        result = super().step(closure)
+        self.calls.append("step ends")
+        return result
+
+
+class Forgets(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step()
+
+
+def test_an_optimizer_with_its_own_step_computes_the_gradients() -> None:
+    calls: list[str] = []
+
+    class Own(WithData):
+        kind: Any = Steps
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.kind(self.parameters(), lr=0.1)
+            optimizer.calls = calls
+            return optimizer
+
+    model = watched(Own(), calls, "training_step", "on_after_backward")
+    quiet(limit_train_batches=1, limit_val_batches=0).fit(model)
+    assert calls == ["step begins", "training_step", "on_after_backward", "step ends"]
+    assert str(model.optimizers()).startswith("LightningSteps (")
+
+    Own.kind = Forgets
+    with pytest.raises(MisconfigurationException, match=r"closure hasn't been executed"):
+        quiet(limit_val_batches=0).fit(Own())
+
+
+def test_hooks_of_torch_see_gradients_as_in_lightning_and_the_numbers_stay() -> None:
+    seen: list[bool] = []
+
+    class Hooked(WithData):
+        def __init__(self, *, hooked: bool) -> None:
+            super().__init__()
+            self.hooked = hooked
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            if self.hooked:
+                optimizer.register_step_pre_hook(lambda *_: seen.append(next(self.parameters()).grad is None))
+            return optimizer
+
+    weights = []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = Hooked(hooked=hooked)
+        quiet(limit_val_batches=0).fit(model)
+        weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+    assert seen[0]
+    assert torch.equal(*weights)
+
+
+def test_a_step_without_a_loss_warns_and_goes_on(tmp_path: Path) -> None:
+    outputs: list[Any] = []
+    checkpoints: list[dict[str, Any]] = []
+
+    class Nothing(WithData):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+        def on_train_batch_end(self, outputs_: Any, batch: Any, batch_idx: int) -> None:
+            outputs.append(outputs_)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoints.append(checkpoint)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoints.append(checkpoint)
+
+    trainer = quiet(limit_val_batches=0)
+    with pytest.warns(UserWarning, match="returned None"):
+        trainer.fit(Nothing())
+    assert outputs == [{}, {}]
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    Nothing.load_from_checkpoint(tmp_path / "a.ckpt")
+    trainer = quiet(limit_val_batches=0, max_epochs=2)
+    trainer.fit(Nothing(), ckpt_path=tmp_path / "a.ckpt")
+    keys = {
+        "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states",
+        "lr_schedulers", "hyper_parameters", "hparams_name",
+    }  # fmt: skip
+    assert [set(checkpoint) for checkpoint in checkpoints] == [keys] * 3
+    # In the file hasten's own entries are where they always are, and a resumed run goes on with them.
+    assert "hasten" in torch.load(tmp_path / "a.ckpt")
+    assert (trainer.current_epoch, trainer.global_step) == (2, 4)
