@@ -11,6 +11,7 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 import hasten as L
+from hasten.elsewhere import alias
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
 
@@ -138,6 +139,37 @@ def test_validation_values_are_epoch_means_and_go_to_the_logger_once() -> None:
     trainer.fit(module, BATCHES, BATCHES)
     assert logger.of("v") == [(2, pytest.approx(3.6))]
     assert trainer.validate(module, BATCHES, verbose=False) == [{"v": pytest.approx(3.6)}]
+
+
+def test_under_lightning_s_names_numbers_have_its_digits_and_hooks_read_what_the_epoch_logged() -> None:
+    numbers, seen = [0.1, 0.7, 1 / 3], {}
+
+    class Reads(L.Callback):
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.update(trainer.logged_metrics)
+
+    total = torch.tensor(0.0)
+    for number, batch in zip(numbers, BATCHES, strict=True):
+        total = total + torch.tensor(number) * len(batch)
+    expected = {
+        "mean": total / 10,
+        "sum": torch.tensor(numbers[0]) + numbers[1] + numbers[2],
+        "max": torch.tensor(0.7),
+        "share": torch.tensor(2 / 3),
+    }
+
+    def log(module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        module.log("mean", numbers[batch_idx])
+        module.log("sum", numbers[batch_idx], reduce_fx="sum")
+        module.log("max", numbers[batch_idx], reduce_fx=max)
+        module.log("share", torch.tensor(batch_idx < 2), batch_size=1)
+
+    try:
+        alias.activate(True)
+        (shown,) = quiet(callbacks=[Reads()]).validate(Validates(validation=log), BATCHES, verbose=False)
+    finally:
+        alias.activate(False)
+    assert shown == {name: value.item() for name, value in expected.items()} == {k: v.item() for k, v in seen.items()}
 
 
 def test_several_validation_loaders_get_suffixes() -> None:

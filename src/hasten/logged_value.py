@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 import warnings
@@ -104,10 +105,13 @@ class LoggedValue:
             value = value.clone() if self.enable_graph else value.detach().clone()
             if value.dim():
                 value = value.reshape(())
-        elif type(value) is not float and type(value) is not int:
-            value = self._convert(value)
-            if value is None:
-                return
+        else:
+            if type(value) is not float and type(value) is not int:
+                value = self._convert(value)
+                if value is None:
+                    return
+            if self.owner.single_precision and type(value) is float:
+                value = ctypes.c_float(value).value
         if self.zero_only and not self.owner.on_first_process:
             return
         self.value = value
@@ -125,7 +129,7 @@ class LoggedValue:
         if total is None and isinstance(value, Tensor) and value.device.type == "xla":
             total = self.total = _uploaded_start(value, reduce)
         if total is None:
-            self.total = _first(value, batch_size, reduce)
+            self.total = self._first(value, batch_size, reduce)
         elif reduce == "max" or reduce == "min":
             self.total = extreme(total, value, reduce)
         elif (
@@ -137,7 +141,12 @@ class LoggedValue:
         ):
             total.add_(value, alpha=batch_size)
         else:
-            self.total = total + _first(value, batch_size, reduce)
+            total = total + self._first(value, batch_size, reduce)
+            self.total = ctypes.c_float(total).value if self.owner.single_precision and type(total) is float else total
+
+    def _first(self, value: Any, weight: Any, reduce: str) -> Any:
+        start = _first(value, weight, reduce)
+        return ctypes.c_float(start).value if self.owner.single_precision and type(start) is float else start
 
     def _convert(self, value: Any) -> float | None:
         """Return anything but a tensor, float or int as a float; None for a metric, which keeps its own state."""
@@ -177,6 +186,14 @@ class LoggedValue:
                 "value of one element can be logged. Call compute() at the end of the epoch and log its parts."
             )
         return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
+
+    def published(self, value: float) -> float:
+        """Return the epoch's value as it is shown: of numbers and counts, what single precision keeps, if asked."""
+        if not self.owner.single_precision or self.metric is not None:
+            return value
+        double = isinstance(self.value, Tensor) and self.value.dtype == torch.float64
+        # A count stays exact.
+        return value if double or (abs(value) > 2**24 and float(value).is_integer()) else ctypes.c_float(value).value
 
     @property
     def has_epoch_value(self) -> bool:

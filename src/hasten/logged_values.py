@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host
+from hasten.elsewhere import alias
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
 from hasten.shared_values import LoggedStep, SharedValues
 
@@ -60,6 +61,8 @@ class LoggedValues:
         self._rows: list[LoggedStep] = []
         self._loader_idx: int | None = None
         self.on_first_process = runtime.global_rank == 0
+        # Lightning keeps numbers as tensors of single precision: the same digits, then, in names and tables.
+        self.single_precision = alias.active()
         self.loggers: Sequence[Logger] = ()
         self.batch: Any = None
         self.batch_size: int = 0
@@ -401,13 +404,13 @@ class LoggedValues:
         self.callback_values.update(latest)
         by_loader: list[dict[str, float]] = [{} for _ in range(max((index for index, _ in entries), default=0) + 1)]
         for (loader_idx, logged), value in zip(entries, values, strict=True):
-            name = logged.epoch_name
+            name, value = logged.epoch_name, logged.published(value)
             self._check_loss(logged, name, value, -1, None)
             self.callback_values[logged.base_name] = self.callback_values[name] = value
             if logged.prog_bar:
                 self.bar_values[name] = value
             if logged.logger:
-                by_loader[loader_idx][name] = row[name] = value
+                by_loader[loader_idx][name] = row[name] = self.logger_values[name] = value
             logged.weight = None  # Computed: the epoch's last hooks may log more and close it again.
         return by_loader, row
 
