@@ -61,7 +61,8 @@ def test_warning_cache_says_each_thing_once(monkeypatch: pytest.MonkeyPatch, cap
             cache.warn("slow")
             cache.deprecation("old")
             cache.warn("maybe", category=utilities.PossibleUserWarning)
-    assert [(one.category, str(one.message)) for one in seen] == [(UserWarning, "slow"), (DeprecationWarning, "old")]
+    deprecation = rank_zero.LightningDeprecationWarning
+    assert [(one.category, str(one.message)) for one in seen] == [(UserWarning, "slow"), (deprecation, "old")]
     monkeypatch.setattr(logging.getLogger("hasten"), "propagate", True)
     with caplog.at_level(logging.INFO, "hasten"):
         cache.info("said")

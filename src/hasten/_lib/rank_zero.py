@@ -78,10 +78,14 @@ def _users_level() -> int:
     return level
 
 
+class LightningDeprecationWarning(DeprecationWarning):
+    """A feature that will go away; Python's ``DeprecationWarning`` under Lightning's name."""
+
+
 @rank_zero_only
 def rank_zero_deprecation(message: Any, stacklevel: int = 5, **kwargs: Any) -> None:
     """Warn of a deprecated feature."""
-    warnings.warn(message, **{"category": DeprecationWarning, **kwargs}, stacklevel=stacklevel)
+    warnings.warn(message, **{"category": LightningDeprecationWarning, **kwargs}, stacklevel=stacklevel)
 
 
 _warned: set[str] = set()

@@ -14,7 +14,7 @@ from typing import Any
 
 from hasten._lib.rank_zero import log, rank_zero_only
 from hasten.checkpoint.files import allow_objects
-from hasten.compat.modules import FINDER, ROOTS, AliasModule
+from hasten.compat.modules import FINDER, PRODUCTS_FINDER, ROOTS, AliasModule
 from hasten.elsewhere import alias
 
 __all__ = ["install", "installed", "uninstall"]
@@ -75,6 +75,8 @@ def install() -> None:
     if installed():
         return
     sys.meta_path.insert(0, FINDER)
+    sys.meta_path.append(PRODUCTS_FINDER)
+    _replaced.callback(sys.meta_path.remove, PRODUCTS_FINDER)
     alias.activate(True)
     _replaced.callback(alias.activate, False)
     # lightning_utilities, which packages for Lightning use, takes the rank from hasten.

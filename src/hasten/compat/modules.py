@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from hasten._lib.names import did_you_mean
-from hasten.compat.names import VERSION, alternative_to, read_table
+from hasten.compat.names import PRODUCTS, VERSION, alternative_to, read_table
 
 # Lightning's packages, and where each begins in the table: pytorch_lightning is lightning.pytorch.
 ROOTS = {"lightning": "", "pytorch_lightning": "pytorch", "lightning_fabric": "fabric"}
@@ -135,7 +135,21 @@ def _called_by_find_spec() -> bool:
     return any(one.f_code is code for one, _ in itertools.islice(traceback.walk_stack(frame), 3))
 
 
+class _Products(importlib.abc.MetaPathFinder):
+    """The last finder: for packages of hosted products that are not installed, it says what to use."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in PRODUCTS and not _called_by_find_spec():
+            raise ModuleNotFoundError(
+                f"{fullname} is the client of a hosted product, and is not installed. {PRODUCTS[fullname]}"
+            )
+        return None
+
+
 FINDER = _Finder()
+PRODUCTS_FINDER = _Products()
 
 
 def all_modules(names: Iterable[str] = ROOTS) -> Iterator[str]:

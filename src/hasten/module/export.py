@@ -174,6 +174,16 @@ class ModelExport:
         return moved
 
 
+@contextmanager
+def readable_by_jit() -> Iterator[None]:
+    """While it is open, ``trainer`` of a module that belongs to none is None: TorchScript reads all attributes."""
+    ModelExport._is_exported = True
+    try:
+        yield
+    finally:
+        ModelExport._is_exported = False
+
+
 def _device_of(module: nn.Module) -> torch.device:
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from hasten._lib.rank_zero import (
+    LightningDeprecationWarning,
     log,
     rank_zero_debug,
     rank_zero_deprecation,
@@ -15,10 +16,6 @@ from hasten._lib.rank_zero import (
 )
 
 rank_zero_module = sys.modules[__name__]
-
-
-class LightningDeprecationWarning(DeprecationWarning):
-    """Not used by hasten, which raises ``DeprecationWarning``."""
 
 
 class WarningCache(set[str]):
