@@ -410,7 +410,7 @@ def test_wandb_artifacts_are_used_and_downloaded(tmp_path: Path, monkeypatch: py
     assert WandbLogger.download_artifact("net:best", tmp_path, "model") == str(tmp_path)
     logger = WandbLogger(save_dir=tmp_path)
     monkeypatch.setattr(
-        logger.experiment, "use_artifact", lambda name, type: asked.append(("run", name, type)) or artifact
+        logger.experiment, "use_artifact", lambda name, type=None: asked.append(("run", name, type)) or artifact
     )
     logger.use_artifact("net:v1", "model")
     WandbLogger.download_artifact("net:v2", tmp_path)

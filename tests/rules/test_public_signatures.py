@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hasten
+from hasten.module.log_methods import Unlisted
 
 SNAPSHOT = Path(__file__).with_name("public_signatures.txt")
 WRITE_IT = "If this is meant, run: PYTHONPATH=src python tests/rules/test_public_signatures.py"
@@ -76,7 +77,7 @@ def members_of(cls: type) -> dict[str, str]:
         if base.__module__.split(".")[0] == "hasten":
             found |= vars(base)
     plain = {
-        name: member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        name: member.__func__ if isinstance(member, classmethod | staticmethod | Unlisted) else member
         for name, member in sorted(found.items())
         if not name.startswith("_")
     }

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.hooks import overrides
+from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.optim import check_accumulation
 
 if TYPE_CHECKING:
-    from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
 
@@ -63,6 +65,10 @@ class GradientAccumulationScheduler(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse runs whose accumulation cannot be scheduled."""
         self._active = False
+        self._check(trainer, pl_module)
+        self._active = True
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
             raise RuntimeError(
                 f"GradientAccumulationScheduler: {type(pl_module).__name__} uses manual optimization, which does not "
@@ -76,10 +82,18 @@ class GradientAccumulationScheduler(Callback):
         for optimizer in trainer.optimizers:
             given = f"GradientAccumulationScheduler(scheduling={self.scheduling})"
             check_accumulation(optimizer, max(self.scheduling.values()), given)
-        self._active = True
+        hooks = ("optimizer_step", "optimizer_zero_grad")
+        own = [hook for hook in hooks if overrides(pl_module, LightningModule, hook)]
+        if own and self.going_to_accumulate_grad_batches():
+            rank_zero_warn(
+                f"{type(pl_module).__name__} overrides {' and '.join(own)}, and gradients are accumulated: the hooks "
+                "will not be called on every batch, but once for each optimizer step."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the number for the current epoch, which may be resumed in its middle."""
+        if not self._active:
+            self._check(trainer, pl_module)
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:

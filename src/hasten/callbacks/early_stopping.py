@@ -215,13 +215,15 @@ class EarlyStopping(Callback):
         better, value = self.monitor_op, f"{self.monitor} = {current}"
         if self.check_finite and not torch.isfinite(current):
             self.stopping_reason = EarlyStoppingReason.NON_FINITE_METRIC
-            reason = f"{value} is not finite; the best value was {self.best_score:.3f}."
+            reason = f"Monitored metric {value} is not finite; the best value was {self.best_score:.3f}."
         elif self.stopping_threshold is not None and better(current, self.stopping_threshold):
             self.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
-            reason = f"{value} {self.order_dict[self.mode]} stopping_threshold={self.stopping_threshold}."
+            is_better = f"{value} {self.order_dict[self.mode]} stopping_threshold={self.stopping_threshold}"
+            reason = f"Stopping threshold reached: {is_better}."
         elif self.divergence_threshold is not None and better(-current, -self.divergence_threshold):
             self.stopping_reason = EarlyStoppingReason.DIVERGENCE_THRESHOLD
-            reason = f"{value} is worse than divergence_threshold={self.divergence_threshold}."
+            is_worse = f"{value} is worse than divergence_threshold={self.divergence_threshold}"
+            reason = f"Divergence threshold reached: {is_worse}."
         elif better(current - self.min_delta, self.best_score.to(current.device)):
             reason = f"{self.monitor} improved to {current:.3f}."
             if torch.isfinite(self.best_score):
@@ -236,8 +238,8 @@ class EarlyStopping(Callback):
                 return False, None
             self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
             reason = (
-                f"{self.monitor} did not improve in the last {self.wait_count} checks; the best value is "
-                f"{self.best_score:.3f}."
+                f"Monitored metric {self.monitor} did not improve in the last {self.wait_count} checks; the best value "
+                f"is {self.best_score:.3f}."
             )
         return True, f"{reason} Training stops."
 
@@ -277,6 +279,12 @@ class MetricSource:
         self.stage: Literal["step", "validate", "epoch"] | None = None
         self.validations = 0
         self._is_stale = False
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both watch for the same value and know the same about it, as copies of a callback do."""
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def start(self, trainer: Trainer) -> None:
         """Start watching when training starts; a value left from an earlier run is ignored."""

@@ -122,6 +122,10 @@ class LearningRateMonitor(Callback):
         stats: dict[str, float] = {}
         for group, name in zip(optimizer.param_groups, names, strict=True):
             stats[name] = _number(group["lr"])
+            alone = name.removesuffix("/pg1")
+            if alone != name and alone in self.lrs and alone not in names:
+                # A second parameter group was added: the first one is called /pg1 from now on.
+                self.lrs[name] = self.lrs.pop(alone)
             self.lrs.setdefault(name, []).append(stats[name])
             if self.log_momentum:
                 value = group["betas"][0] if "betas" in group else group.get("momentum", 0)

@@ -17,8 +17,9 @@ from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind
+from hasten.elsewhere import alias
 from hasten.hooks import STEPS
 from hasten.logged_value import LoggingContext
 from hasten.loops.progress import TrainerFn
@@ -532,9 +533,11 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> None:
         super().__init__(device, avg_fn=avg_fn or self.avg_fn)
         name, error = type(self).__name__, MisconfigurationException
-        allowed = "a number above 0, or a list with one for each parameter group"
+        # Lightning refuses whole numbers.
+        numbers = float if alias.active() else (int, float)
+        allowed = "a positive float, or a list of positive floats with one for each parameter group"
         for rate in swa_lrs if isinstance(swa_lrs, list) and swa_lrs else [swa_lrs]:
-            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
+            if isinstance(rate, bool) or not isinstance(rate, numbers) or rate <= 0:
                 raise check.wrong(name, "swa_lrs", swa_lrs, allowed, error=error)
         least, most = (0, 1) if isinstance(swa_epoch_start, float) else (1, math.inf)
         allowed = "an epoch counted from 1 (int), or a share of max_epochs from 0.0 to 1.0 (float)"
@@ -720,10 +723,19 @@ class StochasticWeightAveraging(WeightAveraging):
         configs = trainer.lr_scheduler_configs
         rates: Any = self._swa_lrs
         schedule = SWALR(trainer.optimizers[0], rates, self._annealing_epochs, self._annealing_strategy)
+        groups = trainer.optimizers[0].param_groups
+        for group, rate in zip(groups, rates if isinstance(rates, list) else [rates] * len(groups), strict=True):
+            # Where the schedule goes, for programs that read it, as under Lightning.
+            group["initial_lr"] = rate
         if configs:
+            if configs[0].interval != "epoch" or configs[0].frequency != 1:
+                rank_zero_warn(
+                    f"SWA is currently only supported every epoch: from here on the learning rate changes once an "
+                    f"epoch, and no longer every {configs[0].frequency} {configs[0].interval}s."
+                )
             rank_zero_info(
-                f"{type(self).__name__}: the learning rate goes to {self._swa_lrs} from here on; this replaces "
-                f"{type(configs[0].scheduler).__name__}."
+                f"Swapping scheduler `{type(configs[0].scheduler).__name__}` for `SWALR`: the learning rate goes to "
+                f"{self._swa_lrs} from here on."
             )
         configs[:] = [LRSchedulerConfig(schedule, name=configs[0].name if configs else None)]
 

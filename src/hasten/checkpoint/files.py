@@ -94,7 +94,9 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
         _make_folder(target.parent)
         with replacing(target, over_folder=is_folder) as file:
             _write(contents, file)
-            add_checksum(file)
+            # A program that replaces torch.save may write another format.
+            if zipfile.is_zipfile(file):
+                add_checksum(file)
 
 
 def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:

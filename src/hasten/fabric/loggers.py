@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hasten import loggers
+from hasten.elsewhere import alias
 from hasten.loggers.base import Logger
 from hasten.runtime import ReadOnly
 from hasten.types import PathLike, Tensors
@@ -44,6 +47,21 @@ class FabricCSVLogger(loggers.CSVLogger):
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
 
     root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
+
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace | None = None, metrics: Mapping[str, float] | float | None = None
+    ) -> None:
+        """Write hyper-parameters to ``hparams.yaml``.
+
+        Raises:
+            NotImplementedError: under Lightning's names, as there.
+
+        """
+        if alias.active():
+            raise NotImplementedError(
+                "The CSVLogger of lightning.fabric does not log hyper-parameters; that of lightning.pytorch does."
+            )
+        super().log_hyperparams(params, metrics)
 
 
 class FabricTensorBoardLogger(loggers.TensorBoardLogger):

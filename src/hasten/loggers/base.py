@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor
 
@@ -42,6 +42,9 @@ class Logger(ABC):
         3 {'loss': 0.5}
 
     """
+
+    # Whether this logger is started before the others of a run.
+    starts_first: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten.elsewhere import alias
 from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, plain
 from hasten.loggers.folders import make_writable
 
@@ -25,6 +26,13 @@ _OLDER_NAMES = {
     "offline": "online",
     "save_dir": "offline_directory",
 }
+
+
+FRAMEWORK_NAME = "pytorch-lightning"
+
+
+def _framework() -> str:
+    return FRAMEWORK_NAME if alias.active() else "hasten"
 
 
 class CometLogger(UploadingLogger):
@@ -92,9 +100,9 @@ class CometLogger(UploadingLogger):
         super().__init__(log_model)
         self._prefix, self._project, self._experiment_key = prefix, project, experiment_key
         self._start_with = {"api_key": api_key, "workspace": workspace, "mode": mode, "online": online}
-        self._options = given
+        self._options = self._kwargs = given
         folder = comet.ExperimentConfig(**given).offline_directory
-        self._save_dir = None if folder is None else os.fspath(folder)
+        self._save_dir = None if folder is None else str(folder)
         self.experiment  # noqa: B018 - a key that is missing is an error here, not after the data is loaded
 
     def _start(self) -> Any:
@@ -117,7 +125,7 @@ class CometLogger(UploadingLogger):
             ) from error
         self._experiment_key = experiment.get_key()
         self._project = experiment.project_name
-        experiment.log_other("Created from", "hasten")
+        experiment.log_other("Created from", _framework())
         return experiment
 
     @property
@@ -146,17 +154,22 @@ class CometLogger(UploadingLogger):
         """
         row = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in metrics.items()}
         epoch = int(row.pop("epoch")) if "epoch" in row else None
-        self.experiment.log_metrics(row, prefix=self._prefix, step=step, epoch=epoch)
+        # Comet's functions for frameworks, which also record which one it was.
+        self.experiment.__internal_api__log_metrics__(
+            row, prefix=self._prefix, step=step, epoch=epoch, framework=_framework()
+        )
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Log hyper-parameters, nested ones too."""
-        self.experiment.log_parameters(plain(as_dict(params)), nested_support=True)
+        self.experiment.__internal_api__log_parameters__(
+            parameters=plain(as_dict(params)), framework=_framework(), flatten_nested=True, source="manual"
+        )
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: object = None) -> None:
         """Log the modules that ``model`` is made of."""
-        self.experiment.set_model_graph(model, overwrite=True)
+        self.experiment.__internal_api__set_model_graph__(graph=model, framework=_framework())
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

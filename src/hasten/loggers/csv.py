@@ -19,6 +19,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.files import file_system, remove_abandoned, replacing
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten.elsewhere import alias
 from hasten.loggers.base import as_dict, with_prefix
 from hasten.loggers.folders import FolderLogger, entries, exists, is_url, make_writable, write_hparams
 
@@ -151,10 +152,16 @@ class ExperimentWriter:
         self.hparams: dict[str, Any] = {}
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
         if entries(log_dir):
+            # As under Lightning, for programs that read the file after training.
+            starts_over = alias.active()
+            what = "The rows in its {} are removed" if starts_over else "New rows are appended to its {}"
             rank_zero_warn(
-                f"Experiment logs directory {log_dir} exists and is not empty. New rows are appended to its "
-                f"{self.NAME_METRICS_FILE}; give another version= to keep runs apart."
+                f"Experiment logs directory {log_dir} exists and is not empty. {what.format(self.NAME_METRICS_FILE)}; "
+                "give another version= to keep runs apart."
             )
+            if starts_over and exists(self.metrics_file_path):
+                system = file_system(log_dir) if is_url(log_dir) else None
+                os.remove(self.metrics_file_path) if system is None else system.rm(self.metrics_file_path)
         make_writable("CSVLogger", f"save_dir={log_dir!r}", log_dir)
         self.table = (_RemoteTable if is_url(log_dir) else _Table)(self.metrics_file_path)
 

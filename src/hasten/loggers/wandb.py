@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten.elsewhere import alias
 from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, plain, with_prefix
 from hasten.loggers.folders import local, make_writable
 
@@ -63,6 +64,8 @@ class WandbLogger(UploadingLogger):
     """
 
     LOGGER_JOIN_CHAR = "-"
+    # W&B copies what TensorBoard writes from its start on.
+    starts_first: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -132,6 +135,9 @@ class WandbLogger(UploadingLogger):
             return wandb.run
         if self._attach_id is not None:
             return getattr(wandb, "attach", wandb._attach)(self._attach_id)
+        if alias.active() and self._init.get("mode") == "offline":
+            # As under Lightning: what else the program starts is offline, too.
+            os.environ["WANDB_MODE"] = "dryrun"
         if self.save_dir is not None:
             make_writable("WandbLogger", f"save_dir={self.save_dir!r}", self.save_dir)
         try:
@@ -141,6 +147,8 @@ class WandbLogger(UploadingLogger):
                 f"WandbLogger: W&B did not start a run: {error}. Log in with `wandb login`, or write files only with "
                 "WandbLogger(offline=True)."
             ) from error
+        if not hasattr(run, "define_metric"):
+            return run  # of an old version of W&B
         if self._init.get("sync_tensorboard"):
             run.define_metric("*", step_metric="global_step")
         else:
@@ -277,13 +285,13 @@ class WandbLogger(UploadingLogger):
         Args:
             artifact: its name, such as "entity/project/model-abc:best".
             save_dir: where to put it; W&B chooses by default.
-            artifact_type: its type.
+            artifact_type: its type, where no run is open.
             use_artifact: record that the open run uses it.
 
         """
         wandb = need("wandb", purpose="WandbLogger")
         if wandb.run is not None and use_artifact:
-            found = wandb.run.use_artifact(artifact, type=artifact_type)
+            found = wandb.run.use_artifact(artifact)
         else:
             found = wandb.Api().artifact(artifact, type=artifact_type)
         folder: str = found.download(root=None if save_dir is None else os.fspath(save_dir))

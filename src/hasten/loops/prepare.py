@@ -79,7 +79,7 @@ def prepare(
         collect_earlier_models(module)
         warn_about_missing_parts(run.validation, module, wanted=run.arguments.limit_val_batches != 0)
     run.data_of(fn)[0].require()
-    for logger in run.logged.loggers:
+    for logger in sorted(run.logged.loggers, key=lambda each: not getattr(each, "starts_first", False)):
         # One that cannot write says so now, and paths that hold its version are known from here on.
         getattr(logger, "experiment", None)
     owners = [owner for owner in (datamodule, module) if owner is not None]

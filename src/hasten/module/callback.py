@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten._lib.observers import NotifiesOfHooks
 from hasten.logged_value import LogOptions
-from hasten.module.log_methods import LogMethods
+from hasten.module.log_methods import LogMethods, Unlisted
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,9 @@ class Callback(LogMethods, NotifiesOfHooks):
     """
 
     runs_last: ClassVar[bool] = False
+
+    if not TYPE_CHECKING:
+        log, log_dict = Unlisted(LogMethods.log), Unlisted(LogMethods.log_dict)
 
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         # Through the module, which may override ``log``.
@@ -171,4 +174,6 @@ class Callback(LogMethods, NotifiesOfHooks):
         """Called when gradients are complete and unscaled, before they are clipped."""
 
 
-CALLBACK_HOOKS = Callback.__hook_names__ = frozenset(name for name in vars(Callback) if not name.startswith("_"))
+CALLBACK_HOOKS = Callback.__hook_names__ = frozenset(
+    name for name in vars(Callback) if not name.startswith("_") and name not in ("log", "log_dict")
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -101,6 +103,20 @@ class LogMethods:
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         """Log without values of a run."""
         raise NotImplementedError
+
+
+class Unlisted:
+    """A method that is not listed among the functions of its class, as programs list the hooks of ``Callback``."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        functools.update_wrapper(self, function)
+        self.__func__ = function
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self.__func__, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.__func__(*args, **kwargs)
 
 
 def log_into(module: nn.Module, values: LoggedValues) -> None:

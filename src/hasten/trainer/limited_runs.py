@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
+from hasten.elsewhere import alias
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
 from hasten.loops.prepare import take_optimizers
@@ -41,8 +42,10 @@ def prepared_run(
     data: Mapping[str, Any],
     datamodule: LightningDataModule | None,
     body: Callable[[Run], Result],
+    *,
+    callbacks: Iterable[Callback] = (),
 ) -> Result:
-    """Set up a run without callbacks and loggers, and return ``body(run)``.
+    """Set up a run without the Trainer's callbacks and loggers, and return ``body(run)``.
 
     Afterwards module, datamodule, optimizers, loaders, counters and random numbers are restored, even after an
     error.
@@ -53,11 +56,13 @@ def prepared_run(
         data: the loaders by stage ("train", "validate", "test", "predict"), as passed to a call.
         datamodule: provides the data instead.
         body: called in each process; ``limited_run`` works inside it.
+        callbacks: of this run.
 
     """
     trainer = self
     check_call(trainer._arguments, stage, model, datamodule, *data.values())
     with _restored_afterwards(trainer, model, datamodule or trainer._datamodule):
+        trainer._callbacks.extend(callbacks)
         speed = trainer._arguments.speed
         if speed.resident in (True, "auto"):
             # A few steps do not pay for holding all data in memory.
@@ -86,7 +91,8 @@ def limited_run(
         steps: optimizer steps, or batches of each loader of an evaluation.
         callbacks: what watches the steps.
         exchange_gradients: False to train each process alone: one that fails leaves no other waiting.
-        keep_limit: read as many batches of an epoch as ``limit_train_batches`` says; all of them by default.
+        keep_limit: read as many batches of an epoch as ``limit_train_batches`` says; all of them by default. Under
+            Lightning's names as many epochs as ``max_epochs`` says, too.
         batch_size: samples of a batch; that of the present run by default.
 
     Raises:
@@ -119,7 +125,7 @@ def limited_run(
         trainer._arguments = dataclasses.replace(
             arguments,
             # Each epoch has at least one batch, unless the program skips it.
-            max_epochs=now.current_epoch + batches,
+            max_epochs=arguments.max_epochs if keep_limit and alias.active() else now.current_epoch + batches,
             max_steps=now.global_step + steps,
             min_epochs=None,
             min_steps=None,

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import free_cached_memory
-from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info
+from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten.data.memory.read import available_bytes
+from hasten.elsewhere import alias
 from hasten.loops.micro_batches import check_rebatched
 from hasten.loops.resume import resolve_path
 from hasten.loops.run_data import HOOK_OF
@@ -53,8 +54,9 @@ class BatchSizeOptions:
         owner, error = self.owner, MisconfigurationException
         modes = ("power", "binsearch")
         self.mode = check.one_of(owner, "mode", str(self.mode).lower(), modes, error=error)
-        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
+        for name in ("steps_per_trial", "init_val", "max_val"):
             check.whole(owner, name, getattr(self, name), at_least=1, error=error)
+        check.whole(owner, "max_trials", self.max_trials, at_least=0, error=error)
         check.number(owner, "margin", self.margin, at_least=0, below=1, error=error)
 
 
@@ -116,6 +118,8 @@ class Search:
     def run(self) -> int:
         """Return the largest size that trained."""
         self._limit_to_the_data()
+        if not self._trials_left:
+            return self._capped(self._options.init_val)
         good, bad = self._double()
         if self._options.mode == "power":
             return good
@@ -215,13 +219,17 @@ class Search:
         loaders = [loader for loader in loaders if isinstance(loader, DataLoader)]
         sizes = {_size_of(loader) for loader in loaders} - {None}
         self._loader_has_size = bool(sizes)
-        if sizes and size not in sizes:
+        follows = not sizes or size in sizes
+        if not follows:
             name = self._options.batch_arg_name
-            raise MisconfigurationException(
+            message = (
                 f"scale_batch_size: {name} is {size}, and the loader's batch_size is {sizes.pop()}. Make the loader "
                 f"with batch_size=self.{name} in each call of the hook."
             )
-        counts = [_samples_of(loader) for loader in loaders if not sizes or _size_of(loader) == size]
+            if not alias.active():
+                raise MisconfigurationException(message)
+            warn_once("a loader without the batch size", message)
+        counts = [_samples_of(loader) for loader in loaders if not sizes or not follows or _size_of(loader) == size]
         known = [count for count in counts if count is not None]
         if known and len(known) == len(counts):
             self._samples = max(known)

@@ -12,7 +12,8 @@ import torch
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
-from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten._lib.rank_zero import log, rank_zero_info
+from hasten.elsewhere import alias
 from hasten.loops.fit import train
 from hasten.module.callback import Callback
 from hasten.tuner.probe import ProbeRun
@@ -58,6 +59,7 @@ class LRFinder:
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         self._optimal_idx: int | None = None
+        self._total_batch_idx = 0
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, from 0."""
@@ -77,17 +79,22 @@ class LRFinder:
 
         """
         kept = slice(skip_begin, len(self.results["loss"]) - skip_end)
-        losses = torch.tensor(self.results["loss"][kept], dtype=torch.float64)
+        # Lightning computes in float32, and divides by the difference of the rates, not of their logarithms.
+        like_lightning = alias.active()
+        dtype = torch.float32 if like_lightning else torch.float64
+        losses = torch.tensor(self.results["loss"][kept], dtype=dtype)
         rates = self.results["lr"][kept]
         finite = torch.isfinite(losses)
         if int(finite.sum()) < 2:
-            rank_zero_warn(
-                f"lr_find: {int(finite.sum())} of {len(self.results['loss'])} losses can be compared: too few to "
-                "suggest a learning rate. Use more steps (num_training), or check the model and its data."
+            log.error(
+                f"Failed to compute suggestion for learning rate: {int(finite.sum())} of "
+                f"{len(self.results['loss'])} losses can be compared, which is too few. Use more steps "
+                "(num_training), or check the model and its data."
             )
             self._optimal_idx = None
             return None
-        steepest = int(finite.nonzero()[torch.gradient(losses[finite])[0].argmin()])
+        spacing: Any = [torch.tensor(rates, dtype=dtype)[finite]] if like_lightning else 1
+        steepest = int(finite.nonzero()[torch.gradient(losses[finite], spacing=spacing)[0].argmin()])
         self._optimal_idx = steepest + skip_begin
         return rates[steepest]
 
@@ -140,10 +147,12 @@ class SweepOptions:
         owner, error = self.owner, MisconfigurationException
         modes = ("exponential", "linear")
         self.mode = check.one_of(owner, "mode", str(self.mode).lower(), modes, error=error)
-        if not 0 < self.min_lr < self.max_lr < math.inf:
+        in_order = 0 < self.min_lr < self.max_lr < math.inf
+        # Lightning sweeps downwards, too.
+        if not in_order and not (alias.active() and 0 < self.max_lr <= self.min_lr < math.inf):
             given = f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}"
             raise error(f"{owner}({given}): use 0 < min_lr < max_lr, for instance 1e-8 and 1.")
-        check.whole(owner, "num_training", self.num_training, at_least=2, error=error)
+        check.whole(owner, "num_training", self.num_training, at_least=1, error=error)
         name, allowed = "early_stop_threshold", "a number above 1 (times the best loss), or None"
         threshold = self.early_stop_threshold
         check.number(owner, name, threshold, above=1, allow_none=True, allowed=allowed, error=error)
@@ -155,21 +164,29 @@ def rate_of(
     """Return the attribute that holds the learning rate; None if there is none and it is not needed.
 
     Raises:
-        MisconfigurationException: it cannot be found.
+        LearningRateNotFound: it cannot be found.
 
     """
     if name:
         value = TunedValue(module, datamodule, name)
-        value.get()
+        try:
+            value.get()
+        except MisconfigurationException as error:
+            raise LearningRateNotFound(str(error)) from None
         return value
     values = (TunedValue(module, datamodule, each) for each in ("lr", "learning_rate"))
     found = next((value for value in values if value.holders()), None)
     if found is None and update:
-        raise MisconfigurationException(
-            f"lr_find: {type(module).__name__} has neither self.lr nor self.learning_rate. Set one of them and use it "
-            "in configure_optimizers(), name another with attr_name, or use update_attr=False."
+        raise LearningRateNotFound(
+            f"lr_find: {type(module).__name__} has neither self.lr nor self.learning_rate, and should have one of "
+            "these fields. Set one and use it in configure_optimizers(), name another with attr_name, or use "
+            "update_attr=False."
         )
     return found
+
+
+class LearningRateNotFound(MisconfigurationException, AttributeError):
+    """Neither the module nor the datamodule has an attribute with the learning rate."""
 
 
 def sweep(run: Run, options: SweepOptions) -> LRFinder:
@@ -184,18 +201,39 @@ def sweep(run: Run, options: SweepOptions) -> LRFinder:
         raise MisconfigurationException("lr_find: manual optimization sets the learning rate itself.")
     if len(optimizers) != 1:
         raise MisconfigurationException(
-            f"lr_find: `model.configure_optimizers()` returned {len(optimizers)} optimizers, and one is needed."
+            f"lr_find: `model.configure_optimizers()` returned {len(optimizers)} optimizers, and a sweep "
+            "only works with single optimizers."
         )
     found = LRFinder(options.mode, options.min_lr, options.max_lr, options.num_training)
     callback = _Sweep(found, optimizers[0], options.early_stop_threshold)
     with probe.trainer.limited_run("fit", options.num_training, callbacks=[callback], keep_limit=True) as few:
         train(few)
+        found._total_batch_idx = few.progress.total_batches - 1
     probe.leave_if_stopped()
     if not found.results["lr"]:
         raise MisconfigurationException(
             "lr_find: no step was trained: limit_train_batches is 0, or the module skips every batch."
         )
     rank_zero_info(f"lr_find: tried {len(found.results['lr'])} learning rates.")
+    return found
+
+
+class SweepAtStart(Callback):
+    """Sweeps when a fit begins, before its loaders are made: those of the sweep are the first ones."""
+
+    def __init__(self, options: SweepOptions) -> None:
+        self._options = options
+        self.found: LRFinder | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Sweep."""
+        self.found = sweep(trainer.current_run, self._options)
+
+
+def result_of(run: Run) -> LRFinder:
+    """Return what the ``SweepAtStart`` of a run has found."""
+    found = next(each.found for each in run.module.trainer.callbacks if isinstance(each, SweepAtStart))
+    assert found is not None
     return found
 
 
@@ -245,6 +283,8 @@ class _Sweep(Callback):
         self._loss: Any = None
         self._weight: Any = None
         self._average, self._averaged, self._best = 0.0, 0, math.inf
+        # Lightning divides the first mean by the weight of two losses, and of an accumulation it reads the last one.
+        self._like_lightning = alias.active()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
@@ -259,7 +299,7 @@ class _Sweep(Callback):
         if isinstance(outputs, Mapping):
             # Losses of an accumulation are divided by their number: the sum is the mean.
             loss, weight = outputs["loss"], outputs.get("loss_weight")
-            self._loss = loss if self._loss is None else self._loss + loss
+            self._loss = loss if self._loss is None or self._like_lightning else self._loss + loss
             if weight is not None:
                 self._weight = weight if self._weight is None else self._weight + weight
         step = len(self._rates)
@@ -267,7 +307,7 @@ class _Sweep(Callback):
             return
         value = self._mean(trainer)
         self._loss = self._weight = None
-        smoothed = self._smoothed(value)
+        smoothed = self._smoothed(value, step)
         self._rates.append(self._found.lr_at(step))
         self._losses.append(smoothed)
         if self._threshold is not None and self._averaged > 1 and value is not None:
@@ -287,9 +327,9 @@ class _Sweep(Callback):
         # A sweep reads each loss: it takes a few hundred steps.
         return None if loss is None else float(loss)
 
-    def _smoothed(self, value: float | None) -> float:
+    def _smoothed(self, value: float | None, step: int) -> float:
         if value is None:
             return math.nan
         self._averaged += 1
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * value
-        return self._average / (1 - _SMOOTHING**self._averaged)
+        return self._average / (1 - _SMOOTHING ** (step + 2 if self._like_lightning else self._averaged))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.callbacks.finders import BatchSizeFinder, LearningRateFinder
+from hasten.elsewhere import alias
 from hasten.module.datamodule import LightningDataModule
 from hasten.tuner import batch_size, lr_find
 from hasten.tuner.lr_find import LRFinder
@@ -98,10 +100,17 @@ class Tuner:
         options = batch_size.BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
         if self._skipped("scale_batch_size"):
             return None
+        if alias.active() and self._trainer.world_size > 1:
+            # As under Lightning, before processes are started: programs may do without.
+            raise MisconfigurationException(
+                "Tuner.scale_batch_size(): tuning the batch size is not supported with distributed strategies. Use "
+                "Trainer(devices=1) for it."
+            )
         data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         search = functools.partial(batch_size.search, method=method, options=options)
         size: int = self._trainer.prepared_run(method, model, data, datamodule, search)
         TunedValue(model, datamodule or self._trainer.datamodule, batch_arg_name).set(size)
+        model.trainer = self._trainer
         return size
 
     def lr_find(
@@ -153,14 +162,23 @@ class Tuner:
         data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         holder = datamodule or self._trainer.datamodule
         value = lr_find.rate_of(model, holder, attr_name, update_attr)
-        search = functools.partial(lr_find.sweep, options=options)
-        found: LRFinder = self._trainer.prepared_run("fit", model, data, datamodule, search)
+        sweep = lr_find.SweepAtStart(options)
+        found: LRFinder = self._trainer.prepared_run(
+            "fit", model, data, datamodule, lr_find.result_of, callbacks=[sweep]
+        )
+        model.trainer = self._trainer
         suggestion = found.suggestion() if update_attr and value is not None else None
         if value is not None and suggestion is not None:
             value.set(suggestion)
         return found
 
     def _skipped(self, call: str) -> bool:
+        finder = {"lr_find": LearningRateFinder, "scale_batch_size": BatchSizeFinder}[call]
+        if any(isinstance(each, finder) for each in self._trainer.callbacks):
+            raise MisconfigurationException(
+                f"Tuner.{call}(): the Trainer is already configured with a {finder.__name__} callback, which would "
+                "search again. Use one of the two."
+            )
         if self._trainer.fast_dev_run:
             rank_zero_warn(f"Tuner.{call}(): skipped, since the Trainer has fast_dev_run.")
         return bool(self._trainer.fast_dev_run)

@@ -1,0 +1,171 @@
+"""Callbacks, loggers and the tuner under Lightning's names do what Lightning does where programs rely on it."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from hasten.demos.boring_classes import BoringModel, RandomDataset
+from hasten.elsewhere import alias
+from hasten.fabric.loggers import CSVLogger as FabricCSVLogger
+from hasten.loggers import CSVLogger
+from hasten.tuner import Tuner
+from hasten.tuner.lr_find import LRFinder
+from tests.models import quiet
+
+
+@pytest.fixture
+def under_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alias, "_active", True)
+
+
+class Model(BoringModel):
+    def __init__(self, lr: float = 0.1, batch_size: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def test_a_program_that_replaces_torch_save_writes_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+
+    def save(contents: Any, file: Any) -> None:
+        written.append(contents["global_step"])
+        file.write(b"another format")
+
+    monkeypatch.setattr(torch, "save", save)
+    trainer = quiet(max_epochs=2, limit_train_batches=3, limit_val_batches=0)
+    trainer.callbacks.append(ModelCheckpoint(tmp_path, save_last=True))
+    trainer.fit(BoringModel())
+    assert written == [3, 3, 6, 6]
+    assert (tmp_path / "last.ckpt").read_bytes() == b"another format"
+
+
+def test_callbacks_that_were_pickled_are_equal_and_the_hooks_of_a_callback_can_be_listed() -> None:
+    for callback in (EarlyStopping("loss"), ModelCheckpoint(monitor="loss")):
+        assert vars(pickle.loads(pickle.dumps(callback))) == vars(callback)
+    hooks = {name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if name[0] != "_"}
+    assert "log" not in hooks
+    assert LambdaCallback(**dict.fromkeys(hooks - {"state_dict", "load_state_dict"}, print)).on_fit_end is print
+
+    class Logs(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            Callback.log(self, "a", 1.0)
+            self.log_dict({"b": 2.0})
+
+    trainer = quiet(max_steps=1, limit_val_batches=0, callbacks=[Logs()])
+    trainer.fit(BoringModel())
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {"a": 1.0, "b": 2.0}
+
+
+def test_accumulation_schedules_warn_of_overridden_hooks() -> None:
+    class Steps(BoringModel):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
+    with pytest.warns(UserWarning, match="Steps overrides optimizer_step.*will not be called on every batch"):
+        quiet(max_steps=1, limit_val_batches=0, callbacks=[GradientAccumulationScheduler({0: 2})]).fit(Steps())
+    # Also for a subclass that has its own on_fit_start.
+    model = BoringModel()
+    model.automatic_optimization = False
+    with pytest.raises(RuntimeError, match="manual optimization"):
+        GradientAccumulationScheduler({0: 2}).on_train_start(quiet(), model)
+
+
+def test_swa_says_which_scheduler_it_replaces(under_alias: None) -> None:
+    class Stepped(BoringModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    trainer = quiet(max_epochs=1, limit_train_batches=1, limit_val_batches=0)
+    trainer.callbacks.append(StochasticWeightAveraging(swa_lrs=0.02))
+    with pytest.warns(UserWarning, match="SWA is currently only supported every epoch"):
+        trainer.fit(Stepped())
+    assert trainer.optimizers[0].param_groups[0]["initial_lr"] == 0.02
+    with pytest.raises(ValueError, match="a positive float, or a list of positive floats"):
+        StochasticWeightAveraging(swa_lrs=[0.2, 1])
+
+
+def test_a_group_added_during_the_run_renames_the_learning_rate(tmp_path: Path) -> None:
+    class Deep(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = torch.nn.Linear(32, 32)
+
+        def forward(self, x: Any) -> Any:
+            return self.layer(self.backbone(x))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    monitor = LearningRateMonitor("epoch")
+    trainer = quiet(max_epochs=2, limit_train_batches=1, limit_val_batches=0, logger=CSVLogger(tmp_path))
+    trainer.callbacks.extend([BackboneFinetuning(unfreeze_backbone_at_epoch=1), monitor])
+    trainer.fit(Deep())
+    assert {name: len(rates) for name, rates in monitor.lrs.items()} == {"lr-SGD/pg1": 2, "lr-SGD/pg2": 1}
+
+
+def test_sweeps_give_lightnings_numbers(under_alias: None) -> None:
+    # Computed with Lightning 2.6.6: the first loss is divided by the weight of two, the slope is that by the rate.
+    found = LRFinder("exponential", 1e-4, 1.0, 5)
+    found.results = {"lr": [1e-4, 1e-3, 1e-2, 1e-1, 1.0], "loss": [3.0, 2.99, 2.5, 1.0, 9.0]}
+    assert found.suggestion(skip_begin=0) == 1e-2
+
+    class Constant(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch).mean() * 0 + 1
+
+    trainer, model = quiet(max_epochs=1, limit_train_batches=3), Constant()
+    found = Tuner(trainer).lr_find(model, num_training=10, min_lr=1.0, max_lr=1e-3, early_stop_threshold=None)
+    assert found.results["loss"] == pytest.approx([(1 - 0.98**n) / (1 - 0.98 ** (n + 1)) for n in (1, 2, 3)])
+    assert found.results["lr"][0] == 1.0
+    assert found.suggestion() is None
+    assert model.trainer is trainer
+    with pytest.raises(AttributeError, match="should have one of these fields"):
+        Tuner(quiet()).lr_find(BoringModel())
+    with pytest.raises(ValueError, match="already configured with a BatchSizeFinder"):
+        Tuner(quiet(callbacks=[L.callbacks.BatchSizeFinder()])).scale_batch_size(Model())
+
+
+def test_a_loader_that_does_not_follow_the_batch_size_is_a_warning(under_alias: None) -> None:
+    model = Model()
+    with pytest.warns(UserWarning, match="batch_size is 2, and the loader's batch_size is 1"):
+        assert Tuner(quiet(max_epochs=1)).scale_batch_size(model, max_trials=2, steps_per_trial=1) == 4
+    model.train_dataloader = lambda: DataLoader(RandomDataset(32, 64), batch_size=model.hparams.batch_size)
+    assert Tuner(quiet(max_epochs=1)).scale_batch_size(model, max_trials=0, init_val=8) == 8
+
+
+def test_csv_files_of_an_existing_version_start_over(under_alias: None, tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logger = CSVLogger(tmp_path, version=0)
+            logger.log_metrics({"loss": value}, step=0)
+            logger.save()
+    assert Path(logger.experiment.metrics_file_path).read_text().split() == ["loss,step", "2.0,0"]
+    with pytest.raises(NotImplementedError):
+        FabricCSVLogger(tmp_path).log_hyperparams({"lr": 0.1})
