@@ -212,7 +212,7 @@ def test_reduce_on_plateau(config: Any, val: Any, arguments: Any, expected: list
 
 
 def test_a_value_that_is_absent_is_a_warning_where_asked() -> None:
-    with pytest.warns(UserWarning, match=r"steps on monitor='nothing', which was never logged"):
+    with pytest.warns(RuntimeWarning, match=r"steps on monitor='nothing', which was never logged"):
         assert rates(plateau(monitor="nothing", strict=False)) == ALWAYS
 
 
@@ -505,3 +505,37 @@ def test_the_wrapper_looks_like_its_optimizer() -> None:
     copied = copy.deepcopy(HastenOptimizer(inner))
     assert copied.optimizer is not inner
     assert copied.param_groups[0]["lr"] == 0.5
+
+
+def test_a_scheduler_that_the_module_steps_itself_needs_no_step_and_no_monitor() -> None:
+    class Bare:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Steps(Configured):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            stepped.append(scheduler)
+
+    class Manual(Configured):
+        def on_train_epoch_end(self) -> None:
+            schedulers: Any = self.lr_schedulers()
+            schedulers[1].step(torch.tensor(0.0))
+
+    stepped: list[Any] = []
+    bare = Bare()
+    quiet().fit(Steps(lambda optimizer: ([optimizer], [bare])), loader(8))
+    assert stepped == [bare]
+    manual = Manual(lambda o: ([o], [bare, lr_scheduler.ReduceLROnPlateau(o)]))
+    manual.automatic_optimization = False
+    trainer = quiet()
+    trainer.fit(manual, loader(8))
+    assert trainer.lr_scheduler_configs[1].monitor is None
+    manual = Manual(lambda o: ([o], [bare, {"scheduler": lr_scheduler.ReduceLROnPlateau(o), "monitor": "loss"}]))
+    manual.automatic_optimization = False
+    with pytest.warns(RuntimeWarning, match=r"\['monitor'\], but the keys will be ignored"):
+        quiet().fit(manual, loader(8))
+    with pytest.raises(TypeError, match="cannot be in a checkpoint"):
+        quiet().fit(Configured(lambda o: ([o], [type("Step", (), {"step": print})()])), loader(8))

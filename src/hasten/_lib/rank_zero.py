@@ -88,6 +88,10 @@ def rank_zero_deprecation(message: Any, stacklevel: int = 5, **kwargs: Any) -> N
     warnings.warn(message, **{"category": LightningDeprecationWarning, **kwargs}, stacklevel=stacklevel)
 
 
+class PossibleUserWarning(UserWarning):
+    """A warning of something that may be intended."""
+
+
 _warned: set[str] = set()
 
 

@@ -26,6 +26,7 @@ from hasten.data.loader_parts import (
 )
 from hasten.data.memory.resident import users_dataset
 from hasten.data.resume.workers import SeedByRank
+from hasten.elsewhere import alias
 
 _T = TypeVar("_T")
 
@@ -60,13 +61,13 @@ def prepare(
 
     Raises:
         TypeError: ``loader`` cannot be iterated over.
-        ValueError: it has no batches.
+        ValueError: it has no batches. Where Lightning's names lead to hasten, that is a warning.
 
     """
     name = name or f"the {stage} dataloader"
     _check_iterable(loader, name)
-    if not allow_empty:
-        _check_not_empty(loader, name)
+    if not allow_empty and length_of(loader) == 0:
+        _report_empty(loader, name)
     if not isinstance(loader, DataLoader):
         return loader
     train = stage == "train"
@@ -134,15 +135,16 @@ def _check_iterable(loader: Any, name: str) -> None:
         )
 
 
-def _check_not_empty(loader: Any, name: str) -> None:
-    if length_of(loader) != 0:
-        return
+def _report_empty(loader: Any, name: str) -> None:
     what = f"an empty {type(loader).__name__}"
     if isinstance(loader, DataLoader):
         dataset = type(users_dataset(loader.dataset)).__name__
         what = f"{length_of(loader.sampler) or 0} samples of {dataset}, batch_size={loader.batch_size}, "
         what += f"drop_last={loader.drop_last}"
-    raise MisconfigurationException(f"{name} has no batches: {what}. Give it at least one batch of samples.")
+    message = f"{name} has no batches: {what}"
+    if not alias.active():
+        raise MisconfigurationException(f"{message}. Give it at least one batch of samples.")
+    rank_zero_warn(f"{message}. Please make sure that this is intended.")
 
 
 @functools.cache

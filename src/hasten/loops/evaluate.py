@@ -105,10 +105,11 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
     """Evaluate, and print the values logged if ``verbose``; what ``validate`` and ``test`` do."""
     source = run.test if testing else run.validation
     if source.is_off():
-        limit = LIMIT_OF[source.stage]
-        rank_zero_warn(
-            f"Trainer.{source.stage}() evaluates nothing, as {limit}=0. Set trainer.{limit} = 1.0 before it."
-        )
+        if source.is_switched_off:
+            limit = LIMIT_OF[source.stage]
+            rank_zero_warn(
+                f"Trainer.{source.stage}() evaluates nothing, as {limit}=0. Set trainer.{limit} = 1.0 before it."
+            )
         return []
     check_takes_loader(run.module, "test" if testing else "validation", len(source.load()))
     results = evaluate(run, source)
@@ -221,6 +222,8 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
         on_predict_epoch_end, on_predict_end
     """
     run.enter(RunningStage.PREDICTING)
+    if run.as_lightning and run.predict.is_off():
+        return None
     hooks, module, several = run.hooks, run.module, len(run.predict.load()) > 1
     check_takes_loader(module, "predict", len(run.predict.load()))
     run.runtime.strategy.reshard()

@@ -221,7 +221,12 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
 def configure_optimizers(run: Run) -> None:
     """Make the optimizers and schedulers of a run."""
     module, owner = run.module, type(run.module).__name__
-    optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
+    optimizers, schedulers = optim.parse(
+        module.configure_optimizers(),
+        owner,
+        automatic=module.automatic_optimization,
+        steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
+    )
     owns_step = run.runtime.strategy.owns_step
     if optimizers or not owns_step:
         optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loaders import SideStream, prepare
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.stream import CombinedStream, Stream
+from hasten.elsewhere import alias
 from hasten.hooks import overrides, redefines
 from hasten.module import LightningModule
 from hasten.module.datamodule import DataHooks, LightningDataModule
@@ -49,6 +51,7 @@ class StageData:
         reload_every_n_epochs: get new loaders this often; 0 for never.
         remake: given a loader, the stage and the loader's name, return the one to read instead.
         several_processes: other processes may have batches where this one has none.
+        processes: of the run, on this machine.
 
     """
 
@@ -66,10 +69,11 @@ class StageData:
         reload_every_n_epochs: int = 0,
         remake: Callable[[Any, str, str], Any] | None = None,
         several_processes: bool = False,
+        processes: int = 1,
     ) -> None:
         self.stage, self.given, self.datamodule = stage, given, datamodule
         self._remake = remake
-        self._several_processes = several_processes
+        self._several_processes, self._processes = several_processes, processes
         self._reads_datamodule = reads_datamodule
         self._module = module
         # The number or share of batches, and the one from the next ``take_limit`` on.
@@ -105,6 +109,11 @@ class StageData:
             return False
         return not self._several_processes and all(limit == 0 for limit in self.limits)
 
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether the limit is 0 batches."""
+        return self._limit == 0
+
     def require(self) -> None:
         """Raise unless the data is provided."""
         if self.has_data():
@@ -113,10 +122,10 @@ class StageData:
         call = "fit" if self.stage == "train" else self.stage
         argument = "train_dataloaders" if self.stage == "train" else "dataloaders"
         if self.datamodule is not None and self._reads_datamodule:
-            raise MisconfigurationException(
+            raise WrongType(
                 f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}(). Define it."
             )
-        raise MisconfigurationException(
+        raise WrongType(
             f"Trainer.{call}(): there is no data. Pass {argument}=..., a datamodule, or define "
             f"{type(self._module).__name__}.{hook}()."
         )
@@ -173,7 +182,7 @@ class StageData:
                 owner, hook = self._owner(), HOOK_OF[self.stage]
                 given, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
                 if given is None:
-                    raise MisconfigurationException(f"{name} returned None. Return a DataLoader or an iterable.")
+                    raise WrongType(f"{name} returned None. Return a DataLoader or an iterable.")
             found = self._several(given, name)
             self._streams = [
                 self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
@@ -296,12 +305,20 @@ class StageData:
         if not isinstance(loader, CombinedLoader):
             if self._remake is not None:
                 loader = self._remake(loader, self.stage, name)
+            if alias.active():
+                advice.warn_about(
+                    loader,
+                    name=HOOK_OF[self.stage],
+                    trains=self.stage == "train" or self._overfit,
+                    processes=self._processes,
+                    reloads=bool(self.reload_every_n_epochs),
+                )
             prepared = prepare(
                 loader,
                 name=name,
                 stage=self.stage,
                 overfit=self._overfit,
-                allow_empty=self._may_be_empty(),
+                allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )
             trains, module = self.stage == "train", self._module
@@ -316,6 +333,10 @@ class StageData:
         return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
 
     def _may_be_empty(self) -> bool:
+        # Lightning warns of it.
+        return alias.active() or self._allows_empty()
+
+    def _allows_empty(self) -> bool:
         owners = [owner for owner in (self.datamodule, self._module) if owner is not None]
         return any(owner.allow_zero_length_dataloader_with_multiple_devices for owner in owners)
 

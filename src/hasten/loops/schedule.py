@@ -168,7 +168,7 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     )
     if config.strict:
         raise MisconfigurationException(message)
-    rank_zero_warn(message)
+    rank_zero_warn(message, RuntimeWarning)
     return None
 
 

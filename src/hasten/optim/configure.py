@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from hasten._lib import check as guards
 from hasten._lib.durations import parse_interval
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
@@ -48,20 +49,28 @@ class LRSchedulerConfig:
 
 
 _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
+# Those that say when, and on what, automatic optimization steps a scheduler; the callbacks read the interval as well.
+_WHEN_AUTOMATIC = ("frequency", "monitor", "strict", "reduce_on_plateau")
 _KEYS = ["optimizer", "lr_scheduler", "monitor"]
 
 
-def parse(configured: object, owner: str) -> tuple[list[Any], list[LRSchedulerConfig]]:
+def parse(
+    configured: object, owner: str, *, automatic: bool = True, steps_schedulers: bool = False
+) -> tuple[list[Any], list[LRSchedulerConfig]]:
     """Return the optimizers and schedulers in the return value of ``configure_optimizers``.
 
     Args:
         configured: its return value.
         owner: the module's class name, for messages.
+        automatic: False where the module steps its optimizers and schedulers in ``training_step``.
+        steps_schedulers: the module has its own ``lr_scheduler_step``.
 
     Raises:
         MisconfigurationException: the value has an unsupported form, or a dict has an unknown key.
+        TypeError: a scheduler cannot be saved and restored.
 
     """
+    read = functools.partial(_scheduler, automatic=automatic, needs_step=automatic and not steps_schedulers)
     where = f"{owner}.configure_optimizers()"
     if configured is None:
         return [], []
@@ -72,10 +81,10 @@ def parse(configured: object, owner: str) -> tuple[list[Any], list[LRSchedulerCo
         optimizers = list(items[0])
         _check_optimizers(optimizers, where)
         schedulers = items[1] if isinstance(items[1], (list, tuple)) else [items[1]]
-        return optimizers, [_scheduler(entry, where) for entry in schedulers]
+        return optimizers, [read(entry, where) for entry in schedulers]
     if items and all(isinstance(item, Mapping) for item in items):
         optimizers, schedulers = _from_dicts(items, where)
-        return optimizers, [_scheduler(entry, where) for entry in schedulers]
+        return optimizers, [read(entry, where) for entry in schedulers]
     raise MisconfigurationException(
         f"{where} returned {_describe(configured)}. Return an optimizer, a list of optimizers, two lists "
         '(optimizers, schedulers), a dict {"optimizer": ..., "lr_scheduler": ...}, or None.'
@@ -110,7 +119,7 @@ def _report_unknown_keys(unknown: list[str], known: list[str], what: str) -> Non
         rank_zero_warn(f"{message} It is ignored.", category=RuntimeWarning)
 
 
-def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
+def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> LRSchedulerConfig:
     if isinstance(entry, LRSchedulerConfig):
         return entry
     if not isinstance(entry, Mapping):
@@ -121,9 +130,22 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
     if "scheduler" not in entry:
         raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
     scheduler = entry["scheduler"]
-    if not hasattr(scheduler, "step"):
+    if needs_step and not hasattr(scheduler, "step"):
         raise MisconfigurationException(
-            f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step())."
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step()). "
+            f"One of your own can be stepped in {where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)."
+        )
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise WrongType(
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which cannot be in a checkpoint. Give it the methods "
+            "state_dict() and load_state_dict(state)."
+        )
+    ignored = [] if automatic else [key for key in _WHEN_AUTOMATIC if key in entry]
+    if ignored:
+        rank_zero_warn(
+            f"{where}: the lr_scheduler dict has the keys {ignored}, but the keys will be ignored in manual "
+            "optimization. Call scheduler.step() where it is due.",
+            category=RuntimeWarning,
         )
     config = LRSchedulerConfig(**entry)
     if isinstance(config.interval, str) and config.interval[:1].isdigit():
@@ -138,7 +160,7 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
         )
     if "reduce_on_plateau" not in entry:
         config.reduce_on_plateau = isinstance(scheduler, ReduceLROnPlateau)
-    if config.reduce_on_plateau and config.monitor is None:
+    if automatic and config.reduce_on_plateau and config.monitor is None:
         raise MisconfigurationException(
             f"{where}: {type(scheduler).__name__} steps on a monitored value, and none is given. Return "
             '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
@@ -194,7 +216,7 @@ def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
 
 def _check_single(optimizers: list[Any], what: str, do: str) -> None:
     if len(optimizers) > 1:
-        raise MisconfigurationException(
+        raise MisconfigurationRuntimeError(
             f"{what} {len(optimizers)} optimizers, and automatic optimization steps one. {do} one, or set "
             "self.automatic_optimization = False in __init__ and step them in training_step."
         )

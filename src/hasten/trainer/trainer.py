@@ -590,7 +590,7 @@ class Trainer(TrainerView):
                 overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
                 remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
-                several_processes=runtime.world_size > 1 and stage != "train",
+                several_processes=runtime.world_size > 1 and stage != "train", processes=len(runtime.device_ids),
             )  # fmt: skip
 
         self._logged.loggers = self._loggers if runtime.is_global_zero else ()

@@ -1,14 +1,11 @@
-"""Warnings that programs written for Lightning silence; hasten does not raise them."""
+"""Warnings that programs silence, all of a kind at once."""
 
 from __future__ import annotations
 
 import warnings
 
+from hasten._lib.rank_zero import PossibleUserWarning
 from hasten.utilities.rank_zero import WarningCache
-
-
-class PossibleUserWarning(UserWarning):
-    """A warning of something that may be intended."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:

@@ -1,0 +1,62 @@
+"""Lightning's warnings about loaders, for programs that were written for it and may expect or silence them.
+
+hasten itself measures whether training waits for its data, and reads shuffled validation data as it is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from torch.utils.data import DataLoader, RandomSampler
+
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
+from hasten.data.loader_parts import is_iterable, length_of, samplers_of
+from hasten.machine.host import usable_cores
+
+
+def warn_about(loader: Any, *, name: str, trains: bool, processes: int, reloads: bool) -> None:
+    """Warn where Lightning does.
+
+    Args:
+        loader: of one process; only a ``DataLoader`` is looked at.
+        name: what to call it: ``"train_dataloader"``.
+        trains: training reads it.
+        processes: how many share the cores of this machine.
+        reloads: new loaders are made every so many epochs.
+
+    """
+    if not isinstance(loader, DataLoader):
+        return
+    warn_about_workers(loader, name=name, processes=processes, reloads=reloads)
+    if is_iterable(loader) and length_of(loader) is not None:
+        rank_zero_warn(
+            f"The IterableDataset of the {name} has a `__len__`. With several workers it is only right if the dataset "
+            "divides itself among them."
+        )
+    if not trains and any(isinstance(sampler, RandomSampler) for sampler in samplers_of(loader)):
+        rank_zero_warn(
+            f"The {name} has shuffling enabled. Use shuffle=False where the order of samples is not to change.",
+            PossibleUserWarning,
+        )
+
+
+def warn_about_workers(loader: DataLoader[Any], *, name: str, processes: int, reloads: bool) -> None:
+    """Warn about the worker processes of a loader; see ``warn_about``."""
+    context, workers = loader.multiprocessing_context, loader.num_workers
+    starts = (context or multiprocessing).get_start_method()
+    most = max(1, usable_cores() // processes - 1)
+    if workers > 0 and starts == "spawn" and not loader.persistent_workers:
+        rank_zero_warn(f"Consider setting `persistent_workers=True` in the {name}: workers are slow to start.")
+    elif workers < 2 and most > 1:
+        rank_zero_warn(
+            f"The {name} does not have many workers, so training may wait for it. Consider increasing `num_workers` to "
+            f"num_workers={most}.",
+            PossibleUserWarning,
+        )
+    if loader.persistent_workers and loader.pin_memory and reloads:
+        rank_zero_warn(
+            f"The {name} has persistent_workers=True and pin_memory=True, and the combination with "
+            "Trainer(reload_dataloaders_every_n_epochs=...) can be unstable. Use pin_memory=False.",
+            PossibleUserWarning,
+        )
