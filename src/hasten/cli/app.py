@@ -29,6 +29,7 @@ from hasten.cli.optimizers import (
 )
 from hasten.cli.parser import AUTOMATIC, ArgsType, LightningArgumentParser
 from hasten.cli.save_config import SaveConfigCallback
+from hasten.elsewhere import alias
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -124,7 +125,9 @@ class LightningCLI:
         self.subcommand: str | None = self.config["subcommand"] if run else None
         if self.subcommand is not None:
             # The checkpoint has arguments of the module.
-            kind, given = _class_of(self._model_class), self._command_line_keys()
+            kind = _class_of(self._model_class)
+            # Under Lightning's names the checkpoint goes before the command line, as in Lightning.
+            given = set() if alias.active() else self._command_line_keys()
             self.config = with_checkpoint(self.parser, self.config, given, kind, self.subclass_mode_model)
         self._set_seed()
         self.before_instantiate_classes()
@@ -332,7 +335,7 @@ class LightningCLI:
             config["callbacks"] = [
                 *_as_list(config["callbacks"]),
                 *callbacks,
-                *_as_list(self.trainer_defaults.get("callbacks")),
+                *map(_made, _as_list(self.trainer_defaults.get("callbacks"))),
             ]
             if self.save_config_callback and not config.get("fast_dev_run", False):
                 parser, read = self._parser(self.subcommand), self._part(self.config)
@@ -432,6 +435,12 @@ def _configured(module: LightningModule, configure: Any, optimizer: Any, schedul
     made = fused_where_possible(instantiate_class((module.parameters(),), optimizer))
     lr_scheduler = instantiate_class(made, scheduler) if scheduler else None
     return configure(module, made, lr_scheduler)
+
+
+def _made(callback: Any) -> Any:
+    """Return the callback that a dict with ``class_path`` names, and any other as it is."""
+    is_config = isinstance(callback, dict) and "class_path" in callback
+    return instantiate_class((), callback) if is_config else callback
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import nearest
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
+from hasten.elsewhere import alias
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -243,6 +244,8 @@ def _forwarded_arguments(kind: type) -> list[str]:
     """Return the names of the arguments that ``kind`` accepts in its ``**kwargs``."""
     if kind.__name__ not in _FORWARDS_TO or not kind.__module__.startswith("hasten."):
         return []
+    if alias.active() and kind.__name__ in ("CometLogger", "WandbLogger"):
+        return []  # In Lightning's configs they are ``dict_kwargs``.
     module, name, own = _FORWARDS_TO[kind.__name__]
     try:
         function = getattr(importlib.import_module(module), name)

@@ -115,6 +115,8 @@ def uninstall() -> None:
     """Undo ``install``; modules that imported the names keep what they have."""
     if installed():
         sys.meta_path.remove(FINDER)
+        if "hasten.compat.cli" in sys.modules:
+            sys.modules["hasten.compat.cli"].forget_classes()
     for name in [name for name, module in sys.modules.items() if isinstance(module, AliasModule)]:
         del sys.modules[name]
     _replaced.close()

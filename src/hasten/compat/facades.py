@@ -67,24 +67,31 @@ def exactly(init: Function) -> Function:
         unknown = {name: value for name, value in kwargs.items() if name not in signature.parameters}
         if unknown:
             kind = next(kind for kind in type(self).__mro__ if vars(kind).get("__init__") is checked)
-            _refuse(original(kind), checked, unknown)
+            dropped = _refuse(original(kind), checked, unknown)
+            kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         init(self, *args, **kwargs)
 
     checked.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.getfullargspec` looks no further.
     return checked  # type: ignore[return-value]
 
 
-def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]) -> None:
+def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]) -> set[str]:
+    """Raise for unknown arguments; return those to leave out.
+
+    jsonargparse takes the arguments of the class behind for ``**kwargs``, and passes their defaults.
+    """
     own, known = inspect.signature(behind.__init__).parameters, inspect.signature(init).parameters
     facade = behind.__name__
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    dropped = {name for name, value in unknown.items() if open_ended and name in own and value == own[name].default}
     for name, value in unknown.items():
-        if name in own and own[name].kind is not inspect.Parameter.VAR_KEYWORD:
+        if name in own and name not in dropped and own[name].kind is not inspect.Parameter.VAR_KEYWORD:
             raise TypeError(
                 f"{facade}.__init__() got an unexpected keyword argument {name!r}. Lightning's {facade} does not have "
                 f"it. {environment.advice(facade, name, value)}"
             )
-    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        return
+    if open_ended:
+        return dropped
     if facade in environment.OWNERS:
         refuse_unknown(unknown, init, facade)
     name = next(iter(unknown))
@@ -94,10 +101,10 @@ def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]
     )
 
 
-def forward(behind: type, given: Mapping[str, Any], **renamed: str) -> None:
-    """Call ``__init__`` of the class behind a facade with the arguments of the facade's ``__init__``.
+def accepted(behind: type, given: Mapping[str, Any], **renamed: str) -> dict[str, Any]:
+    """Return the arguments of a facade's ``__init__`` that the class behind it has.
 
-    Arguments that the class does not have are left out if they have their defaults.
+    Those that it does not have must have their defaults.
 
     Args:
         behind: the class.
@@ -108,20 +115,22 @@ def forward(behind: type, given: Mapping[str, Any], **renamed: str) -> None:
         MisconfigurationException: an argument that hasten does not have is given.
 
     """
-    given = dict(given)
-    instance, rest = given.pop("self"), given.pop("kwargs", {})
-    given.pop("__class__", None)
-    init: Any = behind.__init__  # type: ignore[misc]
-    takes = inspect.signature(init).parameters
-    facade = next(kind for kind in type(instance).__mro__ if isinstance(kind, Facade) and kind.behind is behind)
-    defaults = inspect.signature(facade).parameters
-    passed = {}
-    for name, value in given.items():
+    takes = inspect.signature(behind).parameters
+    facade = next(kind for kind in type(given["self"]).__mro__ if isinstance(kind, Facade) and kind.behind is behind)
+    found = {}
+    for name, each in inspect.signature(facade).parameters.items():
         there = renamed.get(name, name)
-        if there in takes and takes[there].kind is not inspect.Parameter.VAR_KEYWORD:
-            passed[there] = value
-        elif value != defaults[name].default:
+        if each.kind is each.VAR_KEYWORD:
+            continue
+        if there in takes and takes[there].kind is not each.VAR_KEYWORD:
+            found[there] = given[name]
+        elif given[name] != each.default:
             raise MisconfigurationException(
                 f"{facade.__name__}({name}=...): hasten has no such argument here. Leave it out."
             )
-    init(instance, **passed, **rest)
+    return found
+
+
+def forward(behind: type, given: Mapping[str, Any], **renamed: str) -> None:
+    """Call ``__init__`` of the class behind a facade with what ``accepted`` returns, and nothing else."""
+    behind.__init__(given["self"], **accepted(behind, given, **renamed))  # type: ignore[misc]

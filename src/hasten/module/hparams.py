@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationRuntimeError
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
@@ -417,21 +417,25 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
 def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | None:
     """Return the hyper-parameters of module and datamodule for the loggers; None if there are none.
 
+    Under Lightning's names, the mark of a config is among them: its loggers write it to the files that
+    ``load_from_checkpoint(hparams_file=...)`` reads.
+
     Raises:
-        MisconfigurationException: both have one of the same name with different values.
+        MisconfigurationRuntimeError: both have one of the same name with different values.
 
     """
     found: dict[str, Any] = {}
+    internal = (CLASS_PATH,) if alias.active() else (CLASS_PATH, INSTANTIATOR)
     for owner in owners:
         if owner is None or not owner.__dict__.get("_log_hyperparams", True):
             continue
         for key, value in owner.hparams_initial.items():
-            if key == INSTANTIATOR:
+            if key in internal:
                 continue
             if key in found and not _same(found[key], value):
-                raise MisconfigurationException(
-                    f"The hyper-parameter {key!r} is {found[key]!r} in the module and {value!r} in the datamodule. "
-                    "Give them different names, or save_hyperparameters(logger=False) in one of them."
+                raise MisconfigurationRuntimeError(
+                    f"Error while merging hparams: {key!r} is {found[key]!r} in the module and {value!r} in the "
+                    "datamodule. Give them different names, or save_hyperparameters(logger=False) in one of them."
                 )
             found[key] = value
     return found or None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from hasten.callbacks import lambda_function
-from hasten.compat.facades import Facade, exactly, forward
+from hasten.compat.facades import Facade, accepted, exactly
 from hasten.loggers import comet
 
 # In the order in which they are parameters.
@@ -83,4 +83,4 @@ class CometLogger(comet.CometLogger, metaclass=Facade):
         prefix: str | None = None,
         **kwargs: Any,
     ) -> None:
-        forward(comet.CometLogger, locals())
+        super().__init__(**accepted(comet.CometLogger, locals()), **kwargs)

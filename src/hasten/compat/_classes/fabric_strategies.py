@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.compat._classes.strategies import HALF_AN_HOUR
-from hasten.compat.facades import Facade, exactly, forward
+from hasten.compat.facades import Facade, accepted, exactly, forward
 from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        forward(ddp.DDPStrategy, locals())
+        super().__init__(**accepted(ddp.DDPStrategy, locals()), **kwargs)
 
 
 class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
@@ -99,7 +99,7 @@ class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
-        forward(fsdp.FSDPStrategy, locals(), precision="precision_plugin")
+        super().__init__(**accepted(fsdp.FSDPStrategy, locals(), precision="precision_plugin"), **kwargs)
 
 
 class ModelParallelStrategy(model_parallel.ModelParallelStrategy, metaclass=Facade):
@@ -211,7 +211,7 @@ class XLAFSDPStrategy(xla.XLAFSDPStrategy, metaclass=Facade):
     ) -> None:
         if state_dict_type == "sharded":
             state_dict_type = "full"  # One process saves whole files: there are no shards.
-        forward(xla.XLAFSDPStrategy, locals())
+        super().__init__(**accepted(xla.XLAFSDPStrategy, locals()), **kwargs)
 
 
 _BY_ORIGINAL = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.compat.facades import Facade, exactly, forward
+from hasten.compat.facades import Facade, accepted, exactly, forward
 from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        forward(ddp.DDPStrategy, locals())
+        super().__init__(**accepted(ddp.DDPStrategy, locals()), **kwargs)
 
 
 class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
@@ -105,7 +105,7 @@ class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
-        forward(fsdp.FSDPStrategy, locals())
+        super().__init__(**accepted(fsdp.FSDPStrategy, locals()), **kwargs)
 
 
 class ModelParallelStrategy(model_parallel.ModelParallelStrategy, metaclass=Facade):
@@ -200,8 +200,7 @@ class XLAStrategy(xla.XLAStrategy, metaclass=Facade):
         sync_module_states: bool = True,
         **_: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "_"}
-        forward(xla.XLAStrategy, given, precision_plugin="precision")
+        forward(xla.XLAStrategy, locals(), precision_plugin="precision")
 
 
 _BY_ORIGINAL = {

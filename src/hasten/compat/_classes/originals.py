@@ -1,0 +1,21 @@
+"""The classes behind facades, under a private name.
+
+While a command line runs under Lightning's names, jsonargparse knows these classes by it, and offers the facades alone.
+"""
+
+from hasten.callbacks.lambda_function import LambdaCallback as LambdaCallback
+from hasten.loggers.comet import CometLogger as CometLogger
+from hasten.precision.builtin import HalfPrecision as HalfPrecision
+from hasten.precision.builtin import MixedPrecision as MixedPrecision
+from hasten.precision.fsdp import FSDPPrecision as FSDPPrecision
+from hasten.precision.xla import XLAPrecision as XLAPrecision
+from hasten.strategies.base import Strategy as Strategy
+from hasten.strategies.ddp import DDPStrategy as DDPStrategy
+from hasten.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+from hasten.strategies.fsdp import FSDPStrategy as FSDPStrategy
+from hasten.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
+from hasten.strategies.parallel import ParallelStrategy as ParallelStrategy
+from hasten.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
+from hasten.strategies.xla import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
+from hasten.strategies.xla import XLAFSDPStrategy as XLAFSDPStrategy
+from hasten.strategies.xla import XLAStrategy as XLAStrategy
