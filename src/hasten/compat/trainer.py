@@ -7,6 +7,7 @@ from typing import Literal
 from hasten.compat import environment
 from hasten.compat._classes.strategies import dress
 from hasten.compat.facades import Facade, exactly
+from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 from hasten.profilers.base import Profiler
 from hasten.trainer import trainer
@@ -94,6 +95,13 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(**given, **environment.of("Trainer"))
         dress(self._runtime.strategy)
+
+    @property
+    def max_epochs(self) -> int | None:  # type: ignore[override]
+        """Epochs to train; None before the first fit if the program gives no number, as in Lightning."""
+        settled = self.state.fn == TrainerFn.FITTING or self._progress.global_step or self._progress.epochs_done
+        unlimited = self._arguments.max_epochs_assumed or self._arguments.max_epochs == -1
+        return None if unlimited and not settled and self._given["max_epochs"] is None else self._arguments.max_epochs
 
     def with_arguments(self, **changes: object) -> trainer.Trainer:
         """Return a new Trainer with the same parts and other arguments; see ``hasten.Trainer.with_arguments``."""

@@ -268,14 +268,14 @@ class DDPStrategy(ParallelStrategy):
                 "strategy='ddp_sharded': the module has _ddp_params_and_buffers_to_ignore, parameters that each "
                 "process trains alone, and here one process steps a parameter for all. Use strategy='ddp'."
             )
-        own = {}
-        if _is_manual(module) and not self._ddp_kwargs.get("static_graph"):
+        kwargs = self._ddp_kwargs
+        if _is_manual(module) and not kwargs.get("static_graph"):
             # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic).
-            own = {"find_unused_parameters": self._ddp_kwargs.pop("find_unused_parameters", True)}
+            kwargs = {"find_unused_parameters": True, **kwargs}
 
         def make() -> DistributedDataParallel:
             # No device_ids: the batch is on the device already, and DDP need not walk it to move it again.
-            wrapped = DistributedDataParallel(_Routed(module), **own, **self._ddp_kwargs)
+            wrapped = DistributedDataParallel(_Routed(module), **kwargs)
             if self._comm_hook is not None:
                 hook = self._comm_hook if self._comm_wrapper is None else self._comm_wrapper(self._comm_hook)
                 wrapped.register_comm_hook(self._comm_state, hook)

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
+from hasten.elsewhere import alias
 from hasten.machine import collectives, watchdog
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.launch import (
@@ -182,7 +183,8 @@ class ParallelStrategy(Strategy):
         check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
         if timeout is not None and timeout <= timedelta(0):
             raise check.wrong(type(self).__name__, "timeout", timeout, "a positive one, such as timedelta(minutes=10)")
-        if process_group_backend is not None:
+        if process_group_backend is not None and not alias.active():
+            # Lightning leaves it to torch, when the group is made: a program may register one until then.
             _check_backend(type(self).__name__, process_group_backend)
         self._backend = process_group_backend
         self._timeout = timeout if timeout is not None else TIMEOUT

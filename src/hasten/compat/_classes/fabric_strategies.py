@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.compat._classes.strategies import HALF_AN_HOUR
+from hasten.compat._classes.strategies import HALF_AN_HOUR, options_of_ddp
 from hasten.compat.facades import Facade, accepted, exactly, forward
 from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
 
@@ -76,7 +76,7 @@ class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**accepted(ddp.DDPStrategy, locals()), **kwargs)
+        super().__init__(**accepted(ddp.DDPStrategy, locals()), **options_of_ddp(**kwargs))
 
 
 class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):

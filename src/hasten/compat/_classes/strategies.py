@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
+
+from torch.nn.parallel import DistributedDataParallel
 
 from hasten.compat.facades import Facade, accepted, exactly, forward
 from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
@@ -25,6 +28,21 @@ if TYPE_CHECKING:
     from hasten.strategies.model_parallel import Size
 
 HALF_AN_HOUR = timedelta(minutes=30)
+_DDP = inspect.signature(DistributedDataParallel)
+
+
+def options_of_ddp(**kwargs: Any) -> dict[str, Any]:
+    """Return the options of ``DistributedDataParallel`` that differ from its defaults.
+
+    jsonargparse finds this call, and so the names and types of the options; it passes all of them.
+    """
+    known = _DDP.parameters
+    return {name: value for name, value in kwargs.items() if name not in known or value != known[name].default}
+
+
+options_of_ddp.__signature__ = _DDP.replace(  # type: ignore[attr-defined]
+    parameters=[each for each in _DDP.parameters.values() if each.name != "module"]
+)
 
 
 class Strategy(base.Strategy, metaclass=Facade):
@@ -81,7 +99,7 @@ class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**accepted(ddp.DDPStrategy, locals()), **kwargs)
+        super().__init__(**accepted(ddp.DDPStrategy, locals()), **options_of_ddp(**kwargs))
 
 
 class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
