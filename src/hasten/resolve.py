@@ -136,18 +136,25 @@ def runtime(
                 "processes, which is not allowed. Leave one out."
             )
         layer_sync = layer_sync or TorchSyncBatchNorm()
+    given = dict(strategy.given) if isinstance(strategy, Strategy) else {}
+    precision_plugin = _once(owner, "precision", precision_plugin, given)
+    checkpoint_io = _once(owner, "checkpoint_io", checkpoint_io, given)
+    cluster = _once(owner, "cluster", cluster, given)
+    accelerator = _once(owner, "accelerator", None if accelerator == "auto" else accelerator, given)
     if accelerator in (None, "auto") and _is_for_xla(strategy):
         accelerator = "tpu"
     if devices in (0, "0") or (isinstance(devices, (list, tuple)) and not devices):
         raise MisconfigurationException(
             f"{owner}(devices={devices!r}): a run needs a device. Use at least 1, or 'auto'."
         )
+    if accelerator is None and (parallel := given.get("devices")):
+        accelerator = "tpu" if parallel[0].type == "xla" else parallel[0].type
     chosen = _accelerator(accelerator, owner)
     num_nodes = _num_nodes(num_nodes, owner)
     cluster = cluster if cluster is not None else find_cluster()
     if isinstance(chosen, XLAAccelerator) and type(cluster) is LightningEnvironment:
         cluster = XLAEnvironment()
-    found, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
+    found, num_nodes = _devices(given.get("devices", devices), num_nodes, chosen, cluster, owner)
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
     strategy_in_use = _strategy(strategy, found, num_nodes, owner)
@@ -168,6 +175,20 @@ def runtime(
         checkpoint_io=checkpoint_io,
         device_ids=[device.index if device.index is not None else i for i, device in enumerate(found)],
     )
+
+
+def _once(owner: str, name: str, value: Any, given: Mapping[str, Any]) -> Any:
+    """Return what was given to the Trainer, or else to the strategy.
+
+    Raises:
+        MisconfigurationException: both have it.
+
+    """
+    if value is not None and name in given:
+        raise MisconfigurationException(
+            f"{owner}(...) and its strategy both set the same: {value!r} and {given[name]!r}. Leave one out."
+        )
+    return given.get(name, value)
 
 
 def _prefix_owner(owner: str, function: Callable[..., T], *args: object) -> T:
@@ -266,6 +287,14 @@ def _devices(
     devices: Any, num_nodes: int, accelerator: Accelerator, cluster: ClusterEnvironment, owner: str
 ) -> tuple[list[torch.device], int]:
     """Return the devices of this machine, one for each process, and the number of machines."""
+    if isinstance(devices, list) and devices and all(isinstance(device, torch.device) for device in devices):
+        kind = accelerator.name()
+        if wrong := next((device for device in devices if device.type != kind), None):
+            raise MisconfigurationException(
+                f"{owner}(accelerator={kind!r}) and a strategy with parallel_devices=[{wrong}]: both choose the "
+                "device. Leave one out."
+            )
+        return devices, num_nodes
     if devices is None or devices == "auto":
         # What has started the processes has set their number, also where an environment of Ray's is passed.
         started: ClusterEnvironment = ProcessGroupEnvironment() if ProcessGroupEnvironment.detect() else cluster

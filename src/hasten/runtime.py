@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import defined_by_program
 from hasten._lib.tree import by_kind, move_to
-from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO, mapped_tensors
+from hasten.checkpoint.files import mapped_tensors
 from hasten.checkpoint.stored import StoredCheckpoint
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.optim import fast_step
@@ -22,6 +24,7 @@ from hasten.precision.base import Precision
 from hasten.xla.steps import on_host
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
     from hasten.strategies.base import Strategy
@@ -101,7 +104,9 @@ class Runtime:
         self.strategy = strategy
         self.precision = precision
         self.cluster = cluster
-        self.checkpoint_io: CheckpointIO = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
+        if checkpoint_io is not None:
+            strategy.checkpoint_io = checkpoint_io
+        strategy.precision_plugin = precision
         if strategy.saves_folders and not self.checkpoint_io.writes_folders:
             kind = type(self.checkpoint_io).__name__
             raise MisconfigurationException(
@@ -129,15 +134,44 @@ class Runtime:
         self.backward: Callable[..., None] = fast_step.backward if scaler is None else self._scaled_backward
         if own_backward is not None:
             self.backward = own_backward
+        self._choose_methods_of_program()
+
+    def _choose_methods_of_program(self) -> None:
+        """Have the functions of a step call the methods that a program has overridden in its strategy or precision."""
+        strategy, precision = self.strategy, self.precision
+        strategy.engine = self
+        self._engine_backward = self.backward
+        self._own_backward = defined_by_program(precision, "pre_backward", "backward", "post_backward")
+        self._backward_takes_optimizer = "optimizer" in inspect.signature(precision.backward).parameters
+        if self._own_backward or defined_by_program(strategy, "backward"):
+            self.backward = self._backward_of_program
+        self._own_step = defined_by_program(precision, "optimizer_step")
+        # Whether an optimizer steps in a method of the program, with a closure that computes loss and gradients.
+        self.steps_by_program = self._own_step or defined_by_program(strategy, "optimizer_step")
+        self._engine_steps: dict[int, Callable[..., Any]] = {}
+        # Whether the program's precision clips gradients.
+        self.clips_by_program = defined_by_program(
+            precision, "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"
+        )
+        self._reduce = strategy.reduce if defined_by_program(strategy, "reduce") else strategy.all_reduce
 
     def __getstate__(self) -> dict[str, Any]:
         # Bound functions cannot be pickled; __setstate__ chooses them again.
-        chosen = ("backward", "unscale", "scaler")
+        chosen = ("backward", "unscale", "scaler", "_engine_backward", "_engine_steps", "_reduce")
         return {name: value for name, value in self.__dict__.items() if name not in chosen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._choose_functions()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads checkpoints: that of the strategy."""
+        return self.strategy.checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        self.strategy.checkpoint_io = checkpoint_io
 
     # -- facts
 
@@ -260,6 +294,38 @@ class Runtime:
 
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
+        step = self._step_of_engine(optimizer)
+        if not self.steps_by_program:
+            return step
+        self._engine_steps[id(optimizer)] = step
+        strategy = self.strategy
+
+        def step_of_program(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is None and strategy.lightning_module is not None:
+                closure = _nothing
+            result = (
+                strategy.optimizer_step(optimizer) if closure is None else strategy.optimizer_step(optimizer, closure)
+            )
+            self.unscaled.clear()
+            return result
+
+        return step_of_program
+
+    def step_by_precision(
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None, model: nn.Module | None, **kwargs: object
+    ) -> object:
+        """Step an optimizer as the precision does; what ``Strategy.optimizer_step`` does by default."""
+        step = None if self._own_step or kwargs else self._engine_steps.get(id(optimizer))
+        if step is not None:
+            return step(closure)
+        if (module := self.strategy.lightning_module) is not None:
+            kwargs["model"] = module if model is None else model
+        if closure is not None:
+            kwargs["closure"] = closure
+        own_step: Callable[..., object] = self.precision.optimizer_step
+        return own_step(optimizer, **kwargs)
+
+    def _step_of_engine(self, optimizer: Optimizer) -> Callable[..., Any]:
         self.strategy.take_optimizer(optimizer)
         step = self.strategy.own_step(optimizer) or self._make_step(optimizer)
         if not self.strategy.shards_parameters:
@@ -327,6 +393,39 @@ class Runtime:
 
         return zero_all
 
+    def with_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Return what computes gradients with ``backward`` in place of ``Tensor.backward``: a method of the module."""
+        if self.backward != self._backward_of_program:
+            return backward
+        self._engine_backward = backward
+        return self.backward
+
+    def _backward_of_program(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        strategy = self.strategy
+        module = strategy.lightning_module
+        target = strategy.optimizers[0] if module is not None and module.automatic_optimization else None
+        self.in_backward = True
+        try:
+            strategy.backward(tensor, target, *args, **kwargs)
+        finally:
+            self.in_backward = False
+
+    def backward_by_precision(self, tensor: Tensor, target: object, *args: object, **kwargs: object) -> None:
+        """Compute gradients as the precision does; what ``Strategy.backward`` does by default."""
+        if not self._own_backward:
+            self._engine_backward(tensor, *args, **kwargs)
+            return
+        precision: Any = self.precision
+        module = self.strategy.lightning_module
+        model = target if module is None else module
+        changed = precision.pre_backward(tensor, model)
+        if isinstance(changed, Tensor):
+            tensor = changed
+        if self._backward_takes_optimizer:
+            args = (target, *args)
+        precision.backward(tensor, model, *args, **kwargs)
+        precision.post_backward(tensor, model)
+
     def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None
         self.in_backward = True
@@ -376,11 +475,11 @@ class Runtime:
 
     def all_reduce(self, data: Tensors, op: ReduceOperation = "mean", group: Group = None) -> Any:
         """Return ``data`` with each tensor reduced over all processes; see ``Strategy.all_reduce``."""
-        return self.strategy.all_reduce(data, group=group, reduce_op=op)
+        return self._reduce(data, group=group, reduce_op=op)
 
     def data_parallel_reduce(self, data: Tensors, op: ReduceOperation = "mean") -> Any:
         """Return ``data`` with each tensor reduced over the processes that read different data."""
-        return self.strategy.all_reduce(data, group=self.strategy.data_parallel_group, reduce_op=op)
+        return self._reduce(data, group=self.strategy.data_parallel_group, reduce_op=op)
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors and numbers of all processes, stacked; see ``Strategy.all_gather``."""
@@ -402,6 +501,13 @@ class Runtime:
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.
         """
+        if self.strategy.lightning_module is not None and defined_by_program(self.strategy, "save_checkpoint"):
+            self.strategy.save_checkpoint(contents, path, storage_options=storage_options)
+        else:
+            self.write(path, contents, storage_options)
+
+    def write(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
+        """Do what ``save`` does, unless a program has put something else in its place."""
         if self.strategy.saves_folders:
             self.checkpoint_io.save_folder(contents, path, storage_options=storage_options)
             return
@@ -429,6 +535,14 @@ class Runtime:
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
+        if self.strategy.lightning_module is not None and defined_by_program(self.strategy, "load_checkpoint"):
+            return self.strategy.load_checkpoint(path, weights_only=weights_only)
+        return self.read(path, map_location, weights_only)
+
+    def read(
+        self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Do what ``load`` does, unless a program has put something else in its place."""
         shards = self.strategy.shards_parameters
         with mapped_tensors() if shards else nullcontext():
             checkpoint = self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)

@@ -120,7 +120,6 @@ MISSING = {
     "import lightning.pytorch.serve": "pytorch.serve. Export the module with to_torchscript",
     "import pytorch_lightning.metrics.functional": "pytorch_lightning.metrics. Use the package torchmetrics.",
     "import lightning.app": "lightning.app. It belongs to a hosted product.",
-    "from lightning.fabric.plugins import collectives": "plugins.collectives. Use fabric.all_",
     "import lightning.pytorch.callbackz": "pytorch.callbackz. Did you mean 'callbacks'?",
 }
 

@@ -376,7 +376,6 @@ def trainer(**arguments: Any) -> L.Trainer:
         (lambda: DeepSpeedStrategy(stage=3, config=TWO), r"config=..., stage=3"),
         (lambda: DeepSpeedStrategy(config=3), "use a dict or the path"),  # type: ignore[arg-type]
         (lambda: DeepSpeedStrategy(config="nowhere.json"), "there is no such file"),
-        (lambda: DeepSpeedStrategy(precision_plugin=DeepSpeedPrecision("32-true")), "as precision=..."),
         (
             lambda: trainer(strategy=DeepSpeedStrategy(config=TWO | FP16), precision="bf16-mixed"),
             "contradict each other",

@@ -398,7 +398,6 @@ def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
         ({"activation_checkpointing": True}, TypeError, "activation_checkpointing=True.*a set of module classes"),
         ({"find_unused_parameters": True}, TypeError, "without a gradient are allowed anyway"),
         ({"timeout": 5}, TypeError, "timedelta"),
-        ({"parallel_devices": [torch.device("cpu")]}, TypeError, "devices="),
     ],
 )
 def test_arguments_that_fsdp2_does_not_have_are_refused(arguments: Any, error: type, says: str) -> None:

@@ -1,4 +1,4 @@
-"""The nearest name to one that does not exist."""
+"""The nearest name to one that does not exist, and who defines a method."""
 
 from __future__ import annotations
 
@@ -38,3 +38,21 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """
     found = nearest(name, allowed)
     return f" Did you mean {found!r}?" if found is not None else ""
+
+
+def defined_by_program(obj: object, *methods: str) -> bool:
+    """Return whether a method of hasten's object ``obj`` was replaced: in a subclass of a program, or on the object.
+
+    Example::
+
+        >>> class Own(dict):
+        ...     def keys(self): ...
+        >>> defined_by_program(Own(), "keys")
+        True
+
+    """
+    own = getattr(obj, "__dict__", {})
+    return any(
+        name in own or not str(getattr(getattr(type(obj), name, None), "__module__", "")).startswith("hasten.")
+        for name in methods
+    )

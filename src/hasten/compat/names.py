@@ -13,7 +13,6 @@ _LOOP = (
 )
 _CONNECTOR = "It is an internal of Lightning's Trainer: read the properties of trainer instead."
 _LAUNCHER = "Processes are started by the strategy: use strategy='ddp', 'ddp_spawn' or 'ddp_notebook'."
-_COLLECTIVE = "Use fabric.all_reduce, fabric.broadcast and fabric.barrier, or torch.distributed."
 _PRODUCT = "It belongs to a hosted product."
 _LOGGERS = "Use CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger or CometLogger."
 _JOBS = "Start programs with hasten run or hasten launch on machines of your own, or write a job of your cluster."
@@ -32,7 +31,6 @@ ALTERNATIVES = {
     "app": f"{_PRODUCT} {_JOBS}",
     "data": "Use the package litdata, or a torch DataLoader.",
     "fabric.cli": "Start programs with hasten launch or torchrun, or let strategy='ddp' start the processes.",
-    "fabric.plugins.collectives": _COLLECTIVE,
     "fabric.strategies.launchers": _LAUNCHER,
     "fabric.utilities.consolidate_checkpoint": "Write hasten consolidate FOLDER.",
     "fabric.utilities.init": "Use fabric.init_module() or trainer.init_module().",

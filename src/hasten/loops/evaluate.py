@@ -16,7 +16,7 @@ from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import LIMIT_OF, STEP_OF, StageData, make_transfer
-from hasten.loops.user_code import annotate, check_takes_loader, takes
+from hasten.loops.user_code import annotate, check_takes_loader, step_of, takes
 from hasten.module import LightningModule
 from hasten.report.summary import print_results
 from hasten.seed import isolate_rng
@@ -151,7 +151,7 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
 
 def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], Any]:
     """Return a step of the user's for batch and index; it is given ``loader_idx`` too, unless that is None."""
-    user_step = getattr(run.module, name)
+    user_step = step_of(run, name)
     step = run.runtime.bind(compiled_step(run, name, user_step), module=run.module)
     arguments = 3 if loader_idx is not None else 2 if takes(user_step, "batch_idx", at=2) else 1
     logged, context, graphs = run.logged, run.logged.context_of(STEPS[name]), recorded_steps(run)

@@ -42,6 +42,7 @@ from hasten.loops.user_code import (
     check_some_loss,
     check_weight,
     loss_of,
+    step_of,
     weights_are_missing,
     with_batch_idx_if_taken,
 )
@@ -428,6 +429,7 @@ def _needs_closure(run: Run) -> bool:
     """Return whether the user's code steps: in ``optimizer_step``, in the optimizer, or on its wrapper."""
     return (
         overrides(run.module, LightningModule, "optimizer_step")
+        or run.runtime.steps_by_program
         or needs_closure(run.optimizers[0])
         or "step" in vars(run.wrapped_optimizers[0])
         # What watches a step of Lightning finds the gradients before and after it.
@@ -714,7 +716,7 @@ def _counts_for_nothing(output: Any) -> bool:
 
 
 def _training_step(run: Run) -> Callable[..., Any]:
-    step = compiled_step(run, "training_step", with_batch_idx_if_taken(run.module.training_step))
+    step = compiled_step(run, "training_step", with_batch_idx_if_taken(step_of(run, "training_step")))
     wrapped = run.module if micro_batches.computes_alone(run) else run.wrapped
     return run.runtime.bind(step, module=run.module, wrapped=wrapped, training=True)
 
@@ -739,8 +741,8 @@ def _backward(run: Run) -> Callable[[Tensor], None]:
     if not overrides(module, LightningModule, "backward"):
         return run.runtime.backward
     if scaler is None:
-        return module.backward
-    return lambda loss: module.backward(scaler.scale(loss))
+        return run.runtime.with_backward(module.backward)
+    return run.runtime.with_backward(lambda loss: module.backward(scaler.scale(loss)))
 
 
 # -- from the last backward of an accumulation to the step
@@ -758,6 +760,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     optimizer, arguments, window = run.optimizers[0], run.arguments, run.window
     unscale, max_value = runtime.unscale, arguments.gradient_clip_val or 0.0
     custom = any(overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients"))
+    custom = custom or (runtime.clips_by_program and max_value > 0)
     clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward) and not runtime.strategy.owns_step
     clip = runtime.clip_value if arguments.gradient_clip_algorithm == "value" else runtime.clip_norm
     joins = arguments.uneven == "join" and runtime.world_size > 1

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten import optim
 from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
 from hasten._lib.out_of_memory import collect_earlier_models
 from hasten._lib.rank_zero import rank_zero_info, warn_once
@@ -101,6 +102,10 @@ def prepare(
     check_module(run)
     if fitting and isinstance(runtime.strategy, ParallelStrategy) and runtime.world_size > 1:
         _sync_layers(run, runtime.strategy.layer_sync)
+    setup_by_program = defined_by_program(runtime.strategy, "setup")
+    setup_comes_first = setup_by_program and runtime.strategy.restore_checkpoint_after_setup
+    if setup_comes_first:
+        runtime.strategy.setup(module.trainer)
     checkpoint, path = read_checkpoint()
     runtime.strategy.shard(module, stored=(checkpoint or {}).get("state_dict") or ())
 
@@ -126,6 +131,8 @@ def prepare(
     if fitting or runtime.strategy.owns_step:
         run.wrapped = runtime.wrap(module)
     compile_module(run)
+    if setup_by_program and not setup_comes_first:
+        runtime.strategy.setup(module.trainer)
     if fitting:
         hooks.on_fit_start()
     if run.arguments.enable_autolog_hparams and runtime.is_global_zero:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to, parameters_of
 from hasten.arguments import Arguments
@@ -93,9 +94,11 @@ class RunState:
         """Restore one phase of a checkpoint whose entries ``check_entries`` has checked; ``source`` names its file."""
         module, progress = self._run.module, self._run.progress
         if phase is Phase.MODEL:
-            self._run.runtime.strategy.load_state_dict(
-                module, checkpoint["state_dict"], strict=module.strict_loading, source=source
-            )
+            strategy = self._run.runtime.strategy
+            if defined_by_program(strategy, "load_model_state_dict"):
+                strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+            else:
+                strategy.load_state_dict(module, checkpoint["state_dict"], strict=module.strict_loading, source=source)
             name = type(self._datamodule).__qualname__
             if self._datamodule is not None and name in checkpoint:
                 self._datamodule.load_state_dict(checkpoint[name])
@@ -148,8 +151,8 @@ class RunState:
         rank, world_size = runtime.global_rank, runtime.world_size
         _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
         _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
-        for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-            runtime.strategy.load_optimizer_state(optimizer, state)
+        if runtime.strategy.lightning_restore_optimizer:
+            runtime.strategy.load_optimizer_state_dict(checkpoint)
         for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import statistics
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
@@ -403,7 +405,10 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
 
     before, move, after = map(hook, ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"))
     to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)
-    if before is None and move is None and after is None:
+    strategy = run.runtime.strategy
+    if defined_by_program(strategy, "batch_to_device"):
+        to_device = functools.partial(strategy.batch_to_device, device=device, dataloader_idx=loader_idx)
+    elif before is None and move is None and after is None:
         return None if device.type == "cpu" else run.watch("batch_to_device", to_device)
 
     def transfer(batch: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean, nearest
+from hasten._lib.names import defined_by_program, did_you_mean, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import is_sharded, parameters_of
@@ -565,6 +565,18 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
         return "dataloader_iter" in inspect.signature(step).parameters
     except (TypeError, ValueError):
         return False
+
+
+def step_of(run: Run, name: str) -> Callable[..., Any]:
+    """Return a step of the module, for instance ``"training_step"``, or what a program's strategy puts in its place."""
+    step: Callable[..., Any] = getattr(run.module, name)
+    strategy = run.runtime.strategy
+    # With the signature of the module's, which says whether it takes the index of a batch.
+    return (
+        functools.wraps(step)(functools.partial(getattr(strategy, name)))
+        if defined_by_program(strategy, name)
+        else step
+    )
 
 
 def with_batch_idx_if_taken(step: Callable[..., Any]) -> Callable[..., Any]:

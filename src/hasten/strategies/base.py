@@ -12,23 +12,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten._lib.tree import is_sharded
+from hasten._lib.tree import is_sharded, move_to
 from hasten.checkpoint.contents import load_optimizer, load_weights
+from hasten.checkpoint.files import TorchCheckpointIO
 from hasten.checkpoint.stored import StoredTensor
 from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
     from typing import Protocol
 
+    from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
-    from hasten.types import Group, ReduceOperation, Tensors
+    from hasten.runtime import Runtime
+    from hasten.types import Group, PathLike, ReduceOperation, Tensors
     from hasten.xla.steps import XLASteps
 
     class Trains(Protocol):
         """Whoever has the optimizers and schedulers of a run: a Trainer."""
 
         optimizers: list[Any]
+
+        @property
+        def lightning_module(self) -> Any:
+            """The module."""
 
         @property
         def lr_scheduler_configs(self) -> list[Any]:
@@ -66,13 +73,41 @@ class Strategy(ABC):
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None
 
-    def __init__(self) -> None:
-        self.accelerator: Accelerator | None = None
-        self.cluster_environment: ClusterEnvironment | None = None
-        self.parallel_devices: list[torch.device] = [torch.device("cpu")]
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+    ) -> None:
+        # What a program gives here and not to the Trainer or Fabric.
+        self.given: dict[str, Any] = {
+            name: value
+            for name, value in {
+                "accelerator": accelerator,
+                "devices": parallel_devices,
+                "cluster": cluster_environment,
+                "checkpoint_io": checkpoint_io,
+                "precision": precision_plugin,
+            }.items()
+            if value is not None
+        }
+        self.accelerator = accelerator
+        self.cluster_environment = cluster_environment
+        self.parallel_devices: list[torch.device] = parallel_devices or [torch.device("cpu")]
         self.num_nodes = 1
+        # Set by a Runtime, with which the methods of a step compute.
+        self.engine: Runtime | None = None
+        self._checkpoint_io = checkpoint_io
+        self._precision_plugin = precision_plugin
         # The module as the last ``wrap`` returned it.
         self.model: nn.Module | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The Runtime, which holds this strategy, sets itself again.
+        return {**self.__dict__, "engine": None}
 
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
@@ -167,6 +202,11 @@ class Strategy(ABC):
     @lr_scheduler_configs.setter
     def lr_scheduler_configs(self, configs: list[Any]) -> None:
         self._with_trainer("lr_scheduler_configs").lr_scheduler_configs[:] = configs
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module of the Trainer's run; None with Fabric."""
+        return None if self._trainer is None else self._trainer.lightning_module
 
     def _with_trainer(self, name: str) -> Trains:
         if self._trainer is None:
@@ -269,6 +309,160 @@ class Strategy(ABC):
 
     def take_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most change none
         """Prepare an optimizer of the run, in place; called before its first step, possibly several times."""
+
+    # -- what a program may override; where it does, the loops call it
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads checkpoints."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = TorchCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The number format of the run."""
+        if self._precision_plugin is None:
+            self._precision_plugin = Precision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision: Precision) -> None:
+        self._precision_plugin = precision
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a Trainer calls ``setup`` before it reads a checkpoint to resume from."""
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether a Trainer restores optimizers and schedulers when it resumes."""
+        return True
+
+    def setup_environment(self) -> None:
+        """Make this process's device the current one, and join the other processes; called in each process, first."""
+        if self.accelerator is not None:
+            self.accelerator.setup_device(self.root_device)
+
+    def setup(self, trainer: object) -> None:  # noqa: B027 - most need nothing
+        """Called by a Trainer when the module is on the device, before the first hook of a fit."""
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: object = None, *args: object, **kwargs: object) -> object:
+        """Compute the gradients of a loss.
+
+        Args:
+            closure_loss: the loss.
+            optimizer: a Trainer gives the optimizer, None with manual optimization; Fabric gives the module.
+            args: for ``Tensor.backward``.
+            kwargs: for ``Tensor.backward``.
+
+        """
+        if self.engine is not None:
+            self.engine.backward_by_precision(closure_loss, optimizer, *args, **kwargs)
+            return closure_loss
+        precision: Any = self.precision_plugin
+        precision.pre_backward(closure_loss, optimizer)
+        precision.backward(closure_loss, optimizer, *args, **kwargs)
+        precision.post_backward(closure_loss, optimizer)
+        return closure_loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+        model: nn.Module | None = None,
+        **kwargs: object,
+    ) -> object:
+        """Step an optimizer.
+
+        Args:
+            optimizer: the optimizer.
+            closure: what computes loss and gradients and clips them, if that is still to be done.
+            model: the module; a Trainer's module by default.
+            kwargs: for ``optimizer.step``.
+
+        """
+        if self.engine is not None:
+            return self.engine.step_by_precision(optimizer, closure, model, **kwargs)
+        if closure is not None:
+            kwargs["closure"] = closure
+        return self.precision_plugin.optimizer_step(optimizer, **kwargs)  # type: ignore[arg-type]
+
+    def batch_to_device(self, batch: T, device: torch.device | None = None, dataloader_idx: int = 0) -> T:
+        """Return a batch with its tensors on ``device``, by default that of this process."""
+        moved: T = move_to(batch, self.root_device if device is None else device)
+        return moved
+
+    def training_step(self, *args: object, **kwargs: object) -> Any:
+        """Call ``training_step`` of the Trainer's module."""
+        return self.lightning_module.training_step(*args, **kwargs)
+
+    def validation_step(self, *args: object, **kwargs: object) -> Any:
+        """Call ``validation_step`` of the Trainer's module."""
+        return self.lightning_module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: object, **kwargs: object) -> Any:
+        """Call ``test_step`` of the Trainer's module."""
+        return self.lightning_module.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: object, **kwargs: object) -> Any:
+        """Call ``predict_step`` of the Trainer's module."""
+        return self.lightning_module.predict_step(*args, **kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: object = None) -> None:
+        """Write a checkpoint; all processes call it.
+
+        Args:
+            checkpoint: its contents.
+            filepath: the file, or the folder where ``saves_folders``.
+            storage_options: for ``checkpoint_io``.
+
+        """
+        if self.engine is not None:
+            self.engine.write(filepath, checkpoint, storage_options)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the contents of a checkpoint.
+
+        Args:
+            checkpoint_path: the file or folder.
+            weights_only: False also reads Python objects, which can run code: only for files you trust.
+
+        """
+        if self.engine is not None:
+            return self.engine.read(checkpoint_path, weights_only=weights_only)
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        """Delete a checkpoint, from the first process."""
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights of the Trainer's module, as a checkpoint holds them."""
+        return self.state_dict(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore the weights of the Trainer's module.
+
+        Args:
+            checkpoint: a checkpoint of a Trainer.
+            strict: raise for missing and unexpected names.
+
+        """
+        self.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict, source="the checkpoint")
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers of the Trainer's run from a checkpoint of a Trainer."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self.load_optimizer_state(optimizer, state)
 
     # -- an engine, where ``owns_step``
 

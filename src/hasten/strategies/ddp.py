@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,12 @@ from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
 from hasten.strategies.optimizer_shard import OptimizerShard, shard_of
 from hasten.strategies.parallel import TIMEOUT, ParallelStrategy
+
+if TYPE_CHECKING:
+    from hasten.checkpoint.files import CheckpointIO
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+    from hasten.precision.base import Precision
 
 
 class _Routed(nn.Module):
@@ -172,6 +178,11 @@ class DDPStrategy(ParallelStrategy):
     """Every process holds the whole model; backward averages the gradients.
 
     Args:
+        accelerator: this and the next four: see ``ParallelStrategy``.
+        parallel_devices: see there.
+        cluster_environment: see there.
+        checkpoint_io: see there.
+        precision_plugin: see there.
         ddp_comm_hook: a communication hook, for instance
             ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook``.
         ddp_comm_state: the state for the hook.
@@ -205,6 +216,11 @@ class DDPStrategy(ParallelStrategy):
 
     def __init__(
         self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
         *,
         ddp_comm_state: object = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -215,7 +231,10 @@ class DDPStrategy(ParallelStrategy):
         shard_optimizer: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method,
+        )  # fmt: skip
         known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
         if unknown := next((name for name in kwargs if name not in known), None):
             raise TypeError(

@@ -61,7 +61,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     docs/deepspeed.md. Names for the stages are "deepspeed_stage_1", "deepspeed_stage_2_offload", and so on.
 
     Args:
-        accelerator: set by the Trainer or Fabric; leave it out.
+        accelerator: in place of ``Trainer(accelerator=...)``.
         zero_optimization: True; without ZeRO use ``strategy="ddp"``.
         stage: 1, 2 or 3.
         remote_device: stage 3: where parameters are made: None for the device, "cpu" or "nvme".
@@ -93,8 +93,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         config: DeepSpeed's configuration, a dict or the path of a JSON file, in place of the other arguments that
             configure it. Without it, the variable ``PL_DEEPSPEED_CONFIG_PATH`` can name a file.
         logging_level: of DeepSpeed's messages.
-        parallel_devices: leave it out.
-        cluster_environment: leave it out.
+        parallel_devices: in place of ``Trainer(devices=...)``.
+        cluster_environment: in place of ``Trainer(plugins=...)``.
         loss_scale: "16-...": a fixed scale of the loss; 0 for one that adapts.
         initial_scale_power: the adapting scale begins at 2 to this power.
         loss_scale_window: steps after which the scale is raised.
@@ -105,11 +105,11 @@ class DeepSpeedStrategy(ParallelStrategy):
         contiguous_memory_optimization: copy them into one buffer.
         synchronize_checkpoint_boundary: wait for the device after each part that is recomputed.
         load_full_weights: for programs written for Lightning: whole files and folders are both recognized.
-        precision_plugin: leave it out.
+        precision_plugin: in place of ``Trainer(precision=...)``.
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
         timeout: how long a collective waits for the other processes.
         exclude_frozen_parameters: leave parameters without ``requires_grad`` out of checkpoints.
-        precision: leave it out.
+        precision: the same.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
@@ -192,16 +192,11 @@ class DeepSpeedStrategy(ParallelStrategy):
                 'pip install "hasten[deepspeed]"',
                 name="deepspeed",
             )
-        for argument, instead in (
-            ("accelerator", "accelerator=..."),
-            ("parallel_devices", "devices=..."),
-            ("cluster_environment", "plugins=..."),
-            ("precision_plugin", "precision=..."),
-            ("precision", "precision=..."),
-        ):
-            if given[argument] is not None:
-                raise TypeError(f"DeepSpeedStrategy({argument}=...): pass it to the Trainer or Fabric, as {instead}")
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, None,
+            precision_plugin if precision is None else precision,
+            process_group_backend=process_group_backend, timeout=timeout,
+        )  # fmt: skip
         for argument in ("load_full_weights", "exclude_frozen_parameters"):
             check.boolean("DeepSpeedStrategy", argument, given[argument])
         own = read_config(config)

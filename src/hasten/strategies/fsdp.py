@@ -75,11 +75,11 @@ class FSDPStrategy(ShardedStrategy):
     when it computes. Weights, losses and gradient norms are those of one process up to rounding.
 
     Args:
-        accelerator: set by the Trainer or Fabric; leave it out.
-        parallel_devices: the same.
-        cluster_environment: the same.
-        checkpoint_io: pass ``Trainer(plugins=...)`` instead.
-        precision_plugin: pass ``Trainer(precision=...)`` instead.
+        accelerator: in place of ``Trainer(accelerator=...)``.
+        parallel_devices: in place of ``Trainer(devices=...)``.
+        cluster_environment: in place of ``Trainer(plugins=...)``.
+        checkpoint_io: the same.
+        precision_plugin: in place of ``Trainer(precision=...)``.
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
         timeout: see ``ParallelStrategy``.
         cpu_offload: keep parameters, gradients and optimizer states in host memory, and step there: True or torch's
@@ -133,16 +133,10 @@ class FSDPStrategy(ShardedStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
-        for argument, value, instead in (
-            ("accelerator", accelerator, "accelerator=..."),
-            ("parallel_devices", parallel_devices, "devices=..."),
-            ("cluster_environment", cluster_environment, "plugins=..."),
-            ("checkpoint_io", checkpoint_io, "plugins=..."),
-            ("precision_plugin", precision_plugin, "precision=..."),
-        ):
-            if value is not None:
-                raise TypeError(f"FSDPStrategy({argument}=...): pass it to the Trainer or Fabric, as {instead}")
-        super().__init__(state_dict_type=state_dict_type, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            state_dict_type=state_dict_type, process_group_backend=process_group_backend, timeout=timeout,
+        )  # fmt: skip
         sharding = getattr(sharding_strategy, "name", sharding_strategy)
         sharding = sharding.upper() if isinstance(sharding, str) else sharding
         if sharding == "NO_SHARD":

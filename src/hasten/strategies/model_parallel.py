@@ -411,7 +411,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies of this process make a mesh of their own.
-        return {**self.__dict__, "_mesh": None, "_loss_context": ExitStack()}
+        return {**super().__getstate__(), "_mesh": None, "_loss_context": ExitStack()}
 
 
 def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[int, int]:

@@ -32,8 +32,10 @@ from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.precision.base import Precision
     from hasten.types import Group, ReduceOperation, Tensors
 
 T = TypeVar("T")
@@ -168,17 +170,33 @@ class ParallelStrategy(Strategy):
             the place of each rank. Checkpoints, ``prepare_data`` and barriers may take three times as long.
         start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
             copies of this one.
+        accelerator: in place of ``Trainer(accelerator=...)``.
+        parallel_devices: in place of ``Trainer(devices=...)``.
+        cluster_environment: in place of ``Trainer(plugins=...)``.
+        checkpoint_io: the same.
+        precision_plugin: in place of ``Trainer(precision=...)``.
 
     """
 
     def __init__(
         self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
         *,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
         start_method: str = "popen",
     ) -> None:
-        super().__init__()
+        super().__init__(
+            accelerator,
+            checkpoint_io,
+            precision_plugin,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+        )
         allowed = "a datetime.timedelta, such as timedelta(minutes=10)"
         check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
         if timeout is not None and timeout <= timedelta(0):
@@ -192,6 +210,8 @@ class ParallelStrategy(Strategy):
         self._launcher: Launcher = RunScriptAgain() if start_method == "popen" else StartCopies(start_method)
         self._global_rank = 0
         self._local_rank = 0
+        # Through which the processes find each other, while they join.
+        self._store: Any = None
         # What changes layers so that the processes compute them together.
         self.layer_sync: LayerSync | None = None
 
@@ -282,9 +302,18 @@ class ParallelStrategy(Strategy):
     ) -> T:
         if local_rank is not None:
             self._set_rank(local_rank)
-        device = self.root_device
-        assert self.accelerator is not None
-        self.accelerator.setup_device(device)
+        self._store = store
+        try:
+            self.setup_environment()
+        finally:
+            self._store = None
+        watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
+        with joint_call(), collectives.naming_who_ended():
+            return function(*args, **kwargs)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        store = self._store
         with self._notice(store):
             collectives.join(
                 Party(
@@ -295,14 +324,11 @@ class ParallelStrategy(Strategy):
                     started_by_hasten=store is not None and self.num_nodes == 1,
                 ),
                 backend=self.process_group_backend,
-                device=device,
+                device=self.root_device,
                 # What watches the run comes first, and says more.
                 timeout=watchdog.LONG_FACTOR * self._timeout + timedelta(minutes=1),
                 store=store,
             )
-        watchdog.start(rank=self.global_rank, world_size=self.world_size, timeout=self._timeout)
-        with joint_call(), collectives.naming_who_ended():
-            return function(*args, **kwargs)
 
     def _notice(self, store: Any) -> AbstractContextManager[Any]:
         """Return a context that prints which other machines this one waits for."""

@@ -23,7 +23,10 @@ from hasten.seed import RandomGenerators
 from hasten.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
-    pass
+    from hasten.checkpoint.files import CheckpointIO
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+    from hasten.precision.base import Precision
 
 # Optimizers of torch that compute with whole parameters, or with one of their dimensions.
 _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam")
@@ -73,12 +76,20 @@ class ShardedStrategy(ParallelStrategy):
 
     def __init__(
         self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
         *,
         state_dict_type: str = "full",
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=10),
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend=process_group_backend, timeout=timeout,
+        )  # fmt: skip
         check.one_of(type(self).__name__, "state_dict_type", state_dict_type, ("full", "sharded"))
         # The type in which ``fully_shard`` gathers parameters; None for their own.
         self.param_dtype: torch.dtype | None = None

@@ -11,8 +11,10 @@ from hasten.machine.collectives import operation_name
 from hasten.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.precision.base import Precision
     from hasten.types import Group, ReduceOperation, Tensors
 
 T = TypeVar("T")
@@ -40,13 +42,22 @@ class SingleDeviceStrategy(OneProcess):
 
     Args:
         device: where; the first device of the run by default.
+        accelerator: in place of ``Trainer(accelerator=...)``.
+        checkpoint_io: in place of ``Trainer(plugins=...)``.
+        precision_plugin: in place of ``Trainer(precision=...)``.
 
     """
 
     name = "single_device"
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin)
         self._device = None if device is None else torch.device(device)
         self.parallel_devices = [self._device or torch.device("cpu")]
 
@@ -60,6 +71,5 @@ class SingleDeviceStrategy(OneProcess):
         """Do nothing: there is one process."""
 
     def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
-        if self.accelerator is not None:
-            self.accelerator.setup_device(self.root_device)
+        self.setup_environment()
         return function(*args, **kwargs)

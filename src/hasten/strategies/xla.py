@@ -38,9 +38,9 @@ class SingleDeviceXLAStrategy(OneProcess):
     Args:
         device: the index of the device on this machine, or ``torch.device("xla", index)``; by default that of
             ``devices``.
-        accelerator: set by the Trainer or Fabric; leave it out.
-        checkpoint_io: pass ``Trainer(plugins=...)`` instead.
-        precision: pass ``Trainer(precision=...)`` instead.
+        accelerator: in place of ``Trainer(accelerator=...)``.
+        checkpoint_io: in place of ``Trainer(plugins=...)``.
+        precision: in place of ``Trainer(precision=...)``.
 
     Raises:
         TypeError: an argument belongs to the Trainer or Fabric.
@@ -64,8 +64,7 @@ class SingleDeviceXLAStrategy(OneProcess):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
-        _leave_to_trainer(self, accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
-        super().__init__()
+        super().__init__(accelerator, checkpoint_io, precision)
         given = torch.device("xla", device) if isinstance(device, int) else device
         self._device = None if given is None else torch.device(given)
         self.steps = XLASteps()
@@ -98,10 +97,10 @@ class XLAStrategy(ParallelStrategy):
     On a pod, start the script once on each host and pass ``num_nodes``; addresses come from the TPU's metadata.
 
     Args:
-        accelerator: set by the Trainer or Fabric; leave it out.
-        parallel_devices: the same.
-        checkpoint_io: pass ``Trainer(plugins=...)`` instead.
-        precision: pass ``Trainer(precision=...)`` instead.
+        accelerator: in place of ``Trainer(accelerator=...)``.
+        parallel_devices: in place of ``Trainer(devices=...)``.
+        checkpoint_io: in place of ``Trainer(plugins=...)``.
+        precision: in place of ``Trainer(precision=...)``.
         sync_module_states: give all processes the first one's weights and buffers before training.
         start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
             copies of this one; no XLA device may be in use before.
@@ -135,15 +134,11 @@ class XLAStrategy(ParallelStrategy):
         start_method: str = "popen",
         timeout: timedelta | None = timedelta(minutes=10),
     ) -> None:
-        _leave_to_trainer(
-            self,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
         check.boolean("XLAStrategy", "sync_module_states", sync_module_states)
-        super().__init__(process_group_backend="gloo", timeout=timeout, start_method=start_method)
+        super().__init__(
+            accelerator, parallel_devices, None, checkpoint_io, precision,
+            process_group_backend="gloo", timeout=timeout, start_method=start_method,
+        )  # fmt: skip
         self.sync_module_states = sync_module_states
         self.steps = XLASteps()
         self._exchanges: dict[int, _Exchange] = {}
@@ -191,7 +186,7 @@ class XLAStrategy(ParallelStrategy):
         self._joined = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_exchanges": {}, "_joined": False}
+        return {**super().__getstate__(), "_exchanges": {}, "_joined": False}
 
     # -- training
 
@@ -302,10 +297,10 @@ class XLAFSDPStrategy(OneProcess):
     together. Parameters keep their names and shapes, and checkpoints are whole files.
 
     Args:
-        accelerator: set by the Trainer or Fabric; leave it out.
-        parallel_devices: the same.
-        checkpoint_io: pass ``Trainer(plugins=...)`` instead.
-        precision: pass ``Trainer(precision=...)`` instead.
+        accelerator: in place of ``Trainer(accelerator=...)``.
+        parallel_devices: in place of ``Trainer(devices=...)``.
+        checkpoint_io: in place of ``Trainer(plugins=...)``.
+        precision: in place of ``Trainer(precision=...)``.
         auto_wrap_policy: leave it out: XLA decides itself when it gathers a parameter.
         activation_checkpointing_policy: classes of modules to recompute in backward.
         state_dict_type: "full": checkpoints are one file.
@@ -340,13 +335,6 @@ class XLAFSDPStrategy(OneProcess):
         sequential_save: bool = False,
         **kwargs: Any,
     ) -> None:
-        _leave_to_trainer(
-            self,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
         known = ["auto_wrap_policy", "activation_checkpointing_policy", "state_dict_type", "sequential_save"]
         for name in kwargs:
             raise TypeError(
@@ -364,7 +352,7 @@ class XLAFSDPStrategy(OneProcess):
             )
         if sequential_save:
             raise TypeError("XLAFSDPStrategy(sequential_save=True): one process saves. Leave it out.")
-        super().__init__()
+        super().__init__(accelerator, checkpoint_io, precision, parallel_devices=parallel_devices)
         self._recomputed = _classes(activation_checkpointing_policy)
         self.mesh: Any = None
         self._optimizers: list[Optimizer] = []
@@ -461,7 +449,7 @@ class XLAFSDPStrategy(OneProcess):
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "mesh": None}
+        return {**super().__getstate__(), "mesh": None}
 
 
 class _ShardedSteps(XLASteps):
@@ -541,13 +529,3 @@ def _classes(policy: object) -> tuple[type[nn.Module], ...]:
             "{torch.nn.TransformerEncoderLayer}."
         )
     return tuple(given)
-
-
-def _leave_to_trainer(strategy: object, **given: object) -> None:
-    places = {"accelerator": "accelerator", "parallel_devices": "devices", "precision": "precision"}
-    for name, value in given.items():
-        if value is not None:
-            raise TypeError(
-                f"{type(strategy).__name__}({name}=...): pass it to the Trainer or Fabric, as "
-                f"{places.get(name, 'plugins')}=..."
-            )

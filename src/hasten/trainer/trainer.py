@@ -741,8 +741,12 @@ class Trainer(TrainerView):
         run.hooks.on_before_backward(loss)
         run.runtime.strategy.prepare_backward(loss, run.wrapped)
         if overrides(run.module, LightningModule, "backward"):
-            scaled = loss if run.runtime.scaler is None else run.runtime.scaler.scale(loss)
-            run.module.backward(scaled, *args, **kwargs)
+            module, scaler = run.module, run.runtime.scaler
+
+            def backward(loss: torch.Tensor, *rest: Any, **options: Any) -> None:
+                module.backward(loss if scaler is None else scaler.scale(loss), *rest, **options)
+
+            run.runtime.with_backward(backward)(loss, *args, **kwargs)
         else:
             run.runtime.backward(loss, *args, **kwargs)
         run.hooks.on_after_backward()
@@ -754,7 +758,9 @@ class Trainer(TrainerView):
         if not clip_val:
             return
         parameters = to_clip(optimizer, "clip_gradients()")
-        if algorithm == "value":
+        if self._runtime.clips_by_program:
+            self._runtime.precision.clip_gradients(optimizer, float(clip_val), algorithm)
+        elif algorithm == "value":
             self._runtime.clip_value(parameters, float(clip_val))
         elif algorithm == "norm":
             self._runtime.clip_norm(parameters, float(clip_val))

@@ -1,0 +1,133 @@
+"""Strategies and precisions that a program subclasses: what it overrides is called, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import Classifier, loader, quiet, same_weights
+
+import hasten as L
+from hasten.machine.cluster import LightningEnvironment
+from hasten.machine.devices import CPUAccelerator
+from hasten.plugins import MixedPrecision, Precision, TorchCheckpointIO
+from hasten.strategies import DDPStrategy, SingleDeviceStrategy
+from hasten.utilities.exceptions import MisconfigurationException
+
+
+class Notes(SingleDeviceStrategy):  # type: ignore[misc]
+    """Notes which of its methods are called, and does what it would do without."""
+
+    restores_after_setup = False
+    restores_optimizers = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[str] = []
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.restores_after_setup
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return self.restores_optimizers
+
+
+def _noting(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(name)
+        return getattr(super(Notes, self), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "setup_environment", "setup", "training_step", "validation_step", "backward", "optimizer_step", "batch_to_device",
+    "save_checkpoint", "load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict", "reduce", "teardown",
+):  # fmt: skip
+    setattr(Notes, _name, _noting(_name))
+
+
+class NotesPrecision(Precision):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def pre_backward(self, tensor: Any, module: Any) -> None:
+        assert isinstance(module, Classifier)
+        self.calls.append("pre_backward")
+
+    def backward(self, tensor: Any, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        self.calls.append("backward")
+        super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        self.calls.append("optimizer_step")
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, clip_val: Any = 0, gradient_clip_algorithm: Any = "norm") -> None:
+        self.calls.append("clip_gradients")
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+
+def trained(**options: Any) -> Classifier:
+    L.seed_everything(1, verbose=False)
+    model = Classifier()
+    options = {"max_epochs": 1, "gradient_clip_val": 0.5, "num_sanity_val_steps": 0, **options}
+    quiet(**options).fit(model, loader(8), loader(4))
+    return model
+
+
+def test_overridden_methods_are_called_and_change_nothing(tmp_path: Path) -> None:
+    expected = trained()
+    strategy, precision = Notes(), NotesPrecision()
+    assert same_weights(trained(strategy=strategy), expected)
+    step = ["batch_to_device", "training_step", "backward", "optimizer_step"]
+    assert strategy.calls == [
+        "setup_environment", "setup", *step, *step, "batch_to_device", "validation_step", "teardown",
+    ]  # fmt: skip
+    assert same_weights(trained(plugins=precision), expected)
+    # The first closure of a step computes, the optimizer is given one that returns the loss.
+    assert precision.calls == ["pre_backward", "backward", "clip_gradients", "optimizer_step"] * 2
+    both = Notes(precision_plugin=(precision := NotesPrecision()))
+    assert same_weights(trained(strategy=both, accumulate_grad_batches=2), trained(accumulate_grad_batches=2))
+    assert both.calls.count("optimizer_step") == precision.calls.count("optimizer_step") == 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_what_is_restored_and_when(tmp_path: Path, after: bool) -> None:
+    strategy, model = Notes(), Classifier()
+    trainer = quiet(strategy=strategy, max_epochs=1)
+    trainer.fit(model, loader(8))
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    assert strategy.calls[-1] == "save_checkpoint"
+    strategy = Notes()
+    strategy.restores_after_setup, strategy.restores_optimizers = after, not after
+    again = Classifier()
+    quiet(strategy=strategy, max_epochs=1).fit(again, loader(8), ckpt_path=tmp_path / "file.ckpt")
+    assert same_weights(again, model)
+    loads = ["load_checkpoint", "load_model_state_dict"]
+    begin = ["setup", *loads] if after else [*loads, "setup", "load_optimizer_state_dict"]
+    assert strategy.calls == ["setup_environment", *begin, "teardown"]
+
+
+def test_parts_that_are_given_to_a_strategy() -> None:
+    io, precision = TorchCheckpointIO(), MixedPrecision("bf16-mixed", "cpu")
+    strategy = SingleDeviceStrategy("cpu", CPUAccelerator(), io, precision)
+    for make in (quiet, L.Fabric):
+        made = make(strategy=strategy, accelerator="auto")
+        assert made.strategy is strategy
+        assert made.runtime.precision is strategy.precision_plugin is precision
+        assert made.runtime.checkpoint_io is strategy.checkpoint_io is io
+    for options in ({"precision": "64-true"}, {"plugins": TorchCheckpointIO()}, {"accelerator": "cpu"}):
+        with pytest.raises(MisconfigurationException, match="Leave one out"):
+            quiet(**{"strategy": strategy, "accelerator": "auto", **options})
+    cluster = LightningEnvironment()
+    strategy = DDPStrategy(parallel_devices=[torch.device("cpu")] * 3, cluster_environment=cluster)
+    trainer = quiet(strategy=strategy, accelerator="auto")
+    assert (trainer.num_devices, trainer.runtime.cluster) == (3, cluster)
+    with pytest.raises(MisconfigurationException, match="both choose the device"):
+        quiet(strategy=DDPStrategy(parallel_devices=[torch.device("cuda", 0)]), accelerator="cpu")
