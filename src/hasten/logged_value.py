@@ -6,7 +6,7 @@ import ctypes
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -180,10 +180,11 @@ class LoggedValue:
             return self.total, self.weight, self.reduce
         with _without_update_warning(self.metric):
             value = self.metric.compute()
-        if (isinstance(value, Tensor) and value.numel() != 1) or isinstance(value, Mapping):
+        if value.numel() != 1 if isinstance(value, Tensor) else isinstance(value, Mapping | Sequence):
             raise MisconfigurationException(
-                f"self.log({self.name!r}, metric): {type(self.metric).__name__} computes {describe(value)}, and only a "
-                "value of one element can be logged. Call compute() at the end of the epoch and log its parts."
+                f"self.log({self.name!r}, metric): the `{type(self.metric).__name__}.compute()` return of "
+                f"{self.name!r} must be a tensor of one element, and it computes {describe(value)}. Only a value of "
+                "one element can be logged: call compute() at the end of the epoch and log its parts."
             )
         return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
 

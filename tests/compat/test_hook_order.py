@@ -177,3 +177,56 @@ def test_a_step_without_a_loss_warns_and_goes_on(tmp_path: Path) -> None:
     # In the file hasten's own entries are where they always are, and a resumed run goes on with them.
     assert "hasten" in torch.load(tmp_path / "a.ckpt")
     assert (trainer.current_epoch, trainer.global_step) == (2, 4)
+
+
+def test_evaluation_as_in_lightning(tmp_path: Path) -> None:
+    epochs: list[int] = []
+
+    class Sampler(torch.utils.data.SequentialSampler):
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append(epoch)
+
+    data = loader(8).dataset
+    sampled = torch.utils.data.DataLoader(data, batch_size=4, sampler=Sampler(data))  # type: ignore[arg-type]
+
+    class Extra(Classifier):
+        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            epochs.append(10 + dataloader_idx)
+
+        def validation_step(self, batch: Any, *_: Any) -> None:
+            pass
+
+    trainer = quiet(num_sanity_val_steps=1)
+    trainer.fit(Classifier(), loader(8), sampled)
+    trainer.validate(Classifier(), sampled)
+    assert epochs == [0, 0, 1]
+    assert trainer.num_sanity_val_batches == []
+    with pytest.raises(RuntimeError, match=r"included `dataloader_idx` in `Extra\.on_validation_batch_start"):
+        trainer.validate(Extra(), loader(4))
+    epochs.clear()
+    trainer.validate(Extra(), [loader(4), loader(4)])
+    assert epochs == [10, 11]
+
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt")
+    torch.save({**checkpoint, "state_dict": {}}, tmp_path / "empty.ckpt")
+    with pytest.warns(UserWarning, match="contains no parameters"):
+        Classifier.load_from_checkpoint(tmp_path / "empty.ckpt", strict=False)
+    Extra.strict_loading = False
+    with pytest.raises(ValueError, match=r"in conflict with Extra\.strict_loading=False"):
+        Extra.load_from_checkpoint(tmp_path / "a.ckpt", strict=True)
+    torch.save({**checkpoint, "hyper_parameters": {"_instantiator": "os.system"}}, tmp_path / "bad.ckpt")
+    with pytest.raises(ValueError, match="not in the allowlist of trusted instantiators"):
+        Classifier.load_from_checkpoint(tmp_path / "bad.ckpt")
+
+
+def test_a_batch_that_is_none_is_skipped() -> None:
+    outputs: list[Any] = []
+
+    class Notes(Classifier):
+        def on_train_batch_end(self, outputs_: Any, batch: Any, batch_idx: int) -> None:
+            outputs.append((batch is None, outputs_ is None))
+
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        quiet().fit(Notes(), [None, next(iter(loader(4)))])
+    assert outputs == [(True, True), (False, False)]

@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten as L
+from hasten.trainer.loop_counts import BatchCounts, OptimizationCounts, ReadyCompleted, SchedulerCounts
+from hasten.trainer.loop_views import Loop
 from tests.fakes import watching
 from tests.models import Classifier, Several, loader, quiet, same_weights
 
@@ -33,8 +35,8 @@ def test_counters_of_the_fit_loop() -> None:
     assert not trainer.fit_loop.done
     trainer.fit(Classifier(), loader(12))
     assert seen == [
-        ((0, 0, 0, 0), (1, 1), (1, 0)), ((1, 1, 1, 1), (2, 2), (1, 0)), ((2, 2, 2, 2), (3, 3), (1, 0)),
-        ((0, 3, 2, 2), (1, 4), (2, 1)), ((1, 4, 3, 3), (2, 5), (2, 1)), ((2, 5, 4, 4), (3, 6), (2, 1)),
+        ((0, 0, 0, 0), (0, 1), (1, 0)), ((1, 1, 1, 0), (1, 2), (1, 0)), ((2, 2, 2, 1), (2, 3), (1, 0)),
+        ((0, 3, 2, 2), (0, 4), (2, 1)), ((1, 4, 3, 2), (1, 5), (2, 1)), ((2, 5, 4, 3), (2, 6), (2, 1)),
     ]  # fmt: skip
     loop = trainer.fit_loop
     assert loop.done
@@ -144,3 +146,66 @@ def test_empty_loader_that_is_allowed() -> None:
     trainer.fit(model, loader(8), empty)
     assert trainer.global_step == 2
     quiet().fit(model, empty)
+
+
+def test_counters_are_saved_restored_and_assigned() -> None:
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(Classifier(), loader(12), loader(8))
+    loop = trainer.fit_loop
+    assert loop is trainer.fit_loop
+    state = loop.state_dict()
+    assert state["epoch_loop.batch_progress"] == {
+        "total": dict.fromkeys(("ready", "started", "processed", "completed"), 6),
+        "current": dict.fromkeys(("ready", "started", "processed", "completed"), 3),
+        "is_last_batch": True,
+    }
+    assert state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"] == {
+        "total": {"ready": 6, "completed": 6},
+        "current": {"ready": 3, "completed": 3},
+    }
+    assert state["epoch_loop.val_loop.batch_progress"]["current"]["completed"] == 2
+    assert state["epoch_loop.state_dict"] == {"_batches_that_stepped": 6}
+
+    other = quiet(max_epochs=3)
+    other.fit_loop.load_state_dict(state)
+    assert other.fit_loop.restarting
+    assert (other.current_epoch, other.global_step) == (2, 6)
+    other.fit(Classifier(), loader(12))
+    assert (other.current_epoch, other.global_step) == (3, 9)
+
+    other.fit_loop.epoch_progress.current.completed = 1
+    other.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed += 1
+    assert (other.current_epoch, other.global_step) == (1, 10)
+    with pytest.raises(AttributeError, match=r"fit_loop cannot be replaced.*callback"):
+        other.fit_loop = loop  # type: ignore[assignment]
+    with pytest.raises(AttributeError, match=r"FitLoop.run cannot be assigned.*callback"):
+        other.fit_loop.run = print  # type: ignore[attr-defined]
+
+
+def test_a_loop_of_a_program_saves_its_parts() -> None:
+    class Own(Loop):
+        def __init__(self, trainer: Any, inner: Loop | None = None) -> None:
+            super().__init__(trainer)
+            self.done, self.inner = BatchCounts(), inner
+
+        def on_save_checkpoint(self) -> dict[str, Any]:
+            return {"extra": 1}
+
+    own = Own(quiet(), Own(quiet()))
+    own.inner.done.increment_ready()  # type: ignore[union-attr]
+    state = own.state_dict()
+    assert list(state) == ["state_dict", "done", "inner.state_dict", "inner.done"]
+    assert state["inner.done"]["current"]["ready"] == 1
+    new = Own(quiet(), Own(quiet()))
+    new.load_state_dict(state)
+    assert new.restarting
+    assert new.inner is not None
+    assert new.inner.restarting
+    assert new.state_dict() == state
+    new.inner.done.reset_on_restart()
+    assert new.inner.done.current.ready == 0
+    assert OptimizationCounts().optimizer_steps == 0
+    with pytest.raises(TypeError, match="does not have a 'started' counter"):
+        SchedulerCounts().increment_started()
+    with pytest.raises(ValueError, match="the same kind"):
+        BatchCounts(total=ReadyCompleted())

@@ -35,6 +35,7 @@ def sanity_check(run: Run) -> None:
         if not run.validation.is_off():
             check_takes_loader(run.module, "validation", len(run.validation.load()))
             run.watch("run_evaluation", evaluate)(run, run.validation)
+    run.evaluated.clear()
     run.hooks.on_sanity_check_end()
     run.logged.forget_callback_values()
 
@@ -64,9 +65,12 @@ def evaluate(
     count = len(source.load())
     hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
     loggers = logged.loggers
+    if run.as_lightning:
+        source.tell_samplers(progress.current_epoch)
     if sanity:
         logged.loggers = ()
     logged.start_epoch(stage)
+    run.evaluating, run.evaluated_from = stage, progress.evaluated
     try:
         with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
@@ -95,6 +99,7 @@ def evaluate(
             if not testing:
                 hooks.on_validation_end_last()
     finally:
+        run.evaluating, run.evaluated[stage] = "", progress.evaluated - run.evaluated_from
         # Also on the way out of an interrupted evaluation, which starts again when the run is resumed.
         logged.start_epoch(stage)
         logged.loggers = loggers
@@ -227,10 +232,13 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     hooks, module, several = run.hooks, run.module, len(run.predict.load()) > 1
     check_takes_loader(module, "predict", len(run.predict.load()))
     run.runtime.strategy.reshard()
+    if run.as_lightning:
+        run.predict.tell_samplers(run.progress.current_epoch)
     restore = remember_modes(module)
     module.on_predict_model_eval()
     outputs: list[list[Any]] = []
     run.epoch_batch_indices = []
+    run.evaluating, run.evaluated_from = "predict", run.progress.evaluated
     try:
         with without_gradients(run):
             hooks.on_predict_start()
@@ -245,6 +253,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             hooks.on_predict_epoch_end()
             hooks.on_predict_end()
     finally:
+        run.evaluating, run.evaluated["predict"] = "", run.progress.evaluated - run.evaluated_from
         run.runtime.strategy.reshard()
         restore()
     run.leave_if_stopped()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten._lib.tree import parameters_of
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
@@ -217,12 +217,13 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         batch_idx = progress.batch
         run.is_last_batch = is_last
         has_batch = batch is not NO_BATCH
+        is_none = batch is None and run.as_lightning
         if not has_batch:
             batch = None
         elif plan.transfer is not None:
             batch = plan.transfer(batch)
         logged.batch, logged.batch_size = batch, 0
-        start = hooks.on_train_batch_start if has_batch else hooks.on_train_batch_start_without
+        start = hooks.on_train_batch_start if has_batch and not is_none else hooks.on_train_batch_start_without
         if start(batch, batch_idx) == -1:
             if several_processes:
                 skip_epoch(run)
@@ -236,7 +237,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
             plan = _make_plan(run)  # The loader gives more batches than its length: plan their accumulations.
         window.is_end = is_end = is_last or progress.accumulation_index + 1 >= plan.accumulation_size
         window.size = plan.accumulation_size if batch_idx < plan.tail_start else plan.tail_size
-        outputs = plan.train_step(batch, batch_idx)
+        outputs = plan.train_step(batch, batch_idx) if not is_none else _skip_none()
 
         # The counters move before on_train_batch_end: a checkpoint taken there is complete.
         progress.batch = batch_idx + 1
@@ -280,6 +281,11 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
     if not progress.last_batch:
         _loader_ended_early(run)
+
+
+def _skip_none() -> Any:
+    warn_once("no batch", "The train_dataloader yielded None: such a batch is skipped.")
+    return None
 
 
 def after_batch(run: Run) -> None:

@@ -210,6 +210,7 @@ def _load_data(run: Run) -> None:
 
 def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:
     state.restore(checkpoint, Phase.TRAINING, path)
+    run.resumed_at = run.progress.total_batches
     run.skip_sanity = True
     if ranks := (checkpoint.get("hasten") or {}).get("ranks"):
         # Without the rest of the checkpoint, which would stay in memory until then.

@@ -171,7 +171,8 @@ class Run:
     stop_agreed: bool = False
     # Which run of several processes this is, the same on all of them.
     number: int = 0
-    resumed: bool = False
+    # Batches of the run that were done when it was resumed; -1 where it was not.
+    resumed_at: int = -1
     skip_sanity: bool = False
     # Loads the training data, where that is left to the loop.
     load_data: Callable[[], None] = nothing
@@ -197,6 +198,10 @@ class Run:
     batch_indices: list[int] = field(default_factory=list)
     epoch_batch_indices: list[list[list[int]]] = field(default_factory=list)
     skipped_batches: int = 0
+    # The stage that is evaluated now, what ``progress.evaluated`` was when that began, and batches of earlier ones.
+    evaluating: str = ""
+    evaluated_from: int = 0
+    evaluated: dict[str, int] = field(default_factory=dict)
     # The latest loss, as training_step gave it: read when values are fetched anyway.
     last_loss: Any = None
     # Checks loss and gradients before each step, as on_bad_loss says; and its state in the checkpoint.

@@ -20,6 +20,7 @@ from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
+from hasten.data.loader_parts import samplers_of
 from hasten.data.loaders import SideStream, prepare
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.stream import CombinedStream, Stream
@@ -148,6 +149,21 @@ class StageData:
     def limit(self) -> float:
         """Batches of the epoch on all processes; infinite when unknown."""
         return self.agreed_limit if self.joins else min(self.limits[0], self.agreed_limit)
+
+    def all_limits(self) -> list[float]:
+        """Return the batches of every loader by itself, also of those that are joined."""
+        found: list[float] = []
+        for stream in self.load():
+            leaves = stream.streams if isinstance(stream, CombinedStream) and self.stage != "train" else [stream]
+            found += [min(self._limited(leaf), self.most_batches) for leaf in leaves]
+        return found
+
+    def tell_samplers(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the samplers that a program brought for an evaluation, as Lightning does."""
+        for loader in self.streams():
+            for sampler in {id(one): one for one in samplers_of(loader)}.values():
+                if callable(getattr(sampler, "set_epoch", None)) and not type(sampler).__module__.startswith("hasten."):
+                    sampler.set_epoch(epoch)
 
     def streams(self) -> list[Any]:
         """Return every loader by itself, also those that are joined."""

@@ -339,9 +339,16 @@ def construct(
     if weights_only is False:
         for name, value in checkpoint.get(f"{key}_pickled", {}).items():
             stored.setdefault(name, pickle.loads(value))
-    if stored.pop(INSTANTIATOR, None) == _CONFIG_READER:
+    maker = stored.pop(INSTANTIATOR, None)
+    if maker not in (None, _CONFIG_READER):
+        raise ValueError(
+            f"{path}: the hyper-parameter {INSTANTIATOR!r} is {maker!r}, which is not in the allowlist of trusted "
+            f"instantiators ([{_CONFIG_READER!r}]). The file is damaged, or was made to run code."
+        )
+    if maker is not None:
         # Imported by name: the command line is a higher layer, and few programs need it.
-        made = importlib.import_module("hasten.cli").instantiate_module(cls, {**stored, **given})
+        home = "lightning.pytorch.cli" if alias.active() else "hasten.cli"
+        made = importlib.import_module(home).instantiate_module(cls, {**stored, **given})
     else:
         wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
         made = cls(**_arguments(cls, stored, given, wrapped_as, path))
@@ -358,10 +365,26 @@ def construct(
         if first is not None:
             thing.to(first.device)
         exact = thing.strict_loading if strict is None else strict
+        if alias.active() and strict is not None and _strictness(thing) not in (None, strict):
+            raise ValueError(
+                f"{cls.__name__}.load_from_checkpoint(strict={strict}) is in conflict with "
+                f"{cls.__name__}.strict_loading={thing.strict_loading}. Use the same value, or leave one out."
+            )
+        if not weights:
+            rank_zero_warn(f"The state dict in {path!r} contains no parameters: {cls.__name__} keeps its own.")
         load_weights(thing, weights, strict=exact, source=path)
     elif (state := checkpoint.get(cls.__qualname__)) is not None:
         thing.load_state_dict(state)
     return cast("T", made)
+
+
+def _strictness(module: Any) -> bool | None:
+    """Return the ``strict_loading`` that a module sets itself; None where it has the default."""
+    owners = (vars(module), *map(vars, type(module).__mro__))
+    owner = next(owner for owner in owners if "strict_loading" in owner)
+    default = owner.get("__module__") == "hasten.module.module"
+    value: bool | None = None if default else owner["strict_loading"]
+    return value
 
 
 def _arguments(

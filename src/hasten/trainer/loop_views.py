@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from hasten.data.combined import CombinedLoader
+from hasten.data.loader_parts import has_state
+from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.runtime import ReadOnly
+from hasten.trainer.loop_counts import (
+    BatchCounts,
+    Counters,
+    LoopCounts,
+    OptimizationCounts,
+    OptimizerCounts,
+    Processed,
+    ReadyCompleted,
+    SchedulerCounts,
+    Started,
+)
 from hasten.trainer.settings import Setting
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
     from hasten.loops.run_data import StageData
+    from hasten.optim import LRSchedulerConfig
     from hasten.trainer.properties import TrainerView
+
+L = TypeVar("L")
 
 _MAX_EPOCHS = "Epochs to train; -1 for no limit."
 _MIN_EPOCHS = "Epochs to train before a callback may stop the run."
@@ -19,52 +38,224 @@ _MAX_STEPS = "Optimizer steps to train; -1 for no limit."
 _MIN_STEPS = "Optimizer steps to train before a callback may stop the run."
 
 
-@dataclass(frozen=True)
-class Count:
-    """How many have begun, and how many are complete."""
+class LoopOf(Generic[L]):
+    """A loop as an attribute of a Trainer: the same object at each look.
 
-    ready: int = 0
-    started: int = 0
-    processed: int = 0
-    completed: int = 0
+    Args:
+        make: makes the loop of a Trainer.
+        doc: what the loop does.
+
+    """
+
+    def __init__(self, make: Callable[[TrainerView], L], doc: str) -> None:
+        self._make = make
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> LoopOf[L]: ...
+
+    @overload
+    def __get__(self, instance: TrainerView, owner: type) -> L: ...
+
+    def __get__(self, instance: TrainerView | None, owner: type) -> LoopOf[L] | L:
+        if instance is None:
+            return self
+        if self._name not in instance._loops:
+            instance._loops[self._name] = self._make(instance)
+        loop: L = instance._loops[self._name]
+        return loop
+
+    def __set__(self, instance: TrainerView, value: object) -> None:
+        raise AttributeError(
+            f"Trainer.{self._name} cannot be replaced: the loop is a function of hasten, and this is a view of it. To "
+            "change what happens in a run, override hooks of the module, write a callback, or use Fabric for a loop "
+            "of your own."
+        )
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The counts of the whole run, and those of the current epoch (or call)."""
+class Loop:
+    """A loop of a Trainer, with counters and loops inside it that are saved and restored together.
 
-    total: Count
-    current: Count
+    Subclasses may keep counters (of ``hasten.trainer.loop_counts``) and other loops in attributes.
 
+    Args:
+        trainer: the Trainer.
 
-class LoopView:
-    """A view of one loop of a Trainer."""
+    """
+
+    _restarting: bool | None = None
 
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
+
+    @property
+    def trainer(self) -> TrainerView:
+        """The Trainer that the loop belongs to."""
+        return self._trainer
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the loop continues from a checkpoint, and its first batch is still to come."""
+        return bool(self._restarting)
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        self._restarting = restarting
+        for part in self._parts().values():
+            if isinstance(part, Loop):
+                part.restarting = restarting
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the loop continues from a checkpoint."""
+        return self.restarting
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return what the loop adds to a checkpoint itself; nothing by default."""
+        return {}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Take what ``on_save_checkpoint`` returned."""
+
+    def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
+        """Return the state of the loop and of those inside it, under the names of their attributes.
+
+        Args:
+            destination: a dict to add it to; a new one by default.
+            prefix: of each name.
+
+        """
+        state = {} if destination is None else destination
+        state[f"{prefix}state_dict"] = self.on_save_checkpoint()
+        for name, part in self._parts().items():
+            if isinstance(part, Loop):
+                part.state_dict(state, f"{prefix}{name}.")
+            else:
+                state[prefix + name] = part.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Restore what ``state_dict`` returned; what is missing stays as it is.
+
+        Args:
+            state_dict: that.
+            prefix: of each name.
+
+        """
+        for name, part in self._parts().items():
+            if isinstance(part, Loop):
+                part.load_state_dict(state_dict, f"{prefix}{name}.")
+            elif prefix + name in state_dict:
+                part.load_state_dict(state_dict[prefix + name])
+        if f"{prefix}state_dict" in state_dict:
+            self.on_load_checkpoint(state_dict[f"{prefix}state_dict"])
+        self._restarting = True
+
+    def _parts(self) -> dict[str, Any]:
+        """Return the counters and loops inside this one, by name."""
+        return {name: part for name, part in vars(self).items() if isinstance(part, (Loop, Counters))}
+
+
+class LoopView(Loop):
+    """A view of one loop of a Trainer: what it shows is read from the run, and its counters can be assigned."""
+
+    # The attributes with counters and loops.
+    _names: tuple[str, ...] = ()
 
     _arguments = ReadOnly["Arguments"]("_trainer._arguments", "The arguments of the Trainer.")
 
     def _change(self, name: str, value: Any) -> None:
         self._trainer._change(name, value)
 
+    def _parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def _hook(self) -> str:
+        """The hook or step that runs now; empty outside of them."""
+        return self._trainer._logged.context.row.name
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or isinstance(getattr(type(self), name, None), property | Setting):
+            object.__setattr__(self, name, value)
+            return
+        known = "has" if hasattr(self, name) else "has no"
+        raise AttributeError(
+            f"{type(self).__name__}.{name} cannot be assigned: the loop is a view of the run, and {known} this "
+            "attribute. To change what happens in a run, override hooks of the module or write a callback."
+        )
+
+
+class AutomaticOptimization(LoopView):
+    """``trainer.fit_loop.epoch_loop.automatic_optimization``."""
+
+    _names = ("optim_progress",)
+
+    @property
+    def optim_progress(self) -> OptimizationCounts:
+        """The optimizer's steps, in the run and in this epoch."""
+        trainer = self._trainer
+        automatic = trainer._module is None or trainer._module.automatic_optimization
+        total, current = (trainer.progress.global_step, _steps_of_epoch(trainer)) if automatic else (0, 0)
+        step = LoopCounts(
+            _written(ReadyCompleted(total, total), _set_step(trainer)),
+            _written(ReadyCompleted(current, current), _ignored),
+        )
+        zero_grad = LoopCounts(Started(total, total, total), Started(current, current, current))
+        return OptimizationCounts(OptimizerCounts(step, zero_grad))
+
+
+class ManualOptimization(LoopView):
+    """``trainer.fit_loop.epoch_loop.manual_optimization``."""
+
+    _names = ("optim_step_progress",)
+
+    @property
+    def optim_step_progress(self) -> LoopCounts:
+        """The steps of all optimizers, in the run and in this epoch."""
+        trainer = self._trainer
+        manual = trainer._module is not None and not trainer._module.automatic_optimization
+        total, current = (trainer.progress.global_step, _steps_of_epoch(trainer)) if manual else (0, 0)
+        return LoopCounts(
+            _written(ReadyCompleted(total, total), _set_step(trainer)),
+            _written(ReadyCompleted(current, current), _ignored),
+        )
+
 
 class TrainingEpochLoop(LoopView):
     """``trainer.fit_loop.epoch_loop``."""
 
+    _names = ("batch_progress", "scheduler_progress", "automatic_optimization", "manual_optimization", "val_loop")
     max_steps = Setting[int](_MAX_STEPS)
     min_steps = Setting[int | None](_MIN_STEPS)
 
     def __init__(self, trainer: TrainerView) -> None:
         super().__init__(trainer)
-        self.val_loop = EvaluationLoop(trainer, "validation")
+        self._val_loop = EvaluationLoop(trainer, "validation", in_fit=True)
+        self._automatic, self._manual = AutomaticOptimization(trainer), ManualOptimization(trainer)
 
+    val_loop = ReadOnly["EvaluationLoop"]("_val_loop", "The validation within fit.")
+    automatic_optimization = ReadOnly[AutomaticOptimization]("_automatic", "The steps that the Trainer makes.")
+    manual_optimization = ReadOnly[ManualOptimization]("_manual", "The steps that ``training_step`` makes.")
     global_step = ReadOnly[int]("_trainer.global_step", "Optimizer steps done in the run.")
     total_batch_idx = ReadOnly[int](
         "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
     )
-    # The x axis of loggers: packages pass it to ``logger.log_metrics``.
-    _batches_that_stepped = ReadOnly[int]("_trainer._progress.logged_step", "Steps at which values are logged.")
+
+    @property
+    def _batches_that_stepped(self) -> int:
+        # The x axis of loggers: packages pass it to ``logger.log_metrics``, and some assign it.
+        trainer, progress = self._trainer, self._trainer.progress
+        in_validation = trainer.validating and trainer.state.fn == TrainerFn.FITTING
+        after = progress.accumulation_index == 0 and (in_validation or self._hook == "on_train_batch_end")
+        return progress.logged_step - after
+
+    @_batches_that_stepped.setter
+    def _batches_that_stepped(self, steps: int) -> None:
+        self._trainer.progress.logged_step = steps
 
     @property
     def batch_idx(self) -> int:
@@ -72,14 +263,59 @@ class TrainingEpochLoop(LoopView):
         return self._trainer.progress.batch - 1
 
     @property
-    def batch_progress(self) -> Counts:
-        """The batches done in the run and in this epoch."""
+    def batch_progress(self) -> BatchCounts:
+        """The batches of the run and of this epoch."""
+        trainer, hook = self._trainer, self._hook
+        progress = trainer.progress
+        # The counters of a run move between the step and on_train_batch_end.
+        ahead = trainer.training and hook in _IN_BATCH
+        begun, after = ahead and hook != "on_train_batch_start", trainer.training and hook == "on_train_batch_end"
+
+        def count(done: int) -> Processed:
+            return Processed(ready=done + ahead, completed=done - after, started=done + begun, processed=done)
+
+        return BatchCounts(
+            _written(count(progress.total_batches), lambda _, value: setattr(progress, "total_batches", value)),
+            _written(count(progress.batch), lambda _, value: setattr(progress, "batch", value)),
+            trainer.is_last_batch,
+        )
+
+    @property
+    def scheduler_progress(self) -> SchedulerCounts:
+        """The steps of learning-rate schedulers, in the run and in this epoch."""
+        configs = self._trainer.lr_scheduler_configs
+        total = sum(getattr(config.scheduler, "_step_count", 1) - 1 for config in configs)
+        current = sum(map(self._current_steps, configs))
+        return SchedulerCounts(ReadyCompleted(total, total), ReadyCompleted(current, current))
+
+    @property
+    def done(self) -> bool:
+        """Whether the batches of this epoch are done, or the run is to stop."""
+        run = self._trainer._run
+        return run is not None and (run.progress.last_batch or run.finished())
+
+    def _should_accumulate(self) -> bool:
+        """Return whether the optimizer does not step after the current batch."""
+        run = self._trainer._run
+        return run is not None and not run.window.is_end
+
+    def _current_steps(self, config: LRSchedulerConfig) -> int:
         progress = self._trainer.progress
-        return Counts(total=Count(*[progress.total_batches] * 4), current=Count(*[progress.batch] * 4))
+        if config.interval == "step":
+            return _steps_of_epoch(self._trainer) // config.frequency
+        return int(progress.last_batch and (progress.epoch + 1) % config.frequency == 0)
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the x axis of loggers."""
+        return {"_batches_that_stepped": self._batches_that_stepped}
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Restore the x axis of loggers."""
+        self._batches_that_stepped = state_dict.get("_batches_that_stepped", 0)
 
 
 class FitLoop(LoopView):
-    """``trainer.fit_loop``: limits, which can be assigned, and counters.
+    """``trainer.fit_loop``: limits and counters, which can be assigned.
 
     Example::
 
@@ -88,9 +324,13 @@ class FitLoop(LoopView):
         >>> trainer.fit_loop.max_epochs += 3  # a later fit continues
         >>> trainer.max_epochs
         5
+        >>> trainer.fit_loop.epoch_progress.current.completed = 2
+        >>> trainer.current_epoch
+        2
 
     """
 
+    _names = ("epoch_loop", "epoch_progress")
     max_epochs = Setting[int](_MAX_EPOCHS)
     min_epochs = Setting[int | None](_MIN_EPOCHS)
     max_steps = Setting[int](_MAX_STEPS, settable=False)
@@ -98,8 +338,9 @@ class FitLoop(LoopView):
 
     def __init__(self, trainer: TrainerView) -> None:
         super().__init__(trainer)
-        self.epoch_loop = TrainingEpochLoop(trainer)
+        self._epoch_loop = TrainingEpochLoop(trainer)
 
+    epoch_loop = ReadOnly[TrainingEpochLoop]("_epoch_loop", "The batches of an epoch.")
     max_batches = ReadOnly[float]("_trainer.num_training_batches", "Batches of an epoch.")
     batch_idx = ReadOnly[int](
         "epoch_loop.batch_idx", "Index of the last batch completed in this epoch; -1 before the first."
@@ -109,13 +350,24 @@ class FitLoop(LoopView):
     )
 
     @property
-    def epoch_progress(self) -> Counts:
+    def epoch_progress(self) -> LoopCounts:
         """The epochs that have begun and that are complete."""
-        progress = self._trainer.progress
-        running = self._trainer.training or progress.mid_epoch
-        begun = max(progress.epochs_done, progress.epoch + 1 if running else 0)
-        count = Count(begun, begun, progress.epochs_done, progress.epochs_done)
-        return Counts(total=count, current=count)
+        trainer, progress = self._trainer, self._trainer.progress
+        completed = progress.epoch if progress.in_epoch else progress.epochs_done
+        begun = progress.epoch + 1 if progress.in_epoch or progress.mid_epoch else progress.epochs_done
+        processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else progress.epochs_done
+
+        def assign(name: str, value: int) -> None:
+            if name not in ("completed", "processed"):
+                return
+            progress.epoch = value
+            if not progress.in_epoch:
+                progress.batch, progress.epoch_ended, progress.last_batch, progress.begun = 0, False, False, False
+
+        count = Processed(ready=begun, completed=completed, started=begun, processed=processed)
+        if trainer.training and self._hook == "on_train_epoch_start":
+            count.started -= 1
+        return LoopCounts(replace(count), count.tell(assign))
 
     @property
     def done(self) -> bool:
@@ -124,22 +376,125 @@ class FitLoop(LoopView):
         return run is not None and run.finished()
 
     @property
+    def skip(self) -> bool:
+        """Whether there is nothing to train."""
+        source = self._trainer._source("train")
+        return self.done or source is None or source.is_off()
+
+    @property
     def restarting(self) -> bool:
-        """Whether this fit continues from a checkpoint."""
-        return self._trainer.ckpt_path is not None
+        """Whether this fit continues from a checkpoint, and its first batch is still to come."""
+        if self._restarting is not None:
+            return self._restarting
+        trainer = self._trainer
+        run = trainer._run
+        running = trainer.state.status == TrainerStatus.RUNNING and trainer.state.fn == TrainerFn.FITTING
+        return running and run is not None and run.resumed_at == trainer.progress.total_batches
+
+    @restarting.setter
+    def restarting(self, restarting: bool) -> None:
+        self._restarting = restarting
+        self._epoch_loop.restarting = restarting
 
     def setup_data(self) -> None:
         """Load the training data now."""
         if (source := self._trainer._source("train")) is not None:
             source.load()
 
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._trainer._source("train"))
+
+    @property
+    def _combined_loader(self) -> CombinedLoader | None:
+        source = self._trainer._source("train")
+        if source is None or not source.loaded:
+            return None
+        loader = source.stream.loader
+        return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+
+    @property
+    def _can_stop_early(self) -> bool:
+        run = self._trainer._run
+        return run is None or run.may_stop_early()
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the states of loaders that can save their own."""
+        source = self._trainer._source("train")
+        if source is None or not source.loaded:
+            return {}
+        states = [loader.state_dict() for loader in source.streams() if has_state(loader)]
+        return {"combined_loader": states} if states else {}
+
+
+def _written(count: ReadyCompleted, assign: Callable[[str, int], None]) -> ReadyCompleted:
+    """Return ``count`` with ``assign`` called for what a program assigns to its counters."""
+    return count.tell(assign)
+
+
+def _ignored(name: str, value: int) -> None:
+    """Ignore a counter that follows from others."""
+
+
+def _set_step(trainer: TrainerView) -> Callable[[str, int], None]:
+    def assign(name: str, value: int) -> None:
+        # Of automatic and manual optimization one always has no steps, and does not set those of the other to 0.
+        if name == "completed" and value:
+            trainer.progress.global_step = value
+
+    return assign
+
+
+def _steps_of_epoch(trainer: TrainerView) -> int:
+    """Return the optimizer steps of this epoch, as far as they follow from its batches."""
+    progress, run = trainer.progress, trainer._run
+    size = 1 if run is None else run.accumulate_grad_batches
+    steps = math.ceil(progress.batch / size) if progress.last_batch else progress.batch // size
+    return min(steps, progress.global_step)
+
+
+# The hooks and steps between fetching a batch and moving the counters.
+_IN_BATCH = frozenset({
+    "on_train_batch_start", "training_step", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step",
+})  # fmt: skip
+
 
 class EvaluationLoop(LoopView):
     """``trainer.validate_loop``, ``trainer.test_loop`` and ``trainer.fit_loop.epoch_loop.val_loop``."""
 
-    def __init__(self, trainer: TrainerView, source: str) -> None:
+    _names = ("batch_progress",)
+
+    def __init__(self, trainer: TrainerView, source: str, *, in_fit: bool = False) -> None:
         super().__init__(trainer)
-        self._name = source
+        self._name, self._in_fit = source, in_fit
+
+    @property
+    def batch_progress(self) -> LoopCounts:
+        """The batches of this evaluation, or of the last one."""
+        run, stage = self._trainer._run, {"validation": "validate"}.get(self._name, self._name)
+        mine = run is not None and (run.state.fn == TrainerFn.FITTING) == self._in_fit
+        done, hook = 0, ""
+        if mine and run is not None:
+            running = run.evaluating == stage
+            done = run.progress.evaluated - run.evaluated_from if running else run.evaluated.get(stage, 0)
+            hook = self._hook if running else ""
+        ahead = hook.endswith(("_batch_start", "_step"))
+        begun, after = hook.endswith("_step"), hook.endswith("_batch_end")
+
+        def count() -> Processed:
+            return Processed(
+                ready=done + ahead + after, completed=done, started=done + begun + after, processed=done + after
+            )
+
+        return BatchCounts(
+            count(), count(), bool(mine and done + 1 >= sum(self.max_batches) and (done or ahead or after))
+        )
+
+    def setup_data(self) -> None:
+        """Load the data now."""
+        if (source := self._trainer._source(self._name)) is not None:
+            source.load()
 
     @property
     def max_batches(self) -> list[float]:
@@ -180,6 +535,12 @@ class DataSource:
 
 class PredictionLoop(EvaluationLoop):
     """``trainer.predict_loop``."""
+
+    @property
+    def batch_progress(self) -> LoopCounts:
+        """The batches of this prediction, or of the last one."""
+        counts = super().batch_progress
+        return LoopCounts(counts.total, counts.current)
 
     @property
     def predictions(self) -> list[Any]:

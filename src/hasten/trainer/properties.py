@@ -11,10 +11,10 @@ from torch import Tensor
 from hasten import callbacks
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
-from hasten.loops.progress import RunningStage, TrainerState, TrainerStatus
+from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import ReadOnly, RuntimeView
-from hasten.trainer.loop_views import EvaluationLoop, FitLoop, PredictionLoop
+from hasten.trainer.loop_views import EvaluationLoop, FitLoop, LoopOf, PredictionLoop
 from hasten.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     _logged: LoggedValues
     _callbacks: WatchedList[Callback]
     _loggers: list[Any]
+    _loops: dict[str, Any]
     _module: LightningModule | None
     _datamodule: LightningDataModule | None
     _should_stop: bool
@@ -148,12 +149,12 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     # -- the loops
 
-    fit_loop = ReadOnly[FitLoop](FitLoop, "Limits and counters of training.")
-    validate_loop = ReadOnly[EvaluationLoop](
+    fit_loop = LoopOf[FitLoop](FitLoop, "Limits and counters of training.")
+    validate_loop = LoopOf[EvaluationLoop](
         lambda trainer: EvaluationLoop(trainer, "validation"), "The batches of ``validate``."
     )
-    test_loop = ReadOnly[EvaluationLoop](lambda trainer: EvaluationLoop(trainer, "test"), "The batches of ``test``.")
-    predict_loop = ReadOnly[PredictionLoop](
+    test_loop = LoopOf[EvaluationLoop](lambda trainer: EvaluationLoop(trainer, "test"), "The batches of ``test``.")
+    predict_loop = LoopOf[PredictionLoop](
         lambda trainer: PredictionLoop(trainer, "predict"), "The batches and outputs of ``predict``."
     )
 
@@ -219,6 +220,8 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader in the sanity check."""
+        if self.state.fn not in (None, TrainerFn.FITTING):
+            return []
         return [min(self.num_sanity_val_steps, limit) for limit in self.num_val_batches]
 
     @property
@@ -337,7 +340,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     def _limits(self, name: str) -> list[float]:
         source = self._source(name)
-        return [] if source is None or source.is_off() else [_whole(limit) for limit in source.limits]
+        return [] if source is None or source.is_off() else [_whole(limit) for limit in source.all_limits()]
 
 
 def _whole(value: float) -> float:

@@ -249,6 +249,7 @@ class Trainer(TrainerView):
         self._ckpt_path: str | None = None
         self._received_sigterm = False
         self._between_batches = True
+        self._loops = {}
 
     advise = advise
 
@@ -708,7 +709,8 @@ class Trainer(TrainerView):
         state = RunState(run, self._callbacks, self._datamodule)
         checkpoint = state.collect(weights_only=weights_only or not run.optimizers)
         if run.as_lightning:
-            checkpoint = for_hooks(checkpoint)
+            loops = {name: getattr(self, name).state_dict() for name in _LOOPS}
+            checkpoint = for_hooks({**checkpoint, "loops": {**checkpoint["loops"], **loops}})
         assert self._hooks is not None
         self._hooks.on_save_checkpoint(checkpoint)
         return checkpoint
@@ -788,6 +790,8 @@ class Trainer(TrainerView):
             self._hooks.find()
 
 
+# The loops whose counters Lightning's checkpoints hold.
+_LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 # Arguments that choose the runtime.
 _MACHINE = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "sync_batchnorm")
 

@@ -635,6 +635,7 @@ class CombinedStream:
         self.name = name
         self.handed = 0
         self._readers = [_Reader(stream) for stream in streams]
+        self.streams = streams
         self._loaded: dict[str, Any] | None = None
         self._at_end = self._resumes = False
 
