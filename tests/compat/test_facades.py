@@ -221,3 +221,19 @@ def test_hasten_run_sets_them(
     with pytest.raises(SystemExit):
         main(["run", "--batch-size", "many", str(program)])
     assert re.search(r"--batch-size: use a number of samples.* Got 'many'", capsys.readouterr().err)
+
+
+def test_devices_are_resolved_as_by_the_trainer() -> None:
+    import lightning as L
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    alone = _AcceleratorConnector(accelerator="cpu", precision="bf16-mixed")
+    assert (alone._accelerator_flag, alone._devices_flag, alone._precision_flag) == ("cpu", 1, "bf16-mixed")
+    assert alone._choose_auto_accelerator() == L.Trainer(logger=False).accelerator.name()
+    trainer = L.Trainer(strategy="ddp", devices=2, plugins=[L.pytorch.plugins.TorchCheckpointIO()], **QUIETLY)
+    connector = trainer._accelerator_connector
+    assert (connector._devices_flag, len(connector._parallel_devices), connector._strategy_flag) == (2, 2, "ddp")
+    assert (connector.is_distributed, alone.is_distributed) == (True, False)
+    assert connector.strategy is trainer.strategy
+    assert connector.accelerator is trainer.accelerator
+    assert (connector.checkpoint_io, connector._num_nodes_flag) == (trainer._runtime.checkpoint_io, 1)

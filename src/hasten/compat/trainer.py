@@ -7,6 +7,7 @@ from typing import Literal
 from hasten.compat import environment
 from hasten.compat._classes.strategies import dress
 from hasten.compat.facades import Facade, exactly
+from hasten.compat.internals.accelerator_connector import AcceleratorConnector
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 from hasten.profilers.base import Profiler
@@ -102,6 +103,10 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         settled = self.state.fn == TrainerFn.FITTING or self._progress.global_step or self._progress.epochs_done
         unlimited = self._arguments.max_epochs_assumed or self._arguments.max_epochs == -1
         return None if unlimited and not settled and self._given["max_epochs"] is None else self._arguments.max_epochs
+
+    @property
+    def _accelerator_connector(self) -> AcceleratorConnector:
+        return AcceleratorConnector.of(self)
 
     def with_arguments(self, **changes: object) -> trainer.Trainer:
         """Return a new Trainer with the same parts and other arguments; see ``hasten.Trainer.with_arguments``."""

@@ -63,6 +63,7 @@ def evaluate(
         if fitting:
             source.reload_if_due(run.progress.epoch)
     count = len(source.load())
+    source.begin()
     hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
     loggers = logged.loggers
     if run.as_lightning:

@@ -98,6 +98,8 @@ def fit(run: Run) -> None:
         run.logged.start_epoch("train")
     run.logged.loss_report = bad_loss.LossReport(guarded=run.arguments.on_bad_loss != "warn")
     run.guard = bad_loss.guard(run)
+    if run.progress.epochs_done == 0 and not run.progress.mid_epoch:
+        run.train.begin()
     run.hooks.on_train_start()
     run.agree_now()
     with torch.enable_grad():

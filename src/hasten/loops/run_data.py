@@ -93,6 +93,9 @@ class StageData:
         self.reload_every_n_epochs = reload_every_n_epochs
         self._streams: list[Stream | CombinedStream] | None = None
         self._loaded_at_epoch = 0
+        # Read loaders when and as far as Lightning does, which shows where they draw random numbers or misstate their
+        # length.
+        self._as_lightning = alias.active()
 
     # -- what there is
 
@@ -223,6 +226,10 @@ class StageData:
         if self._streams is not None and self._reloads_at(epoch):
             self.reload()
             self._loaded_at_epoch = epoch
+            if self._as_lightning and self.stage == "train":
+                # Lightning begins new loaders twice. What that draws comes before the epoch's own numbers.
+                self.begin()
+                self.close()
 
     def loaded_in(self, epoch: int) -> None:
         """Count the next reload from the epoch in which the saved run loaded last."""
@@ -249,6 +256,11 @@ class StageData:
     def stream(self) -> Stream | CombinedStream:
         """The only stream, of training."""
         return self.load()[0]
+
+    def begin(self) -> None:
+        """Begin the epoch before its first hooks if Lightning does, so that it draws its random numbers before them."""
+        if self._as_lightning and self.load() and self.limits[0] != 0:
+            self.load()[0].begin()
 
     def start_epoch(self) -> Iterator[tuple[Any, bool]]:
         """Return the batches of a new epoch with a flag for the last."""
@@ -344,7 +356,13 @@ class StageData:
             # complete, in the batch that `trainer.is_last_batch` says is the last.
             manual = trains and module is not None and not module.automatic_optimization
             marks_last = manual or isinstance(prepared, DataLoader)
-            return Stream(prepared, name=HOOK_OF[self.stage], replays=trains, marks_last=marks_last)
+            return Stream(
+                prepared,
+                name=HOOK_OF[self.stage],
+                replays=trains,
+                marks_last=marks_last,
+                ends_at_length=self._as_lightning,
+            )
         streams = [self._stream(leaf, f"{name}[{index}]") for index, leaf in enumerate(loader.flattened)]
         combined = copy.copy(loader)
         combined.flattened = [stream.loader for stream in streams]

@@ -61,6 +61,7 @@ class Stream:
             is not a ``DataLoader`` draws.
         marks_last: whether the last batch has to be known as the last where the loader ends before its length. That
             costs reading the random generators for each batch.
+        ends_at_length: read no more batches than the length of the loader, if it has one, and none ahead.
 
     Example::
 
@@ -77,14 +78,20 @@ class Stream:
     """
 
     def __init__(
-        self, loader: Iterable[Any], *, name: str = "train_dataloader", replays: bool = True, marks_last: bool = True
+        self,
+        loader: Iterable[Any],
+        *,
+        name: str = "train_dataloader",
+        replays: bool = True,
+        marks_last: bool = True,
+        ends_at_length: bool = False,
     ) -> None:
         self.loader = loader
         self.name = name
         self.epoch: int | None = None
         # How many batches of its epoch were yielded.
         self.handed = 0
-        self._replays, self._marks_last = replays, marks_last
+        self._replays, self._marks_last, self._ends_at_length = replays, marks_last, ends_at_length
         self._source: BatchSource = self._source_of(loader)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
@@ -133,10 +140,10 @@ class Stream:
     def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
         """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
 
-        All batches of the loader are read, whatever its length says. If the length is not certain, one more batch is
-        fetched before a batch is yielded, unless ``marks_last`` is False or fetching draws random numbers in this
-        process: training would get other numbers than in the plain loop. Then an epoch that ends before its length
-        ends without a last batch.
+        All batches of the loader are read, whatever its length says, unless ``ends_at_length``. If the length is not
+        certain, one more batch is fetched before a batch is yielded, unless ``marks_last`` is False or fetching draws
+        random numbers in this process: training would get other numbers than in the plain loop. Then an epoch that ends
+        before its length ends without a last batch.
 
         Args:
             limit: end the epoch after this many batches, counted from its start.
@@ -149,8 +156,8 @@ class Stream:
         """
         if self._loaded is None and self._opened is None:
             self._rest = None
-        certain = self.certain_length
-        end = min((number for number in (certain, limit) if number is not None), default=None)
+        certain, length = self.certain_length, self.length if self._ends_at_length else None
+        end = min((number for number in (certain, length, limit) if number is not None), default=None)
         return self._until(end, certain)
 
     def _until(self, end: int | None, certain: int | None) -> Iterator[tuple[Any, bool]]:
@@ -174,7 +181,7 @@ class Stream:
                         self._exhausted = True
                         break
                 is_last = number == end
-                trusts_length = self._draws or not self._marks_last
+                trusts_length = self._draws or self._ends_at_length or not self._marks_last
                 if certain is None and not is_last and not (trusts_length and number < (length or 0)):
                     # Only the end of the data shows which batch is the last.
                     fetched = number + 1
@@ -214,6 +221,11 @@ class Stream:
                 self._rest = None
             if self._running is iterator:
                 self._leave()
+
+    def begin(self) -> None:
+        """Begin the next epoch now: what is drawn to make an iterator is drawn here and not in ``batches``."""
+        if self._loaded is None and self._opened is None and self._next is None:
+            self._opened = self._begin()
 
     # -- the position
 
@@ -676,6 +688,11 @@ class CombinedStream:
         finally:
             for reader in self._readers:
                 reader.leave()
+
+    def begin(self) -> None:
+        if self._loaded is None and not self._resumes:
+            for reader in self._readers[: 1 if self.loader.mode == "sequential" else None]:
+                reader.stream.begin()
 
     def _side_by_side(self, end: int | None) -> Iterator[tuple[Any, bool]]:
         cycles, shortest = self.loader.mode == "max_size_cycle", self.loader.mode == "min_size"
