@@ -9,13 +9,16 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hasten
 import hasten.compat
+from hasten.checkpoint.files import CheckpointRefused
 from hasten.compat.facades import original
 from hasten.compat.modules import ROOTS, TABLE, AliasModule, all_modules, relative
 from tests.models import quiet
@@ -242,8 +245,8 @@ def test_checkpoints_may_hold_objects_under_the_alias_and_say_so(
 
     monkeypatch.setattr(rank_zero, "_warned", set())
     path = tmp_path / "a.ckpt"
-    contents = {"extra": [1, Path("x")]}
-    with pytest.warns(UserWarning, match=r"checkpoint\['extra'\]\[1\] is a \w*Path: .* weights_only=False only"):
+    contents = {"extra": [1, Fraction(1, 2)]}
+    with pytest.warns(UserWarning, match=r"checkpoint\['extra'\]\[1\] is a Fraction: .* weights_only=False only"):
         files.save(contents, path)
     assert files.load(path, weights_only=False) == contents
     with pytest.raises(RuntimeError):
@@ -276,7 +279,11 @@ def test_objects_among_hyper_parameters_come_back_for_files_that_are_trusted(tmp
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     trusted = Scaled.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False)
     assert (trusted.scale.by, trusted.hparams.width, trusted.hparams.odd) == (3, 5, None)
-    # Read without trust, no code runs.
-    assert Scaled.load_from_checkpoint(tmp_path / "a.ckpt").scale is None
+    # Read without trust, no code runs; a run needs no hyper-parameters.
+    with pytest.raises(CheckpointRefused, match=r"\['scale'\][\s\S]*add_safe_globals\(\[Scale\]\)"):
+        Scaled.load_from_checkpoint(tmp_path / "a.ckpt")
+    trainer.validate(model, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+    with torch.serialization.safe_globals([Scale]):
+        assert Scaled.load_from_checkpoint(tmp_path / "a.ckpt").scale.by == 3
     given = Scaled.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False, scale=Scale(4))
     assert given.scale.by == 4

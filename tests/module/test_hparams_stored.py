@@ -169,10 +169,10 @@ class Clashes(L.LightningDataModule):
 
 def test_names_that_module_and_datamodule_share_must_agree() -> None:
     assert logged(One(a=2), Clashes()) == [{"a": 2, "b": 2}]
-    with pytest.raises(ValueError, match=r"'a' is 1 in the module and 2 in the datamodule\. Give them different"):
+    with pytest.raises(RuntimeError, match=r"'a' is 1 in the module and 2 in the datamodule\. Give them different"):
         logged(One(), Clashes())
     for other in (torch.ones(3), torch.arange(2)):
-        with pytest.raises(ValueError, match="in the datamodule"):
+        with pytest.raises(RuntimeError, match="in the datamodule"):
             logged(One(a=torch.ones(2)), Clashes(other))  # type: ignore[arg-type]
     assert len(logged(One(a=torch.ones(2)), Clashes(torch.ones(2)))) == 1  # type: ignore[arg-type]
 

@@ -281,3 +281,33 @@ def is_sharded(value: object) -> bool:
     # Nothing is one before this module is imported, and importing it takes long.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys are also attributes.
+
+    Example::
+
+        >>> hparams = AttributeDict(lr=0.1)
+        >>> hparams.lr
+        0.1
+
+    """
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(f"no hyper-parameter {key!r}; there are: {sorted(self)}") from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def __delattr__(self, key: str) -> None:
+        try:
+            del self[key]
+        except KeyError:
+            raise AttributeError(f"no hyper-parameter {key!r}") from None
+
+    def __repr__(self) -> str:
+        return "\n".join(f'"{key}": {self[key]!r}' for key in sorted(self, key=str))

@@ -254,7 +254,11 @@ def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[st
     stepped = loop.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", global_step)
     epochs = (loop.get("epoch_progress") or {}).get("current") or {}
     ended = epochs.get("processed", 0) > epoch
+    if epoch > 0 and epochs.get("ready", epoch + 1) <= epoch:
+        # Saved after fit: the epoch has not begun, and the batches are those of the one before.
+        epoch, ended = epoch - 1, True
     return counters | {
+        "epoch": epoch,
         "batch": now["processed"],
         "total_batches": batches["total"]["processed"],
         "updates": global_step if stepped_automatically else stepped + follows,

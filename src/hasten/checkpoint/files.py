@@ -46,6 +46,7 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
+from hasten.checkpoint import objects
 from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
 
@@ -83,6 +84,11 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
 
     """
     check_storable(contents)
+    save_unchecked(contents, path, storage_options=storage_options)
+
+
+def save_unchecked(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:
+    """Write what was read from another file; see ``save``."""
     if is_url(path):
         _save_remote(contents, str(path), storage_options)
         return
@@ -179,6 +185,15 @@ def load(
     return Folder(place, read, device=device).contents()
 
 
+def load_open(file: IO[bytes], *, map_location: MapLocation = "cpu", weights_only: bool = True) -> Any:
+    """Read an open file of ``torch.save``; the arguments are those of ``load``."""
+    try:
+        with numpy_allowed():
+            return torch.load(file, map_location=cast("Any", map_location), weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        return _read_by_name(file, "the file", map_location, error)
+
+
 def _folder_at(path: str | os.PathLike[str]) -> Place | None:
     """Return the place of a checkpoint folder; None if there is none, or a file."""
     if is_url(path):
@@ -203,7 +218,7 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
                 # What is small is kept: it must not depend on a file that may be removed.
                 return map_tensors(_copied_if_small, read) if is_mapped else read  # type: ignore[no-any-return]
         except pickle.UnpicklingError as error:
-            raise CheckpointRefused(_why_refused(file, path, error)) from None
+            return _read_by_name(file, path, map_location, error)
         except Exception as error:
             if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
                 raise
@@ -534,7 +549,11 @@ def _can_be_loaded(value: Any) -> bool:
         torch.save(value, buffer)
         buffer.seek(0)
         with numpy_allowed():
-            torch.load(buffer, weights_only=True)
+            try:
+                torch.load(buffer, weights_only=True)
+            except pickle.UnpicklingError:
+                buffer.seek(0)
+                return not objects.read(buffer, "cpu", data=False)[1]
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError, ValueError):
         return False
     return True
@@ -570,14 +589,41 @@ def not_found(path: Path, *words: str) -> str:
     return f"the file does not exist.{did_you_mean(path.name, [*words, *others])}"
 
 
-def _why_refused(file: IO[bytes], path: str | os.PathLike[str], error: Exception) -> str:
-    wanted = str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,") or _first_global(file)
-    if not wanted:
-        return f"{path} is a pickle, but not a file of torch.save, and was not loaded."
-    return (
-        f"{path} was not loaded: reading it would run code (it calls {wanted}). If you trust whoever wrote it as "
-        "you would trust a program, load it with weights_only=False; better, save it again with plain data only."
+_leaves_out: ContextVar[bool] = ContextVar("leaves_out", default=False)
+
+
+@contextmanager
+def hyper_parameters_left_out() -> Iterator[None]:
+    """Return a context in which ``load`` puts ``objects.NotRead`` for hyper-parameters that nobody has allowed.
+
+    Elsewhere in a file they are still refused.
+    """
+    token = _leaves_out.set(True)
+    try:
+        yield
+    finally:
+        _leaves_out.reset(token)
+
+
+def _read_by_name(
+    file: IO[bytes], path: str | os.PathLike[str], map_location: MapLocation, error: Exception
+) -> dict[str, Any]:
+    """Read what torch's own reader refuses, as far as the classes in it are data or were allowed."""
+    file.seek(0)
+    try:
+        with numpy_allowed():
+            contents, names = objects.read(file, map_location, leaves_out=_leaves_out.get())
+    except Exception:  # what the file holds is not known
+        names = [str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,") or _first_global(file)]
+    if not names:
+        return cast("dict[str, Any]", contents)
+    if names == [""]:
+        raise CheckpointRefused(f"{path} is a pickle, but not a file of torch.save, and was not loaded.")
+    message = (
+        f"{path} was not loaded: reading it would run code (it calls {', '.join(names)}). If you trust whoever wrote "
+        "it as you would trust a program, load it with weights_only=False; better, save it again with plain data only."
     )
+    raise CheckpointRefused(f"{message} {objects.how_to_allow(names)}".strip())
 
 
 def _first_global(file: IO[bytes]) -> str:

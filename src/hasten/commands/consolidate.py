@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,40 @@ def main(arguments: Sequence[str]) -> int:
         "(default: NAME-consolidated.ckpt beside FOLDER)",
     )
     parser.add_argument("--weights-only", action="store_true", help="leave out what only training needs")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a class whose objects the checkpoint holds, for instance package.module.Class: it is imported, and "
+        "reading may run its code. May be given several times",
+    )
     options = parser.parse(arguments)
     try:
+        _allow(options.allow)
         print(consolidate(options.folder, options.output, weights_only=options.weights_only))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"hasten consolidate: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _allow(names: Sequence[str]) -> None:
+    """Import classes and allow files to hold their objects, in this process."""
+    if not names:
+        return
+    import torch
+
+    sys.path.insert(0, os.getcwd())
+    allowed: list[Any] = []
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        found = getattr(importlib.import_module(module), kind, None) if module else None
+        if found is None:
+            raise ValueError(f"--allow {name}: there is no such class. Write package.module.Class.")
+        # By the name in the file, which may differ from that of the class.
+        allowed.append((found, name))
+    torch.serialization.add_safe_globals(allowed)
 
 
 def consolidate(folder: str, output: Path | None = None, *, weights_only: bool = False) -> Path:
@@ -71,7 +100,9 @@ def consolidate(folder: str, output: Path | None = None, *, weights_only: bool =
         folder, target = str(path), output or path.with_name(f"{path.stem}-consolidated.ckpt")
     if target.exists():
         raise ValueError(f"{target} exists. Remove it, or name another file with -o.")
-    checkpoint = files.load(folder)
+    # The weights alone need no hyper-parameters.
+    with files.hyper_parameters_left_out() if target.suffix == ".safetensors" else nullcontext():
+        checkpoint = files.load(folder)
     if not isinstance(checkpoint, StoredCheckpoint):
         raise ValueError(f"{folder} is one file already. A sharded checkpoint is a folder.")
     if target.suffix == ".safetensors":
@@ -81,7 +112,7 @@ def consolidate(folder: str, output: Path | None = None, *, weights_only: bool =
         if "state_dict" not in checkpoint:
             raise _unknown_weights(checkpoint, folder)
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
-    files.save(whole(dict(checkpoint)), target)
+    files.save_unchecked(whole(dict(checkpoint)), target)
     return target
 
 

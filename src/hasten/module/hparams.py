@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import csv
+import functools
 import importlib
 import inspect
 import pickle
+import sys
 import types
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -23,8 +25,10 @@ import torch
 from hasten._lib.errors import MisconfigurationRuntimeError
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.tree import AttributeDict as AttributeDict
 from hasten.checkpoint import files
 from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, load_weights
+from hasten.checkpoint.objects import NotRead, how_to_allow, not_read
 from hasten.checkpoint.stored import StoredTensors, whole
 from hasten.elsewhere import alias
 from hasten.loggers.base import as_dict
@@ -38,6 +42,8 @@ T = TypeVar("T")
 # The names and the value are those of Lightning's files.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 _CONFIG_READER = "lightning.pytorch.cli.instantiate_module"
+# What may read such a config. Programs add the path of a function of their own.
+ALLOWED_INSTANTIATORS = {_CONFIG_READER, "pytorch_lightning.cli.instantiate_module"}
 
 # The class that is being made from a config, and the config.
 _CONFIGURED: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("configured", default=None)
@@ -73,36 +79,6 @@ else:
                 )
 
             return refuse
-
-
-class AttributeDict(dict[str, Any]):
-    """A dict whose keys are also attributes.
-
-    Example::
-
-        >>> hparams = AttributeDict(lr=0.1)
-        >>> hparams.lr
-        0.1
-
-    """
-
-    def __getattr__(self, key: str) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            raise AttributeError(f"no hyper-parameter {key!r}; there are: {sorted(self)}") from None
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        self[key] = value
-
-    def __delattr__(self, key: str) -> None:
-        try:
-            del self[key]
-        except KeyError:
-            raise AttributeError(f"no hyper-parameter {key!r}") from None
-
-    def __repr__(self) -> str:
-        return "\n".join(f'"{key}": {self[key]!r}' for key in sorted(self, key=str))
 
 
 class HyperparametersMixin:
@@ -147,7 +123,9 @@ class HyperparametersMixin:
             given = {**given, **configured[1]} if args else configured[1]
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         ignored |= set(getattr(self, "_hparams_ignored", ()))
-        found, name = given, "kwargs"
+        found: Any
+        name: str | None
+        found, name = given, "kwargs" if given else None
         if args and all(isinstance(arg, str) for arg in args):
             unknown = [arg for arg in args if arg not in given]
             if unknown:
@@ -158,22 +136,29 @@ class HyperparametersMixin:
             # The last two make a config readable again.
             found = {arg: given[arg] for arg in (*args, CLASS_PATH, INSTANTIATOR) if arg in given}
         elif len(args) == 1:
-            name = next((key for key, value in given.items() if _same(value, args[0])), "kwargs")
-            found = _as_dict(args[0], owner)
+            name = next((key for key, value in given.items() if _same(value, args[0])), None)
+            found = args[0] if _is_omegaconf(args[0]) else _as_dict(args[0], owner)
         elif args:
             raise ValueError("save_hyperparameters(): give names of arguments, or one dict / Namespace / dataclass.")
-        found = {key: value for key, value in found.items() if key not in ignored}
-        for key, value in found.items():
+        if _is_omegaconf(found) and not self.hparams:
+            # Kept as it is, with its interpolations and types.
+            config = need("omegaconf", purpose="save_hyperparameters(DictConfig)").OmegaConf
+            kept = [key for key in found if key not in ignored]
+            self.__dict__["_hparams"] = found if len(kept) == len(found) else config.masked_copy(found, kept)
+        elif found is not self.hparams:
+            if _is_omegaconf(self.hparams):
+                self.__dict__["_hparams"] = AttributeDict(self.hparams)
+            self.hparams.update({key: value for key, value in found.items() if key not in ignored})
+        hparams = self.hparams
+        for key, value in () if _is_omegaconf(hparams) else hparams.items():
             if isinstance(value, torch.nn.Module):
                 rank_zero_warn(
                     f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights the checkpoint has "
                     f"already. Write save_hyperparameters(ignore=[{key!r}])."
                 )
-        hparams = self.hparams
-        hparams.update(found)
-        for key in ignored:
-            # Also those kept by the __init__ of a base class.
-            hparams.pop(key, None)
+        for key in ignored & set(hparams):
+            # Kept by the __init__ of a base class.
+            hparams.pop(key)
         self.__dict__.update(_log_hyperparams=logger, _hparams_name=name, _hparams_initial=_frozen(hparams))
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
@@ -184,7 +169,10 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        """The hyper-parameters, by name and by attribute; changing them changes what is saved."""
+        """The hyper-parameters, by name and by attribute; changing them changes what is saved.
+
+        After ``save_hyperparameters(config)`` with a config of OmegaConf they are that config.
+        """
         hparams: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         return hparams
 
@@ -197,19 +185,37 @@ class HyperparametersMixin:
 def _init_arguments(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
     """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
     found: dict[str, Any] = {}
+    # Under Lightning's names also those of a module whose __init__ makes this one, as far as it has others.
+    of_makers: dict[str, Any] = {}
+    is_made_by_module = alias.active()
     while frame is not None:
-        local, code = frame.f_locals, frame.f_code
-        if code.co_name == "__init__" and code.co_argcount and local.get(code.co_varnames[0]) is owner:
-            names = inspect.getargvalues(frame)
+        holder = _made_in(frame)
+        if holder is owner:
             # The outer frame is the __init__ of the subclass, which takes precedence.
-            found |= {name: local[name] for name in names.args[1:] if name in local}
-            found |= local.get(names.keywords, {}) if names.keywords else {}
+            found |= _arguments_in(frame)
+        elif is_made_by_module and isinstance(holder, HyperparametersMixin):
+            of_makers = {**_arguments_in(frame), **of_makers}
+        elif found:
+            is_made_by_module = False
         frame = frame.f_back
-    return found
+    return {**found, **{name: value for name, value in of_makers.items() if name not in found}}
+
+
+def _made_in(frame: types.FrameType) -> Any:
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_name == "__init__" and code.co_argcount else None
+
+
+def _arguments_in(frame: types.FrameType) -> dict[str, Any]:
+    names = inspect.getargvalues(frame)
+    found = {name: names.locals[name] for name in names.args[1:] if name in names.locals}
+    return found | (names.locals.get(names.keywords, {}) if names.keywords else {})
 
 
 def _frozen(hparams: AttributeDict) -> AttributeDict:
     """Return a deep copy; what cannot be copied is shared."""
+    if _is_omegaconf(hparams):
+        return copy.deepcopy(hparams)
     frozen = AttributeDict()
     for key, value in hparams.items():
         try:
@@ -229,6 +235,10 @@ def _as_dict(hparams: Any, owner: str) -> dict[str, Any]:
     )
 
 
+def _is_omegaconf(value: object) -> bool:
+    return type(value).__name__ == "DictConfig" and type(value).__module__.startswith("omegaconf.")
+
+
 def _is_dataclass(value: object) -> bool:
     return is_dataclass(value) and not isinstance(value, type)
 
@@ -237,15 +247,26 @@ class Dropped:
     """Stands for a value that cannot be stored as plain data."""
 
 
-def storable(value: Any) -> Any:
+def storable(value: Any, left_out: list[str] | None = None, place: str = "", *, objects: bool = True) -> Any:
     """Return a hyper-parameter as data that a checkpoint can hold and that runs no code when it is read.
 
     Numbers, strings, tensors, dtypes, devices, dicts, lists, tuples and sets stay; enums become their values, paths
-    strings, numpy scalars numbers, dataclasses, Namespaces and other mappings dicts. Anything else becomes
-    ``Dropped``, and is left out of dicts and lists.
+    strings, numpy scalars numbers, dataclasses, Namespaces and other mappings dicts. Objects whose classes were
+    allowed with ``torch.serialization.add_safe_globals`` stay. Anything else becomes ``Dropped``, and is left out of
+    dicts and lists.
+
+    Args:
+        value: the hyper-parameter.
+        left_out: gets the places of what is left out.
+        place: the name of ``value`` in them.
+        objects: whether objects of allowed classes stay.
+
     """
+    if objects and _is_allowed(value):
+        return value
+    inside = functools.partial(storable, objects=objects)
     if isinstance(value, Enum):
-        return storable(value.value)
+        return inside(value.value, left_out, place)
     if type(value) in (NoneType, complex, torch.Size):
         return value
     if isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
@@ -255,19 +276,47 @@ def storable(value: Any) -> Any:
             return value if type(value) is base else base(value)  # type: ignore[arg-type]
     if isinstance(value, Path):
         return str(value)
+    if _is_omegaconf(value):
+        value = _config_as_dict(value)
     if isinstance(value, Namespace) or _is_dataclass(value):
         value = as_dict(value)
     if isinstance(value, Mapping):
-        pairs = ((storable(key), storable(inner)) for key, inner in value.items())
+        pairs = (
+            (inside(key, left_out, f"a key of {place}"), inside(inner, left_out, f"{place}[{key!r}]"))
+            for key, inner in value.items()
+        )
         return {key: inner for key, inner in pairs if key is not Dropped and inner is not Dropped}
     if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "ListConfig":
         kind = tuple if isinstance(value, tuple) else set if isinstance(value, (set, frozenset)) else list
-        return kind(item for item in map(storable, value) if item is not Dropped)
+        items = [inside(item, left_out, f"{place}[{index}]") for index, item in enumerate(value)]
+        return kind(item for item in items if item is not Dropped)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
     if hasattr(value, "tolist") and type(value).__module__ == "numpy":
         return value.tolist()
+    if left_out is not None:
+        left_out.append(place)
     return Dropped
+
+
+def _is_allowed(value: Any) -> bool:
+    """Return whether the user allowed files to hold this class or object, with torch's list of names."""
+    allowed = torch.serialization.get_safe_globals()
+    if not allowed:
+        return False
+    kind = value if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")) else type(value)
+    listed = any(kind is (entry[0] if isinstance(entry, tuple) else entry) for entry in allowed)
+    return listed and files.is_plain(value)
+
+
+def _config_as_dict(config: Any) -> dict[str, Any]:
+    omegaconf = need("omegaconf", purpose="hyper-parameters in a DictConfig")
+    try:
+        found = omegaconf.OmegaConf.to_container(config, resolve=True)
+    except omegaconf.errors.OmegaConfBaseException:
+        # An interpolation that cannot be resolved here stays as text.
+        found = omegaconf.OmegaConf.to_container(config, resolve=False)
+    return cast("dict[str, Any]", found)
 
 
 @dataclass
@@ -282,30 +331,64 @@ class StoredHyperParameters:
         for owner in self.owners:
             if owner is None or not owner.hparams:
                 continue
-            key, name = owner.CHECKPOINT_HYPER_PARAMS_KEY, type(owner).__name__
-            stored = {str(each): storable(value) for each, value in owner.hparams.items()}
-            dropped = [each for each, value in stored.items() if value is Dropped]
-            if dropped and files.objects_allowed():
-                entries[f"{key}_pickled"] = _pickled(owner.hparams, dropped)
-            elif dropped:
+            key, name, hparams = owner.CHECKPOINT_HYPER_PARAMS_KEY, type(owner).__name__, owner.hparams
+            is_config = _is_omegaconf(hparams)
+            values = _config_as_dict(hparams) if is_config else hparams
+            left_out: list[str] = []
+            stored = {str(each): storable(value, left_out, str(each)) for each, value in values.items()}
+            stored = {each: value for each, value in stored.items() if value is not Dropped}
+            if files.objects_allowed():
+                entries |= _with_objects(owner, values)
+            else:
+                entries[key] = stored
+                if is_config:
+                    entries[owner.CHECKPOINT_HYPER_PARAMS_TYPE] = "DictConfig"
+            if left_out and not files.objects_allowed():
                 warn_once(
-                    f"hparams dropped {name} {dropped}",
-                    f"The hyper-parameters {dropped} of {name} are Python objects, which a checkpoint does not hold. "
-                    "Pass them to load_from_checkpoint(path, ...), or leave them out with "
-                    f"save_hyperparameters(ignore={dropped}).",
+                    f"hparams dropped {name} {left_out}",
+                    f"The hyper-parameters {left_out} of {name} are Python objects, which a checkpoint does not hold. "
+                    "Pass them to load_from_checkpoint(path, ...), allow their classes with "
+                    "torch.serialization.add_safe_globals([...]), or leave them out with "
+                    f"save_hyperparameters(ignore={left_out}).",
                 )
             entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
-            entries[key] = {each: value for each, value in stored.items() if value is not Dropped}
         return entries
 
 
-def _pickled(hparams: Mapping[str, Any], names: Iterable[str]) -> dict[str, bytes]:
-    """Return hyper-parameters pickled; they are only unpickled with ``weights_only=False``."""
-    found = {}
-    for name in names:
-        with suppress(Exception):  # Of any kind; loading then asks for the missing argument.
-            found[name] = pickle.dumps(hparams[name])
-    return found
+def _with_objects(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries with the objects, as Lightning writes them, and plain data for those who read strictly."""
+    key, plain = owner.CHECKPOINT_HYPER_PARAMS_KEY, {}
+    is_config = _is_omegaconf(owner.hparams)
+    for name, value in values.items():
+        left_out: list[str] = []
+        if is_config or not files.is_plain(value):
+            stored = storable(value, left_out, objects=False)
+            # What lacks a part is not what the module was made with.
+            if not left_out:
+                plain[str(name)] = stored
+    if is_config:
+        return {key: owner.hparams, f"{key}_plain": plain, owner.CHECKPOINT_HYPER_PARAMS_TYPE: type(owner.hparams)}
+    kept = {str(name): value for name, value in values.items() if files.is_plain(value) or _can_be_pickled(value)}
+    return {key: kept, **({f"{key}_plain": plain} if plain else {})}
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # pickling runs the object's own code, which may fail in any way
+        return False
+    return True
+
+
+def remove_unpicklable(*owners: HyperparametersMixin | None) -> None:
+    """Remove hyper-parameters that a checkpoint of Lightning could not hold, with a warning for each."""
+    for owner in owners:
+        hparams = {} if owner is None else owner.hparams
+        for name in [
+            name for name, value in hparams.items() if not _is_omegaconf(hparams) and not _can_be_pickled(value)
+        ]:
+            del hparams[name]
+            rank_zero_warn(f"Attribute {name!r} removed from hparams because it cannot be pickled.")
 
 
 def construct(
@@ -323,9 +406,10 @@ def construct(
         TypeError: ``cls.__init__`` needs arguments that are neither stored nor given.
 
     """
-    load: Any = torch.load if hasattr(checkpoint_path, "read") else files.load
+    load: Any = files.load_open if hasattr(checkpoint_path, "read") else files.load
     path, owner = str(checkpoint_path), cast("Any", cls)
-    checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
+    with files.hyper_parameters_left_out():
+        checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
     is_module = issubclass(cls, torch.nn.Module)
     if isinstance(checkpoint.get("state_dict"), StoredTensors):
         # A user's on_load_checkpoint may change it. Optimizer states are not read.
@@ -333,25 +417,28 @@ def construct(
     if is_module:
         check_entries(checkpoint, path, training=False)
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
-    stored = dict(checkpoint.get(key) or {}) if hparams_file is None else _read_hparams(hparams_file)
+    stored = _stored(checkpoint, owner, is_module) if hparams_file is None else _read_hparams(hparams_file)
     # __init__ may read by attribute what was a dataclass, a Namespace or an OmegaConf config.
     stored = {name: _with_attributes(value) for name, value in stored.items()}
     if weights_only is False:
+        # Files of earlier versions.
         for name, value in checkpoint.get(f"{key}_pickled", {}).items():
             stored.setdefault(name, pickle.loads(value))
-    maker = stored.pop(INSTANTIATOR, None)
-    if maker not in (None, _CONFIG_READER):
-        raise ValueError(
-            f"{path}: the hyper-parameter {INSTANTIATOR!r} is {maker!r}, which is not in the allowlist of trusted "
-            f"instantiators ([{_CONFIG_READER!r}]). The file is damaged, or was made to run code."
-        )
-    if maker is not None:
-        # Imported by name: the command line is a higher layer, and few programs need it.
-        home = "lightning.pytorch.cli" if alias.active() else "hasten.cli"
-        made = importlib.import_module(home).instantiate_module(cls, {**stored, **given})
+    instantiator = stored.pop(INSTANTIATOR, None)
+    if instantiator is not None:
+        made = _instantiator(instantiator, stored, cls, path)(cls, {**stored, **given})
     else:
         wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
-        made = cls(**_arguments(cls, stored, given, wrapped_as, path))
+        kind = str(checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_TYPE))
+        arguments = _arguments(cls, stored, given, wrapped_as, path, is_config="DictConfig" in kind)
+        if names := not_read(arguments):
+            raise files.CheckpointRefused(
+                f"{cls.__name__}.load_from_checkpoint({path!r}): the hyper-parameters "
+                f"{[name for name, value in arguments.items() if not_read(value)]} are objects of {', '.join(names)}; "
+                "reading those could run code. Pass them, as load_from_checkpoint(path, name=...), or pass "
+                f"weights_only=False if you trust the file as you would trust a program. {how_to_allow(names)}".strip()
+            )
+        made = cls(**arguments)
     thing: Any = made
     if is_module:
         # As in a run: on_load_checkpoint may need what configure_model makes.
@@ -387,19 +474,66 @@ def _strictness(module: Any) -> bool | None:
     return value
 
 
+def _stored(checkpoint: Mapping[str, Any], owner: Any, is_module: bool) -> dict[str, Any]:
+    """Return the hyper-parameters in a checkpoint; plain data in place of objects that were not read."""
+    key = owner.CHECKPOINT_HYPER_PARAMS_KEY
+    found: dict[str, Any] = {}
+    # The last one is that of all versions since 0.8.
+    for entry in ("hparams", "module_arguments", key) if is_module else (key,):
+        values = checkpoint.get(entry)
+        plain = checkpoint.get(f"{entry}_plain") or {}
+        values = plain if isinstance(values, NotRead) and plain else values
+        if isinstance(values, Namespace):
+            values = vars(values)
+        if isinstance(values, Mapping):
+            found |= {name: plain.get(name, value) if not_read(value) else value for name, value in values.items()}
+    return found
+
+
+def _instantiator(name: object, stored: Mapping[str, Any], cls: type, path: str) -> Any:
+    """Return the function that makes an object from the config of a command line."""
+    if not isinstance(name, str) or name not in ALLOWED_INSTANTIATORS:
+        raise ValueError(
+            f"{path}: its hyper-parameters are to be read by {name!r}, which is not in the allowlist of trusted "
+            "instantiators. If you trust the file, add that name to hasten.module.hparams.ALLOWED_INSTANTIATORS first."
+        )
+    wanted = stored.get(CLASS_PATH)
+    if wanted is not None:
+        # What it is, is checked where it is made; here nothing is imported because a file says so.
+        module = str(wanted).rpartition(".")[0]
+        if module not in sys.modules:
+            raise ValueError(
+                f"{path}: it asks for the class {wanted!r} in place of {cls.__name__}, which is not imported. If you "
+                f"trust the file, import the module {module!r} first."
+            )
+    module, _, function = name.rpartition(".")
+    if module.partition(".")[0] in ("lightning", "pytorch_lightning") and not alias.active():
+        module = "hasten.cli"
+    # Imported by name: the command line is a higher layer, and few programs need it.
+    return getattr(importlib.import_module(module), function)
+
+
 def _arguments(
-    cls: type, stored: dict[str, Any], given: Mapping[str, Any], wrapped_as: str | None, path: str
+    cls: type, stored: dict[str, Any], given: Mapping[str, Any], wrapped_as: str | None, path: str, *, is_config: bool
 ) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
     several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     if wrapped_as in parameters and wrapped_as not in stored and wrapped_as != "kwargs":
         # After save_hyperparameters(config), __init__ takes the hyper-parameters as one argument.
         inner = {key: value for key, value in given.items() if key not in parameters}
-        arguments = {str(wrapped_as): AttributeDict({**stored, **inner})}
+        whole: Any = AttributeDict({**stored, **inner})
+        if is_config and not not_read(whole):
+            whole = need("omegaconf", purpose="hyper-parameters in a DictConfig").OmegaConf.create(dict(whole))
+        arguments = {str(wrapped_as): whole}
         arguments |= {key: value for key, value in given.items() if key in parameters}
     else:
         arguments = {**stored, **given}
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            unknown = [key for key in given if key not in parameters]
+            if unknown and alias.active():
+                # As in Lightning, where programs pass all their options.
+                rank_zero_warn(f"{cls.__name__}.load_from_checkpoint(): __init__ does not take {unknown}, left out.")
+                given = {key: value for key, value in given.items() if key in parameters}
             arguments = {key: value for key, value in arguments.items() if key in parameters or key in given}
     missing = [
         name
@@ -416,7 +550,7 @@ def _arguments(
 
 
 def _with_attributes(value: Any) -> Any:
-    if isinstance(value, dict):
+    if type(value) in (dict, AttributeDict):
         return AttributeDict({key: _with_attributes(inner) for key, inner in value.items()})
     if type(value) is list:
         return [_with_attributes(inner) for inner in value]

@@ -11,6 +11,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.compile.settings import inner_model as inner_model
+from hasten.elsewhere import alias
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
 from hasten.loops.user_code import check_signatures
@@ -18,6 +19,7 @@ from hasten.machine import launch, watchdog
 from hasten.machine.host import is_interactive
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
+from hasten.module.hparams import remove_unpicklable
 from hasten.module.log_methods import log_into
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     log_into(module, trainer._logged)
     if datamodule is not None:
         datamodule.trainer = trainer
+    if alias.active():
+        remove_unpicklable(module)
     configured = module.configure_callbacks()
     added = [configured] if isinstance(configured, Callback) else list(configured or ())
     if added:

@@ -21,6 +21,7 @@ from hasten.arguments import check_arguments
 from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching
 from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, from_lightning
+from hasten.checkpoint.files import hyper_parameters_left_out
 from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues
 from hasten.loops.evaluate import evaluate_and_print, predict
@@ -722,7 +723,9 @@ class Trainer(TrainerView):
         self._ckpt_path = path
         if path is None:
             return None, None
-        checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
+        # A run does not need the hyper-parameters.
+        with hyper_parameters_left_out():
+            checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
         assert self._hooks is not None
         if self._hooks.on_load_checkpoint is nothing:
             # Otherwise after that hook, which may repair the checkpoint.
