@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from hasten.machine.cluster import (
 )
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
+from hasten.utilities.warnings import PossibleUserWarning
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_mps_is_one_device() -> None:
     with pytest.raises(ValueError, match="1 MPS device"):
         MPSAccelerator.parse_devices(2)
     for accelerator in (CPUAccelerator(), CUDAAccelerator(), MPSAccelerator()):
-        with pytest.raises(RuntimeError, match="got the device meta"):
+        with pytest.raises(ValueError, match=r"setup_device\(meta\): that is another kind"):
             accelerator.setup_device(torch.device("meta"))
 
 
@@ -253,3 +255,39 @@ def test_a_variable_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "one")
     with pytest.raises(ValueError, match="LOCAL_RANK='one'"):
         find_cluster().local_rank()
+
+
+def test_what_a_scheduler_set_is_compared_with_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "LSB_"))]:
+        monkeypatch.delenv(name)
+    slurm = SLURMEnvironment()
+    assert (slurm.main_port, slurm.world_size(), slurm.local_rank()) == (12910, 1, 0)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    slurm.validate_settings(4, 2)
+    with pytest.raises(ValueError, match=r"--ntasks-per-node=4, which does not match. Use devices=4"):
+        slurm.validate_settings(2, 2)
+    with pytest.raises(ValueError, match="Use num_nodes=2"):
+        slurm.validate_settings(4, 1)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    slurm.validate_settings(4, 1)
+    monkeypatch.setenv("LSB_DJOB_RANKFILE", "")
+    with pytest.raises(ValueError, match="LSB_DJOB_RANKFILE is empty"):
+        LSFEnvironment()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    LightningEnvironment().teardown()
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_srun_under_the_names_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.elsewhere.alias._active", True)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(KeyError):
+        SLURMEnvironment().world_size()
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    with pytest.warns(PossibleUserWarning, match="it did not start this program"):
+        assert not SLURMEnvironment.detect()
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(RuntimeError, match="--ntasks-per-node=2"):
+        SLURMEnvironment()

@@ -16,6 +16,7 @@ from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
+from hasten.machine.devices import get_cpu_stats
 from hasten.module.callback import Callback
 from hasten.report.peaks import flop_counter
 from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
@@ -278,26 +279,6 @@ class DeviceStatsMonitor(Callback):
             return {} if self._cpu_stats is False else get_cpu_stats()
         stats: dict[str, float] = dict(trainer.accelerator.get_device_stats(device))
         return {**stats, **get_cpu_stats()} if self._cpu_stats else stats
-
-
-def get_cpu_stats() -> dict[str, float]:
-    """Return the load of this machine's CPU, memory and swap, in percent.
-
-    Raises:
-        ModuleNotFoundError: psutil is not installed.
-
-    Example::
-
-        >>> sorted(get_cpu_stats())
-        ['cpu_percent', 'cpu_swap_percent', 'cpu_vm_percent']
-
-    """
-    psutil = need("psutil", purpose=_PURPOSE)
-    return {
-        "cpu_percent": psutil.cpu_percent(),
-        "cpu_vm_percent": psutil.virtual_memory().percent,
-        "cpu_swap_percent": psutil.swap_memory().percent,
-    }
 
 
 _BATCH_START = {

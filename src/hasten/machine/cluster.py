@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from typing import Any
@@ -16,7 +18,8 @@ import torch.distributed
 
 from hasten._lib import check
 from hasten._lib.optional import installed, need
-from hasten._lib.rank_zero import log, rank_zero_only
+from hasten._lib.rank_zero import PossibleUserWarning, log, rank_zero_only, rank_zero_warn
+from hasten.elsewhere import alias
 from hasten.machine import collectives
 
 
@@ -158,6 +161,10 @@ class LightningEnvironment(_FromVariables):
         self._global_rank = rank
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
+    def teardown(self) -> None:
+        """Remove WORLD_SIZE, which only this run's processes had."""
+        os.environ.pop("WORLD_SIZE", None)
+
 
 class _ExternalCluster(_FromVariables):
     """A cluster whose launcher starts all processes and gives each its ranks, which cannot be set."""
@@ -247,6 +254,7 @@ class SLURMEnvironment(_ExternalCluster):
     _launcher = "SLURM"
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
+        self._check_srun()
         self.auto_requeue = check.boolean("SLURMEnvironment", "auto_requeue", auto_requeue)
         # Windows does not have it.
         self.requeue_signal: signal.Signals | None = getattr(signal, "SIGUSR1", None)
@@ -270,12 +278,63 @@ class SLURMEnvironment(_ExternalCluster):
     def main_port(self) -> int:
         """MASTER_PORT, or one derived from the job's number, the same on all machines."""
         digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))[-4:]
-        return _number("MASTER_PORT", default=15000 + int(digits or 0))
+        return _number("MASTER_PORT", default=15000 + int(digits) if digits else 12910)
 
     @staticmethod
     def detect() -> bool:
         """Return whether srun started this process; an interactive shell in a job does not count."""
-        return "SLURM_NTASKS" in os.environ and SLURMEnvironment.job_name() not in ("bash", "interactive")
+        SLURMEnvironment._warn_without_srun()
+        return "SLURM_NTASKS" in os.environ and not SLURMEnvironment._is_interactive()
+
+    @staticmethod
+    def _is_interactive() -> bool:
+        return SLURMEnvironment.job_name() in ("bash", "interactive")
+
+    @staticmethod
+    def _warn_without_srun() -> None:
+        """Warn where srun exists and did not start this program, as Lightning does."""
+        by_srun = "SLURM_NTASKS" in os.environ and not SLURMEnvironment._is_interactive()
+        if alias.active() and not by_srun and shutil.which("srun") is not None:
+            command = shlex.join(["srun", os.path.basename(sys.executable), *sys.argv])[:64]
+            rank_zero_warn(
+                "This machine has the command srun, and it did not start this program. For a job of SLURM, write: "
+                f"{command} ...",
+                category=PossibleUserWarning,
+            )
+
+    @staticmethod
+    def _check_srun() -> None:
+        SLURMEnvironment._warn_without_srun()
+        tasks = _number("SLURM_NTASKS", default=1)
+        if alias.active() and tasks > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
+            raise RuntimeError(
+                f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set. In place of --ntasks={tasks} write "
+                f"--ntasks-per-node={tasks}, for each machine."
+            )
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        if self._is_interactive():
+            return
+        for variable, option, argument, value in (
+            ("SLURM_NTASKS_PER_NODE", "--ntasks-per-node", "devices", num_devices),
+            ("SLURM_NNODES", "--nodes", "num_nodes", num_nodes),
+        ):
+            if (given := os.environ.get(variable, "")).isdigit() and int(given) != value:
+                raise ValueError(
+                    f"{argument}={value}: the job of SLURM was started with {option}={given}, which does not match. "
+                    f"Use {argument}={given}."
+                )
+        if self._world_size in os.environ:
+            super().validate_settings(num_devices, num_nodes)
+
+    def world_size(self) -> int:
+        return _set_by_launcher(self._world_size, 1)
+
+    def local_rank(self) -> int:
+        return _set_by_launcher(*self._local_rank, 0)
+
+    def node_rank(self) -> int:
+        return _set_by_launcher(*self._node_rank, 0)
 
     @staticmethod
     def job_name() -> str | None:
@@ -286,7 +345,7 @@ class SLURMEnvironment(_ExternalCluster):
     def job_id() -> int | None:
         """Return the number of the job; None in an interactive shell."""
         text = os.environ.get("SLURM_JOB_ID", "")
-        return int(text) if text.isdigit() and SLURMEnvironment.job_name() not in ("bash", "interactive") else None
+        return int(text) if text.isdigit() and not SLURMEnvironment._is_interactive() else None
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
@@ -345,12 +404,26 @@ class KubeflowEnvironment(_ExternalCluster):
 
 
 class LSFEnvironment(_ExternalCluster):
-    """Processes started by ``jsrun`` of IBM's LSF."""
+    """Processes started by ``jsrun`` of IBM's LSF.
+
+    Raises:
+        ValueError: LSB_DJOB_RANKFILE or LSB_JOBID is not set.
+
+    """
 
     _world_size, _global_rank = "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"
     _local_rank = ("JSM_NAMESPACE_LOCAL_RANK",)
     _launcher = "jsrun"
     _required = ("LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE")
+
+    def __init__(self) -> None:
+        for name in ("LSB_DJOB_RANKFILE", "LSB_JOBID"):
+            if not os.environ.get(name) and not (name == "LSB_JOBID" and "MASTER_PORT" in os.environ):
+                state = "empty" if name in os.environ else "missing"
+                raise ValueError(
+                    f"LSFEnvironment(): the environment variable {name} is {state}. Start the program with jsrun "
+                    "inside a job of LSF."
+                )
 
     @property
     def main_address(self) -> str:
@@ -370,8 +443,11 @@ class LSFEnvironment(_ExternalCluster):
     def node_rank(self) -> int:
         """Return the place of this machine in LSB_DJOB_RANKFILE."""
         hosts, name = self._hosts(), socket.gethostname()
+        if name in hosts:
+            return hosts.index(name)
         for place, host in enumerate(hosts):
-            if host.partition(".")[0] == name.partition(".")[0]:
+            # Of numeric addresses the first part says nothing.
+            if not host[0].isdigit() and host.partition(".")[0] == name.partition(".")[0]:
                 return place
         raise ValueError(
             f"this machine, {name}, is not in LSB_DJOB_RANKFILE={os.environ['LSB_DJOB_RANKFILE']!r}, which has "
@@ -523,6 +599,13 @@ def first_host(nodes: str) -> str:
 
     """
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0].split(" ")[0]
+
+
+def _set_by_launcher(name: str, default: int) -> int:
+    """Return a variable that a launcher sets; as in Lightning, under its names it must be set."""
+    if alias.active() and name not in os.environ:
+        raise KeyError(name)
+    return _number(name, default=default)
 
 
 def _number(*names: str, default: int = 0) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 
 from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.optional import installed, need
 
 if TYPE_CHECKING:
     from hasten.types import Devices
@@ -118,8 +119,29 @@ class CPUAccelerator(Accelerator):
         return "cpu"
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return the load of the last minute, if the system reports it."""
-        return {"cpu_load_1min": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}
+        """Return the load of the last minute, if the system reports it, and with psutil use in percent."""
+        load = {"cpu_load_1min": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}
+        return {**load, **(get_cpu_stats() if installed("psutil") else {})}
+
+
+def get_cpu_stats() -> dict[str, float]:
+    """Return the load of this machine's CPU, memory and swap, in percent.
+
+    Raises:
+        ModuleNotFoundError: psutil is not installed.
+
+    Example::
+
+        >>> sorted(get_cpu_stats())
+        ['cpu_percent', 'cpu_swap_percent', 'cpu_vm_percent']
+
+    """
+    psutil = need("psutil", purpose="Monitoring of the CPU")
+    return {
+        "cpu_percent": psutil.cpu_percent(),
+        "cpu_vm_percent": psutil.virtual_memory().percent,
+        "cpu_swap_percent": psutil.swap_memory().percent,
+    }
 
 
 class CUDAAccelerator(Accelerator):
@@ -211,7 +233,7 @@ def best_accelerator() -> Accelerator:
 
 def _check_kind(accelerator: Accelerator, device: torch.device) -> None:
     if device.type != accelerator.name():
-        raise RuntimeError(f"{type(accelerator).__name__} got the device {device}.")
+        raise MisconfigurationException(f"{type(accelerator).__name__}.setup_device({device}): that is another kind.")
 
 
 def whole_number(devices: object) -> int | None:
