@@ -67,6 +67,8 @@ class LoggedValues:
         self.batch: Any = None
         self.batch_size: int = 0
         self.logs_evaluation_steps = False
+        # The one that runs; its metrics are among its parts.
+        self.module: nn.Module | None = None
         self.context: LoggingContext = _OUTSIDE
         self.callback_values: dict[str, float] = {}
         self.logger_values: dict[str, float] = {}
@@ -205,6 +207,13 @@ class LoggedValues:
             else:
                 _check_loaders_apart(context, name, value, where)
         if is_metric(value):
+            # hasten finds metrics by identity. With one that is no part of the module, Lightning refuses.
+            if self.module is not None and alias.active() and not any(value is part for part in self.module.modules()):
+                raise MisconfigurationException(
+                    f"{where}: this {type(value).__name__} is not part of {type(self.module).__name__}, so it would be "
+                    "neither reset nor saved. You can fix this by setting an attribute for the metric in your module: "
+                    "self.metric = ... in __init__()."
+                )
             logged.metric = value
         elif several_processes and on_epoch and not options.sync_dist and not options.rank_zero_only:
             self._warn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import pickle
 import random
@@ -11,11 +12,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +384,16 @@ def test_names_stay_in_their_folder(tmp_path: Path) -> None:
         path.touch()
     for text in ("epoch=1-step=20", "val_loss=0.25", "größe-1.5e-05"):
         assert files.safe_name(text) == text
+
+
+def test_a_server_that_sends_files_only_from_their_beginning(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    files.save({"epoch": 3, "weight": torch.arange(100)}, tmp_path / "a.ckpt")
+    # The server of the standard library ignores ranges.
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        loaded = files.load(f"http://127.0.0.1:{server.server_port}/a.ckpt")
+        server.shutdown()
+    assert loaded["epoch"] == 3
+    assert loaded["weight"].equal(torch.arange(100))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 
+import hasten as L
 import hasten.compat
+from hasten.utilities.exceptions import MisconfigurationException
 from hasten.utilities.warnings import PossibleUserWarning
-from tests.models import Classifier, loader, quiet
+from tests.models import Classifier, Manual, loader, quiet
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +58,86 @@ def test_advice_about_loaders_has_the_type_that_programs_silence(monkeypatch: py
         quiet(reload_dataloaders_every_n_epochs=1, limit_train_batches=0).fit(Classifier(), kept)
     with pytest.warns(UserWarning, match="persistent_workers=True"):
         quiet(limit_train_batches=0).fit(Classifier(), spawned)
+
+
+def test_last_means_the_file_of_that_name(tmp_path: Path) -> None:
+    trainer = quiet(default_root_dir=tmp_path, callbacks=L.callbacks.ModelCheckpoint(), enable_checkpointing=True)
+    model = Classifier()
+    trainer.fit(model, loader(8), loader(8))
+    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
+        trainer.validate(model, loader(8), ckpt_path="last")
+    assert trainer.ckpt_path is None
+    again = quiet(default_root_dir=tmp_path, enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
+        again.fit(Classifier(), loader(8), ckpt_path="last")
+    assert again.global_step == 2
+
+
+def test_a_missing_hparams_file_is_a_warning(tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(Classifier(width=4), loader(8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(RuntimeWarning, match="there is no such file"):
+        loaded = Classifier.load_from_checkpoint(tmp_path / "a.ckpt", hparams_file=tmp_path / "hparams.yaml", width=4)
+    assert loaded.hparams.width == 4
+
+
+def test_a_metric_that_is_no_part_of_the_module_is_refused() -> None:
+    class Forgotten(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            metric = torchmetrics.MeanMetric()
+            metric(1.0)
+            self.log("mean", metric)
+            return self.loss(batch)
+
+    with pytest.raises(MisconfigurationException, match="setting an attribute for the metric in your module"):
+        quiet().fit(Forgotten(), loader(8))
+
+
+def test_what_manual_optimization_returns_is_checked() -> None:
+    class Returns(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            return 0.5
+
+    with pytest.raises(MisconfigurationException, match="return the loss"):
+        quiet().fit(Returns(), loader(8))
+
+
+def test_a_short_epoch_and_no_limit_of_epochs_are_possible_oversights(tmp_path: Path) -> None:
+    trainer = quiet(logger=True, default_root_dir=tmp_path)
+    with pytest.warns(PossibleUserWarning, match="smaller than the logging interval"):
+        trainer.fit(Classifier(), loader(8))
+    endless = quiet(max_epochs=None)
+    model = Classifier()
+    model.on_train_batch_end = lambda *_: setattr(endless, "should_stop", True)  # type: ignore[method-assign]
+    with pytest.warns(PossibleUserWarning, match="`max_epochs` was not set"):
+        endless.fit(model, loader(8))
+
+
+def test_an_error_in_copies_of_this_process_reaches_callbacks_here() -> None:
+    class Fails(Classifier):
+        def on_train_start(self) -> None:
+            assert self.trainer.model is not self
+            assert self.trainer.model.training  # type: ignore[union-attr]
+
+        def on_validation_start(self) -> None:
+            # The wrapper of DDP shows eval mode, too.
+            assert not self.trainer.model.training  # type: ignore[union-attr]
+
+        def on_train_epoch_end(self) -> None:
+            raise ArithmeticError("on purpose")
+
+    class Counts(L.Callback):
+        def __init__(self) -> None:
+            self.errors: list[BaseException] = []
+
+        def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+            self.errors.append(exception)
+
+    counts = Counts()
+    trainer = quiet(strategy="ddp_fork", callbacks=counts)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        trainer.fit(Fails(), loader(8), loader(8))
+    assert len(counts.errors) == 1
+    assert trainer.interrupted

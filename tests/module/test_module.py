@@ -29,7 +29,7 @@ def test_a_module_without_a_run() -> None:
     assert (model.loggers, model.automatic_optimization, model.strict_loading) == ([], True, True)
     assert model.logger is model.fabric is model.device_mesh is model.example_input_array is None
     for call, on in ((model.freeze, False), (model.unfreeze, True)):
-        call()
+        assert call() is model
         assert {p.requires_grad for p in model.parameters()} == {on}
         assert {child.training for child in model.modules()} == {on}
 

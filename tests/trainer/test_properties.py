@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import hasten as L
 from tests.fakes import RowLogger, watching
 from tests.models import Classifier, Several, loader, quiet
 
@@ -160,3 +161,15 @@ def test_values_that_no_logger_gets_are_not_in_the_results() -> None:
     assert trainer.test(Logs(), loader(8), verbose=False) == [{"both_epoch": 0.5, "shown": 2.0}]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert metrics == {"hidden": 1.0, "both": 0.5, "both_epoch": 0.5, "shown": 2.0}
+
+
+def test_what_programs_assign_to_imitate_a_run() -> None:
+    trainer, data = quiet(), L.LightningDataModule()
+    trainer.training = True
+    assert trainer.state.stage == "train"
+    trainer.sanity_checking = True
+    assert (trainer.training, trainer.sanity_checking) == (False, True)
+    trainer.sanity_checking = False
+    assert trainer.state.stage is None
+    trainer.datamodule, trainer.ckpt_path = data, "a.ckpt"
+    assert (trainer.datamodule, trainer.ckpt_path) == (data, "a.ckpt")

@@ -17,6 +17,10 @@ class WrongType(MisconfigurationException, TypeError):
     """Raised for an argument of a wrong type; programs catch either name."""
 
 
+class NotPartOfLightning2(MisconfigurationException, NotImplementedError):
+    """Raised for what was removed before Lightning 2, whose own error is a ``NotImplementedError``."""
+
+
 class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):
     """Raised for a setup that cannot work, where programs expect a ``RuntimeError``."""
 

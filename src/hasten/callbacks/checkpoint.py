@@ -21,6 +21,7 @@ from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
+from hasten.elsewhere import alias
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
@@ -593,17 +594,21 @@ class ModelCheckpoint(Checkpoint):
     def find_last(self, trainer: Trainer) -> str | None:
         """Return the newest undamaged checkpoint to resume from, or None.
 
-        Searches ``dirpath``; when that is the default, also the folders of earlier runs, the latest first.
+        Searches ``dirpath``; when that is the default, also the folders of earlier runs, the latest first. Where
+        Lightning's names lead to hasten, only ``dirpath``, and only for files that are called ``last``.
         Damaged files are skipped with a warning that names them.
         """
         folders: list[str] = []
         if trainer.is_global_zero:
             folders = [self.dirpath or checkpoint_files.default_folder(trainer)]
-            if self._default_folder:
+            if self._default_folder and not alias.active():
                 folders += checkpoint_files.folders_of_earlier_runs(trainer, folders[0])
         reader, strategy = trainer.runtime.checkpoint_io, trainer.strategy
+        # In Lightning, "last" means the file of that name.
+        prefix = self.CHECKPOINT_NAME_LAST if alias.active() else ""
         newest = (
-            checkpoint_files.newest(each, self.FILE_EXTENSION, reader, strategy) for each in strategy.broadcast(folders)
+            checkpoint_files.newest(each, self.FILE_EXTENSION, reader, strategy, prefix=prefix)
+            for each in strategy.broadcast(folders)
         )
         self._found_as_last = next(filter(None, newest), None)
         return self._found_as_last

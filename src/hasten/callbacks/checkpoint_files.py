@@ -133,14 +133,17 @@ def folders_of_earlier_runs(trainer: Trainer, folder: str) -> list[str]:
     return [path for path in paths if path != folder]
 
 
-def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy) -> str | None:
+def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy, *, prefix: str = "") -> str | None:
     """Return the newest checkpoint below a folder that can be read; warn of damaged ones. Plugins' are not checked.
+
+    Only names that begin with ``prefix`` count.
 
     All processes call it together: each reads a part of the files of a sharded checkpoint.
     """
     if isinstance(reader, AsyncCheckpointIO):
         reader = reader.checkpoint_io
-    for path in strategy.broadcast(find(folder, extension) if strategy.is_global_zero else []):
+    found = find(folder, extension) if strategy.is_global_zero else []
+    for path in strategy.broadcast([path for path in found if os.path.basename(path).startswith(prefix)]):
         if not isinstance(reader, TorchCheckpointIO):
             return path
         problem = None

@@ -13,8 +13,10 @@ import os
 import pickle
 import pickletools
 import secrets
+import shutil
 import struct
 import sys
+import tempfile
 import warnings
 import zipfile
 import zlib
@@ -566,6 +568,13 @@ def _can_be_loaded(value: Any) -> bool:
 def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     if is_url(path):
         system, inner = _file_system(str(path), None)
+        if str(path).startswith(("http://", "https://")):
+            # Many servers send files only from their beginning, and a checkpoint is read here and there.
+            with system.open(inner, "rb", block_size=0) as sent, tempfile.TemporaryFile() as copy:
+                shutil.copyfileobj(sent, copy)
+                copy.seek(0)
+                yield copy
+            return
         with system.open(inner, "rb") as file:
             yield file
         return

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
@@ -195,12 +196,26 @@ def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
     return torch.inference_mode() if inference else torch.no_grad()
 
 
+def _remember_modes(run: Run) -> Callable[[], None]:
+    """Return a function that gives each part its mode again; the wrapper of DDP shows eval mode until then."""
+    restore, wrapped = remember_modes(run.module), run.wrapped
+    if not isinstance(wrapped, DistributedDataParallel):
+        return restore
+    before, wrapped.training = wrapped.training, False
+
+    def restore_all() -> None:
+        restore()
+        wrapped.training = before
+
+    return restore_all
+
+
 @contextmanager
 def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
     """Switch to eval mode; afterwards each sub-module has its former mode, or what the user's hook sets."""
     module = run.module
     run.runtime.strategy.reshard()
-    restore = remember_modes(module)
+    restore = _remember_modes(run)
     testing = stage == "test"
     (module.on_test_model_eval if testing else module.on_validation_model_eval)()
     try:
@@ -235,7 +250,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     run.runtime.strategy.reshard()
     if run.as_lightning:
         run.predict.tell_samplers(run.progress.current_epoch)
-    restore = remember_modes(module)
+    restore = _remember_modes(run)
     module.on_predict_model_eval()
     outputs: list[list[Any]] = []
     run.epoch_batch_indices = []

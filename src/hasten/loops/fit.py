@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.rank_zero import rank_zero_info, warn_once
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
 from hasten._lib.tree import parameters_of
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
@@ -85,9 +86,10 @@ def fit(run: Run) -> None:
         _say_why_finished(run)
         return
     if run.arguments.max_epochs_assumed:
-        rank_zero_info(
+        rank_zero_warn(
             "`max_epochs` was not set: training ends after 1000 epochs. "
-            "Pass max_epochs=..., or max_epochs=-1 for no limit."
+            "Pass max_epochs=..., or max_epochs=-1 for no limit.",
+            PossibleUserWarning,
         )
     if not first_check:
         run.first_epoch.before_start(run)
@@ -561,7 +563,7 @@ def _manual_step(run: Run) -> Step:
     """The user's training_step does all of it."""
     hooks, logged, context = run.hooks, run.logged, run.logged.context_of(STEPS["training_step"])
     training_step = _training_step(run)
-    graphs = recorded_steps(run)
+    graphs, as_lightning = recorded_steps(run), run.as_lightning
 
     def train_step(batch: Any, batch_idx: int) -> Any:
         logged.context = context
@@ -572,6 +574,11 @@ def _manual_step(run: Run) -> Step:
         except Exception as error:
             annotate(error, "training_step", run.module, batch, batch_idx)
             raise
+        if as_lightning and not isinstance(output, (Tensor, Mapping, NoneType)):
+            raise MisconfigurationException(
+                f"{type(run.module).__name__}.training_step returned a {type(output).__name__}. With manual "
+                "optimization return the loss (a tensor), a dict, or nothing."
+            )
         if output is None or hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return {}
         if isinstance(output, Tensor):

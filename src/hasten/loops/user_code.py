@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, NotPartOfLightning2
 from hasten._lib.names import defined_by_program, did_you_mean, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
-from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import is_sharded, parameters_of
 from hasten.arguments import Arguments
 from hasten.elsewhere import alias
@@ -91,6 +91,7 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         raise MisconfigurationException(
             f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
         )
+    _refuse_removed_hooks(call, module)
     problem = _problem_of_methods(call, module)
     if problem is not None:
         raise MisconfigurationException(f"Trainer.{call}(): {problem}")
@@ -109,14 +110,19 @@ def check_pipeline(call: str, module: LightningModule) -> None:
             )
 
 
-def _problem_of_methods(call: str, module: LightningModule) -> str | None:
-    owner = type(module).__name__
+def _refuse_removed_hooks(call: str, module: LightningModule) -> None:
     for name, instead in _REMOVED_HOOKS.items():
         if hasattr(module, name):
-            return (
-                f"{owner}.{name}() would never be called. Rename it to {instead}(self), and keep what you need of the "
-                "outputs in an attribute."
+            raise NotPartOfLightning2(
+                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called. Rename it to "
+                f"{instead}(self), and keep what you need of the outputs in an attribute."
             )
+
+
+def _problem_of_methods(call: str, module: LightningModule) -> str | None:
+    owner = type(module).__name__
+    if call == "predict" and getattr(module, "predict_step", None) is None:
+        return f"{owner}.predict_step is None. Define it, or leave it to the one that calls forward()."
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
         return f"{owner} has no {step}(). Define it{_near_method(module, step)}."
@@ -431,6 +437,7 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
             f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs. "
             "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
             "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well.",
+            PossibleUserWarning,
         )
 
 
@@ -450,6 +457,8 @@ class FirstEpoch:
         if self._begun:
             return
         self._begun, self._resumed = True, run.progress.logged_step > 0
+        if run.as_lightning:
+            self._warn_of_interval(run)
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
         if any(type(part).train is not nn.Module.train for part in module.modules()):
             return  # The model decides itself which of its parts are in which mode.
@@ -466,6 +475,17 @@ class FirstEpoch:
                 f"{type(module).__name__} trains {len(found)} layers in eval mode ({', '.join(found[:_NAMED])}): "
                 "dropout is off there, as in what from_pretrained() returns. Write model.train() before fit; layers "
                 "with requires_grad=False may stay in eval mode."
+            )
+
+    def _warn_of_interval(self, run: Run) -> None:
+        """Warn as Lightning does, whatever is logged."""
+        every, batches = run.arguments.log_every_n_steps, run.train.limit
+        if run.logged.loggers and batches < every and not run.arguments.fast_dev_run:
+            self._ended = True
+            rank_zero_warn(
+                f"The number of training batches ({batches}) is smaller than the logging interval "
+                f"Trainer(log_every_n_steps={every}). Use a shorter one to see values of steps in the loggers.",
+                PossibleUserWarning,
             )
 
     def at_end(self, run: Run) -> None:

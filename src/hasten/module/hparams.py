@@ -559,6 +559,9 @@ def _with_attributes(value: Any) -> Any:
 
 def _read_hparams(path: PathLike) -> dict[str, Any]:
     yaml = need("yaml", purpose="reading hparams_file")
+    if alias.active() and not Path(path).is_file():
+        rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
+        return {}
     text, kind = Path(path).read_text(), Path(path).suffix.lower()
     if kind == ".csv":
         rows = list(csv.reader(text.splitlines()))[1:]

@@ -412,15 +412,13 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         finally:
             self.untoggle_optimizer(optimizer)
 
-    def freeze(self) -> None:
-        """Turn off gradients of all parameters, and switch to eval mode."""
-        self.requires_grad_(False)
-        self.eval()
+    def freeze(self) -> Self:
+        """Turn off gradients of all parameters, switch to eval mode, and return the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Turn on gradients of all parameters, and switch to train mode."""
-        self.requires_grad_(True)
-        self.train()
+    def unfreeze(self) -> Self:
+        """Turn on gradients of all parameters, switch to train mode, and return the module."""
+        return self.requires_grad_(True).train()
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked in a new first dimension.

@@ -13,7 +13,7 @@ from hasten._lib.tree import move_to
 from hasten.compile.settings import inner_model as inner_model
 from hasten.elsewhere import alias
 from hasten.loggers.base import Logger
-from hasten.loops.progress import TrainerFn
+from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.loops.user_code import check_signatures
 from hasten.machine import launch, watchdog
 from hasten.machine.host import is_interactive
@@ -96,6 +96,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     """Attach module and datamodule to a Trainer, and add the callbacks of ``configure_callbacks``."""
     module.trainer = trainer
     log_into(module, trainer._logged)
+    trainer._logged.module = module
     if datamodule is not None:
         datamodule.trainer = trainer
     if alias.active():
@@ -158,9 +159,7 @@ def weights_for(
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
     """Return the callbacks with checkpoints last: they save what all others did."""
-    from hasten.callbacks.checkpoint import Checkpoint
-
-    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+    return sorted(callbacks, key=_saves)
 
 
 def folder_of_logs(trainer: Trainer) -> str:
@@ -189,6 +188,22 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
         raise KeyboardInterrupt from None
     launch.leave_with_own_code()
     raise SystemExit(128 + signal_number) from None
+
+
+def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
+    """Note in the process that started the others that their run has failed."""
+    trainer.state.status, trainer.state.stage = TrainerStatus.INTERRUPTED, None
+    if alias.active():
+        # There, Lightning calls this hook in the process that started the others, and hasten in those that have run.
+        for callback in trainer.callbacks:
+            if not _saves(callback):
+                callback.on_exception(trainer, trainer.lightning_module, error)  # type: ignore[arg-type]
+
+
+def _saves(callback: Callback) -> bool:
+    from hasten.callbacks.checkpoint import Checkpoint
+
+    return isinstance(callback, Checkpoint)
 
 
 # -- results of a Trainer's copies in other processes (``strategy="ddp_spawn"`` and similar)

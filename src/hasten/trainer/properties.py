@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -31,8 +31,26 @@ if TYPE_CHECKING:
     from hasten.precision.base import Precision
 
 
-def _in_stage(stage: RunningStage, doc: str) -> ReadOnly[bool]:
-    return ReadOnly(lambda trainer: trainer.state.stage == stage, doc)
+class _InStage:
+    """Whether a stage is in progress; programs that imitate a run assign it."""
+
+    def __init__(self, stage: RunningStage, doc: str) -> None:
+        self._stage, self.__doc__ = stage, doc
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> _InStage: ...
+
+    @overload
+    def __get__(self, instance: TrainerView, owner: type) -> bool: ...
+
+    def __get__(self, instance: TrainerView | None, owner: type) -> _InStage | bool:
+        return self if instance is None else instance.state.stage == self._stage
+
+    def __set__(self, instance: TrainerView, is_now: bool) -> None:
+        if is_now:
+            instance.state.stage = self._stage
+        elif instance.state.stage == self._stage:
+            instance.state.stage = None
 
 
 def _loaders(source_name: str, doc: str) -> ReadOnly[Any]:
@@ -127,11 +145,11 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     # -- state
 
-    training = _in_stage(RunningStage.TRAINING, "Whether training steps run.")
-    validating = _in_stage(RunningStage.VALIDATING, "Whether validation steps run.")
-    testing = _in_stage(RunningStage.TESTING, "Whether test steps run.")
-    predicting = _in_stage(RunningStage.PREDICTING, "Whether prediction steps run.")
-    sanity_checking = _in_stage(RunningStage.SANITY_CHECKING, "Whether the validation sanity check runs.")
+    training = _InStage(RunningStage.TRAINING, "Whether training steps run.")
+    validating = _InStage(RunningStage.VALIDATING, "Whether validation steps run.")
+    testing = _InStage(RunningStage.TESTING, "Whether test steps run.")
+    predicting = _InStage(RunningStage.PREDICTING, "Whether prediction steps run.")
+    sanity_checking = _InStage(RunningStage.SANITY_CHECKING, "Whether the validation sanity check runs.")
     received_sigterm = ReadOnly[bool]("_received_sigterm", "Whether SIGTERM ended the run.")
     between_batches = ReadOnly[bool](
         "_between_batches", "Whether no batch is in progress, so that the state can be saved."
@@ -177,7 +195,15 @@ class TrainerView(RuntimeView, TrainerSettings):
     # -- module, data, optimizers
 
     lightning_module = ReadOnly["LightningModule | None"]("_module", "The module.")
-    datamodule = ReadOnly["LightningDataModule | None"]("_datamodule", "The datamodule of the last call.")
+
+    @property
+    def datamodule(self) -> LightningDataModule | None:
+        """The datamodule of the last call."""
+        return self._datamodule
+
+    @datamodule.setter
+    def datamodule(self, datamodule: LightningDataModule | None) -> None:
+        self._datamodule = datamodule
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -331,7 +357,14 @@ class TrainerView(RuntimeView, TrainerSettings):
     early_stopping_callback = _first_of("EarlyStopping", "The first EarlyStopping callback, or None.")
     progress_bar_callback = _first_of("ProgressBar", "The progress bar, or None.")
 
-    ckpt_path = ReadOnly["str | None"]("_ckpt_path", "The checkpoint the last call started from.")
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint the last call started from."""
+        return self._ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | None) -> None:
+        self._ckpt_path = path
 
     # -- inside
 

@@ -86,11 +86,15 @@ def newest(trainer: Trainer) -> str:
         names = [name for name in os.listdir(folder) if name.startswith(_NAME) and name.endswith(".ckpt")]
         found = [path for name in names if present(path := os.path.join(folder, name))]
     if not found:
-        raise FileNotFoundError(
+        raise NoCheckpoint(
             f"ckpt_path='hpc': there is no {_NAME}*.ckpt in {folder}, which a job that is requeued leaves there. Leave "
             "ckpt_path out, or write ckpt_path='last'."
         )
     return max(found, key=os.path.getmtime)
+
+
+class NoCheckpoint(FileNotFoundError, ValueError):
+    """There is no checkpoint of a requeued job; programs catch either name."""
 
 
 def _joined(folder: str, name: str) -> str:

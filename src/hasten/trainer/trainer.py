@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from hasten._lib.argument_names import refuse_unknown
-from hasten._lib.errors import shorten
+from hasten._lib.errors import MisconfigurationException, shorten
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
@@ -228,7 +228,7 @@ class Trainer(TrainerView):
         if unknown:
             refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if model_registry is not None:
-            raise ValueError("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
+            raise MisconfigurationException("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
         self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         self._arguments = check_arguments(self._given)
         self.profiler = resolve_profiler(profiler)
@@ -530,6 +530,8 @@ class Trainer(TrainerView):
             result: Result = self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
             return result
         except BaseException as error:
+            if self.state.status == TrainerStatus.RUNNING:
+                parts.failed_in_copies(self, error)
             shorten(error)
             raise
 
@@ -770,7 +772,9 @@ class Trainer(TrainerView):
         elif algorithm == "norm":
             self._runtime.clip_norm(parameters, float(clip_val))
         else:
-            raise ValueError(f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'.")
+            raise MisconfigurationException(
+                f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'."
+            )
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked; see ``LightningModule.all_gather``."""
