@@ -230,3 +230,46 @@ def test_a_batch_that_is_none_is_skipped() -> None:
     with pytest.warns(UserWarning, match="train_dataloader yielded None"):
         quiet().fit(Notes(), [None, next(iter(loader(4)))])
     assert outputs == [(True, True), (False, False)]
+
+
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_steps_that_fetch_their_batches(per_step: int) -> None:
+    given: list[Any] = []
+    took: list[Any] = []
+
+    class Fetches(Classifier):
+        def fetch(self, dataloader_iter: Any) -> Any:
+            batches = [next(dataloader_iter) for _ in range(per_step)]
+            took.extend(batch[1:] for batch in batches)
+            return self.loss(batches[0][0])
+
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return self.fetch(dataloader_iter)
+
+        def validation_step(self, dataloader_iter: Any) -> None:
+            self.log("val", self.fetch(dataloader_iter), batch_size=1)
+
+        def predict_step(self, dataloader_iter: Any) -> Any:
+            return self.fetch(dataloader_iter)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            given.append((batch is None, batch_idx))
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            given.append((batch_idx, dataloader_idx))
+
+    trainer = quiet(num_sanity_val_steps=0, limit_val_batches=0)
+    trainer.fit(Fetches(), loader(16))
+    assert took == [(index, 0) for index in range(4)]
+    assert given == [(True, 0), *((False, index) for index in range(per_step - 1, 3, per_step))]
+    assert trainer.global_step == 4 // per_step
+    # An incomplete step at the end of the data ends the epoch.
+    quiet(max_epochs=2, limit_val_batches=0).fit(Fetches(), loader(12))
+
+    took.clear()
+    given.clear()
+    trainer = quiet()
+    trainer.validate(Fetches(), [loader(8), loader(8)], verbose=False)
+    assert took == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert given == took[per_step - 1 :: per_step]
+    assert len(trainer.predict(Fetches(), loader(8))) == 2 // per_step

@@ -180,7 +180,12 @@ def is_collection(thing: object) -> bool:
     if not isinstance(thing, (Mapping, list, tuple)):
         return False
     members = list(thing.values() if isinstance(thing, Mapping) else thing)
-    return bool(members) and all(_is_loader(member) or is_collection(member) for member in members)
+    # In a dict, which yields its keys, a list is a loader too: one of batches.
+    by_name = isinstance(thing, Mapping)
+    return bool(members) and all(
+        _is_loader(member) or is_collection(member) or (by_name and isinstance(member, (list, tuple)) and member)
+        for member in members
+    )
 
 
 def _is_loader(thing: Any) -> bool:

@@ -16,8 +16,8 @@ from hasten.loops.prepare import compiled_step, recorded_steps
 from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.loops.run import Run, Stopped
-from hasten.loops.run_data import LIMIT_OF, STEP_OF, StageData, make_transfer
-from hasten.loops.user_code import annotate, check_takes_loader, step_of, takes
+from hasten.loops.run_data import LIMIT_OF, STEP_OF, DataloaderIterator, StageData, make_transfer
+from hasten.loops.user_code import annotate, check_takes_loader, step_of, takes, takes_iterator
 from hasten.module import LightningModule
 from hasten.report.summary import print_results
 from hasten.seed import isolate_rng
@@ -78,7 +78,10 @@ def evaluate(
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             batches = []
-            for loader_idx in range(count):
+            fetches = takes_iterator(getattr(run.module, STEP_OF[stage]))
+            if fetches:
+                batches = _evaluate_fetched(run, source, lambda output, loader_idx: None)
+            for loader_idx in range(0 if fetches else count):
                 logged.enter_loader(stage, loader_idx if count > 1 else None)
                 batches.append(_evaluate_loader(run, source, loader_idx, several=count > 1))
             logged.enter_loader(stage, None)
@@ -154,6 +157,44 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
         progress.evaluated += 1
         _leave_if_stopped(run)
     return count
+
+
+def _evaluate_fetched(run: Run, source: StageData, keep: Callable[[Any, int], None]) -> list[int]:
+    """Evaluate with a step that fetches its batches from ``dataloader_iter``; return how many each loader had."""
+    hooks, logged, stage, count = run.hooks, run.logged, source.stage, len(source.load())
+    several, given = count > 1, [index for index in range(count) if source.limits[index] > 0]
+    batches = [0] * count
+
+    def fetch() -> Iterator[tuple[Any, bool, int, int]]:
+        for loader_idx in given:
+            if stage != "predict":
+                logged.enter_loader(stage, loader_idx if several else None)
+            if several:
+                logged.context_of(STEPS[STEP_OF[stage]]).enter_loader(loader_idx)
+            for index, (batch, is_last) in enumerate(in_step(run, source.batches(loader_idx))):
+                batches[loader_idx] += 1
+                yield batch, is_last and loader_idx == given[-1], index, loader_idx
+
+    fetched = DataloaderIterator(run, fetch(), is_empty=not given)
+    step = _step(run, STEP_OF[stage], None)
+    start, end = (f"on_{STEP_OF[stage].removesuffix('_step')}_batch_{when}" for when in ("start", "end"))
+    for _ in fetched.steps():
+        suffix = (fetched.dataloader_idx,) if several else ()
+        getattr(hooks, start)(fetched.batch, fetched.batch_idx, *suffix)
+        try:
+            output = step(fetched, fetched.batch_idx)
+        except StopIteration:
+            if not fetched.done:
+                raise
+            break
+        suffix = (fetched.dataloader_idx,) if several else ()
+        getattr(hooks, end)(output, fetched.batch, fetched.batch_idx, *suffix)
+        keep(output, fetched.dataloader_idx)
+        if logged.logs_evaluation_steps and stage != "predict":
+            logged.publish_evaluation_step(stage, fetched.batch_idx)
+        run.progress.evaluated += 1
+        _leave_if_stopped(run)
+    return batches
 
 
 def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], Any]:
@@ -259,11 +300,17 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
         with without_gradients(run):
             hooks.on_predict_start()
             hooks.on_predict_epoch_start()
+            keeps = return_predictions or run.keeps_predictions
+            fetches = takes_iterator(module.predict_step)
             for loader_idx in range(len(run.predict.load())):
                 outputs.append([])
                 run.epoch_batch_indices.append([])
-                keeps = return_predictions or run.keeps_predictions
-                _predict_loader(run, loader_idx, several, outputs[-1] if keeps else None)
+                if not fetches:
+                    _predict_loader(run, loader_idx, several, outputs[-1] if keeps else None)
+            if fetches:
+                _evaluate_fetched(
+                    run, run.predict, lambda output, index: outputs[index].append(output) if keeps else None
+                )
             leave_evaluation(run)
             run.kept_predictions = outputs if several else (outputs[0] if outputs else [])
             hooks.on_predict_epoch_end()

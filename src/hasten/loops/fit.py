@@ -36,7 +36,7 @@ from hasten.loops.processes import (
 from hasten.loops.progress import RunningStage
 from hasten.loops.resume import batch_start
 from hasten.loops.run import Run, Stopped
-from hasten.loops.run_data import make_transfer
+from hasten.loops.run_data import DataloaderIterator, FetchedHooks, make_transfer
 from hasten.loops.user_code import (
     annotate,
     check_evaluation,
@@ -44,6 +44,7 @@ from hasten.loops.user_code import (
     check_weight,
     loss_of,
     step_of,
+    takes_iterator,
     weights_are_missing,
     with_batch_idx_if_taken,
 )
@@ -177,7 +178,8 @@ def train_epoch(run: Run) -> None:
         # At the start no parameter required gradients, so there was nothing to wrap; a callback may have unfrozen some.
         run.wrapped = run.runtime.wrap(run.module)
     run.first_epoch.at_start(run)
-    run.watch("run_training_epoch", train_batches)(run, batches)
+    loop = train_fetched if takes_iterator(run.module.training_step) else train_batches
+    run.watch("run_training_epoch", loop)(run, batches)
     check_some_loss(run)
     run.first_epoch.at_end(run)
 
@@ -197,9 +199,22 @@ def train_epoch(run: Run) -> None:
     progress.in_epoch = False
 
 
-def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
+def train_fetched(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
+    """Train on the batches that ``training_step`` fetches from its argument ``dataloader_iter``."""
+    numbered = ((batch, is_last, index, 0) for index, (batch, is_last) in enumerate(batches, run.progress.batch))
+    fetched = DataloaderIterator(run, numbered)
+    try:
+        train_batches(run, fetched.steps(), FetchedHooks(run, fetched))
+    except StopIteration:
+        if not fetched.done:
+            raise
+        _loader_ended_early(run)
+
+
+def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = None) -> None:
     """Train on each batch: the loop itself."""
-    progress, hooks, logged, stop, window = run.progress, run.hooks, run.logged, run.stop, run.window
+    progress, logged, stop, window = run.progress, run.logged, run.stop, run.window
+    hooks = run.hooks if hooks is None else hooks
     several_processes = run.runtime.world_size > 1
     plan, guard, module = _make_plan(run), run.guard, run.module
     step_of_class = module.__class__.training_step
@@ -356,7 +371,7 @@ def _make_plan(run: Run) -> _EpochPlan:
     accumulation_size, tail_size, tail_start = schedule.plan_windows(run)
     return _EpochPlan(
         train_step=run.watch("run_training_batch", _joining(run, make_step(run))),
-        transfer=make_transfer(run, run.train),
+        transfer=None if takes_iterator(run.module.training_step) else make_transfer(run, run.train),
         step_schedulers=run.watch("lr_scheduler_step", schedule.step),
         accumulation_size=accumulation_size,
         tail_size=tail_size,

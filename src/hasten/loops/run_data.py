@@ -454,6 +454,70 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
     return run.watch("batch_to_device", transfer)
 
 
+# -- steps that fetch their batches themselves
+
+
+class DataloaderIterator:
+    """The ``dataloader_iter`` of a step: yields (batch, batch_idx, dataloader_idx), and knows whether it is done.
+
+    Batches are as the loader gives them: the step moves them to the device.
+
+    Args:
+        run: the run.
+        batches: (batch, whether it is the last, its index, that of its loader).
+        is_empty: whether there are no batches.
+
+    """
+
+    def __init__(self, run: Run, batches: Iterator[tuple[Any, bool, int, int]], *, is_empty: bool = False) -> None:
+        self._run, self._batches = run, batches
+        self.done, self.fetched = is_empty, 0
+        self.batch: Any = None
+        self.batch_idx = self.dataloader_idx = 0
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self.done:
+            raise StopIteration
+        try:
+            self.batch, self.done, self.batch_idx, self.dataloader_idx = next(self._batches)
+        except StopIteration:
+            self.done = True
+            raise
+        self.fetched += 1
+        logged = self._run.logged
+        logged.batch, logged.batch_size = self.batch, 0
+        return self.batch, self.batch_idx, self.dataloader_idx
+
+    def steps(self) -> Iterator[tuple[DataloaderIterator, bool]]:
+        """Yield itself for each step, until all batches are fetched."""
+        while not self.done:
+            yield self, False
+
+
+class FetchedHooks:
+    """The hooks of a run whose ``training_step`` fetches its batches: they are given the latest batch it has."""
+
+    def __init__(self, run: Run, fetched: DataloaderIterator) -> None:
+        self._hooks, self._progress, self._fetched = run.hooks, run.progress, fetched
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hooks, name)
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> Any:
+        return self._hooks.on_train_batch_start(self._fetched.batch, self._fetched.batch_idx)
+
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+        # What was fetched is done, for a checkpoint.
+        self._progress.batch = self._fetched.fetched
+        self._hooks.on_train_batch_end(outputs, self._fetched.batch, self._fetched.batch_idx)
+
+    def on_train_batch_end_last(self, outputs: object, batch: object, batch_idx: int) -> None:
+        self._hooks.on_train_batch_end_last(outputs, self._fetched.batch, self._fetched.batch_idx)
+
+
 # -- whether training waits for its data
 
 # Shorter runs are not worth a warning, and their first steps are a warm-up.
