@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +205,129 @@ def test_small_things(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError):
         model.trainer
     _log_device_info(quiet())
+
+
+def test_a_rich_bar_that_makes_its_own_display() -> None:
+    from lightning.pytorch.callbacks.progress.rich_progress import (
+        BatchesProcessedColumn,
+        CustomBarColumn,
+        CustomProgress,
+        CustomTimeColumn,
+        MetricsTextColumn,
+        ProcessingSpeedColumn,
+        RichProgressBar,
+    )
+
+    class Own(RichProgressBar):  # type: ignore[misc]
+        def _init_progress(self, trainer: Any) -> None:
+            if self.is_enabled and (self.progress is None or self._progress_stopped):
+                self._reset_progress_bar_ids()
+                self._metric_component = MetricsTextColumn(trainer, "", " and ", ".1f")
+                columns = ["{task.description}", CustomBarColumn(), BatchesProcessedColumn(""), CustomTimeColumn("")]
+                columns += [ProcessingSpeedColumn(""), self._metric_component]
+                self.progress = CustomProgress(*columns, auto_refresh=False, console=self._console)
+                self.progress.start()
+                self._progress_stopped = False
+                self.endless = self.progress.add_task("endless", total=float("inf"), visible=False)
+
+        def _get_train_description(self, current_epoch: int) -> str:
+            return f"stage {current_epoch}"
+
+    class Logs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 1.25, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    terminal = io.StringIO()
+    console = {"file": terminal, "force_terminal": True, "width": 120, "color_system": None, "legacy_windows": False}
+    bar = Own(console_kwargs=console)
+    quiet(max_epochs=1, limit_train_batches=2, enable_progress_bar=True, callbacks=[bar]).fit(Logs())
+    assert re.search(r"stage 0 .*2/2 .*it/s .*x: 1\.2", terminal.getvalue())
+    assert bar._progress_stopped
+
+
+def test_callbacks_whose_inner_methods_are_overridden(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, LearningRateMonitor
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+    from lightning.pytorch.trainer import call
+
+    class Warm(EarlyStopping):  # type: ignore[misc]
+        def _should_skip_check(self, trainer: Any) -> bool:
+            return super()._should_skip_check(trainer) or trainer.current_epoch < 2
+
+    class Rates(LearningRateMonitor):  # type: ignore[misc]
+        def _get_optimizer_stats(self, *args: Any) -> dict[str, float]:
+            return {f"{name}/own": 2 * value for name, value in super()._get_optimizer_stats(*args).items()}
+
+    class Unfreezes(BaseFinetuning):  # type: ignore[misc]
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.extra)
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            for index, optimizer in enumerate(trainer.optimizers):
+                groups = len(optimizer.param_groups)
+                if trainer.current_epoch == 1:
+                    self.unfreeze_and_add_param_group(pl_module.extra, optimizer)
+                self._store(pl_module, index, groups, optimizer.param_groups)
+
+    class Model(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = torch.nn.Linear(1, 1)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("score", 1.0)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1)
+
+        def own_hook(self, by: int) -> int:
+            return 3 * by
+
+    stops, unfreezes = Warm("score", patience=1), Unfreezes()
+    callbacks = [stops, Rates(), unfreezes]
+    logger = CSVLogger(tmp_path, name="")
+    trainer = quiet(max_epochs=9, limit_train_batches=1, callbacks=callbacks, logger=logger, log_every_n_steps=1)
+    model = Model()
+    trainer.fit(model)
+    assert trainer.current_epoch == 4  # Two epochs that are not checked, the best one, and one that is not better.
+    assert trainer.callback_metrics["lr-SGD/pg1/own"] == 0.2
+    recorded = unfreezes._internal_optimizer_metadata[0]
+    assert [group["params"] for group in recorded] == [["layer.weight", "layer.bias"], ["extra.weight", "extra.bias"]]
+    assert call._call_lightning_module_hook(trainer, "own_hook", 2, pl_module=model) == 6
+    assert logger._fs.isdir(logger._root_dir)
+
+    class Appends(ExperimentWriter):  # type: ignore[misc]
+        def _check_log_dir_exists(self) -> None:
+            assert self._fs.exists(self.log_dir)
+
+    assert "score" in Appends(logger.log_dir).metrics_keys
+
+
+def test_a_compiled_module_is_the_module_with_compiled_steps() -> None:
+    from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, to_uncompiled
+
+    model = BoringModel()
+    compiled = torch.compile(model, backend="eager")
+    assert _maybe_unwrap_optimized(model) is model
+    assert _maybe_unwrap_optimized(compiled) is model
+    assert model._compiler_ctx["compiler"] == "dynamo"
+    assert "training_step" in vars(model)
+    assert to_uncompiled(model) is model
+    assert model._compiler_ctx is None
+    with pytest.raises(ValueError, match="non-compiled"):
+        to_uncompiled(model)
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        _maybe_unwrap_optimized(object())
+
+
+def test_hyper_parameters_that_are_set_directly() -> None:
+    model = BoringModel()
+    model._set_hparams({"width": 3})
+    assert model.hparams.width == 3
+    with pytest.raises(ValueError, match="a dict or a Namespace"):
+        model._set_hparams("width")
 
 
 PRODUCTS = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.durations import Period, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException
+from hasten._lib.files import file_system
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates
@@ -203,6 +204,11 @@ class ModelCheckpoint(Checkpoint):
             every_n_epochs=self._every_n_epochs,
             train_time_interval=self._train_time_interval,
         )
+
+    @property
+    def _fs(self) -> Any:
+        """The fsspec file system of the folder, for subclasses of programs for Lightning."""
+        return file_system(self.dirpath or "")
 
     def state_dict(self) -> dict[str, Any]:
         return {

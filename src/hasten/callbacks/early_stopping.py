@@ -151,7 +151,7 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check, if the value is new after validation."""
-        if not self._in_fit(trainer):
+        if self._should_skip_check(trainer):
             return
         self._source.update_after_validation(trainer)
         # A value not seen yet may be logged at the end of the training epoch, if it has one.
@@ -161,7 +161,7 @@ class EarlyStopping(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check, if the value is new after the epoch."""
-        if not self._in_fit(trainer):
+        if self._should_skip_check(trainer):
             return
         source = self._source
         source.update_after_epoch(trainer)
@@ -179,6 +179,10 @@ class EarlyStopping(Callback):
         if chosen is None or self._source.stage == "epoch" or not validates(trainer):
             return self._source.is_new_after_epoch(trainer)
         return chosen
+
+    def _should_skip_check(self, trainer: Trainer) -> bool:
+        """Return whether nothing is checked now; subclasses of programs for Lightning override it."""
+        return not self._in_fit(trainer)
 
     @staticmethod
     def _in_fit(trainer: Trainer) -> bool:
@@ -225,10 +229,7 @@ class EarlyStopping(Callback):
             is_worse = f"{value} is worse than divergence_threshold={self.divergence_threshold}"
             reason = f"Divergence threshold reached: {is_worse}."
         elif better(current - self.min_delta, self.best_score.to(current.device)):
-            reason = f"{self.monitor} improved to {current:.3f}."
-            if torch.isfinite(self.best_score):
-                change = f"{abs(self.best_score - current):.3f} >= min_delta = {abs(self.min_delta)}"
-                reason = f"{self.monitor} improved by {change}, to {current:.3f}."
+            reason = self._improvement_message(current)
             self.best_score = current
             self.wait_count = 0
             return False, reason
@@ -242,6 +243,12 @@ class EarlyStopping(Callback):
                 f"is {self.best_score:.3f}."
             )
         return True, f"{reason} Training stops."
+
+    def _improvement_message(self, current: Tensor) -> str:
+        if not torch.isfinite(self.best_score):
+            return f"{self.monitor} improved to {current:.3f}."
+        change = f"{abs(self.best_score - current):.3f} >= min_delta = {abs(self.min_delta)}"
+        return f"{self.monitor} improved by {change}, to {current:.3f}."
 
 
 class MonitorNotLogged(MisconfigurationException, RuntimeError):

@@ -96,6 +96,9 @@ class BatchSizeFinder(_SearchCallback):
         self.optimal_batch_size: int | None = init_val
         owner, sizes = "BatchSizeFinder", (steps_per_trial, init_val, max_trials)
         self._options = BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
+        # For subclasses of programs for Lightning, which search in a way of their own.
+        self._mode, self._steps_per_trial, self._init_val = mode, steps_per_trial, init_val
+        self._max_trials, self._batch_arg_name, self._early_exit = max_trials, batch_arg_name, False
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now; the loaders are made again with the size found."""

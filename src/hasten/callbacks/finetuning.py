@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
+Groups = list[dict[str, Any]]  # of an optimizer
+
 # A module, or modules nested in lists, tuples, dict values or generators.
 Modules = nn.Module | Iterable["Modules"] | Mapping[Any, "Modules"]
 
@@ -220,6 +222,31 @@ class BaseFinetuning(Callback):
         norms = [pair for pair in pl_module.named_modules() if isinstance(pair[1], _BatchNorm)]
         self._tracks_stats = {name: bool(norm.track_running_stats) for name, norm in norms}
         self._use_new_groups(trainer, pl_module, before)
+
+    def _store(
+        self, pl_module: LightningModule, opt_idx: int, num_param_groups: int, current_param_groups: Groups
+    ) -> None:
+        """Record the groups of an optimizer, for callbacks that override ``on_train_epoch_start``.
+
+        Args:
+            pl_module: the module.
+            opt_idx: which of its optimizers.
+            num_param_groups: how many groups it had before.
+            current_param_groups: its groups.
+
+        """
+        before = self._trainable or []
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        first = num_param_groups if opt_idx in self._internal_optimizer_metadata else 0
+        new = self._apply_mapping_to_param_groups(current_param_groups[first:], names)
+        self._internal_optimizer_metadata.setdefault(opt_idx, []).extend(new)
+        self._trainable = _trainable(pl_module)
+        self._use_new_groups(pl_module.trainer, pl_module, before)
+
+    @staticmethod
+    def _apply_mapping_to_param_groups(param_groups: Groups, mapping: Mapping[Any, Any]) -> Groups:
+        """Return groups in which each parameter is what ``mapping`` has for it."""
+        return [{**group, "params": [mapping[each] for each in group["params"]]} for group in param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         return {

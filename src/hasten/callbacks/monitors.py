@@ -100,26 +100,29 @@ class LearningRateMonitor(Callback):
         if (step + 1) % trainer.log_every_n_steps or step == self._logged_at:
             return
         self._logged_at = step
-        self._log(trainer, "step" if self.logging_interval is None else None, step)
+        self._log(trainer, "step" if self.logging_interval is None else "any", step)
 
     def on_train_epoch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         if self.logging_interval != "step":
-            self._log(trainer, "epoch" if self.logging_interval is None else None, _updates(trainer))
+            self._log(trainer, "epoch" if self.logging_interval is None else "any", _updates(trainer))
 
-    def _log(self, trainer: Trainer, interval: str | None, step: int) -> None:
+    def _log(self, trainer: Trainer, interval: str, step: int) -> None:
+        stats = self._extract_stats(trainer, interval)
+        if stats and trainer.is_global_zero:
+            _log_to_all(trainer, stats, step)
+
+    def _extract_stats(self, trainer: Trainer, interval: str) -> dict[str, float]:
+        """Return the learning rates of schedulers that step at ``interval``; of all for "any"."""
         stats: dict[str, float] = {}
         for optimizer, names, when in self._named_optimizers(trainer):
             # An optimizer without a scheduler has no interval: it is logged at both.
-            if interval is None or when is None or when == interval:
-                stats |= self._stats(optimizer, names)
-        if not stats:
-            return
+            if interval == "any" or when is None or when == interval:
+                stats |= self._get_optimizer_stats(optimizer, names)
         # Other callbacks may name a learning rate, for instance in a checkpoint's file name.
         trainer.current_run.logged.callback_values.update(stats)
-        if trainer.is_global_zero:
-            _log_to_all(trainer, stats, step)
+        return stats
 
-    def _stats(self, optimizer: Optimizer, names: list[str]) -> dict[str, float]:
+    def _get_optimizer_stats(self, optimizer: Optimizer, names: list[str]) -> dict[str, float]:
         stats: dict[str, float] = {}
         for group, name in zip(optimizer.param_groups, names, strict=True):
             stats[name] = _number(group["lr"])

@@ -151,8 +151,8 @@ class RichProgressBar(DrawnProgressBar):
                 finished_style=theme.progress_bar_finished,
                 pulse_style=theme.progress_bar_pulse,
             ),
-            _column(theme.batch_progress, _batches_text),
-            _column(theme.time, _time_text),
+            _column(theme.batch_progress, batches_text),
+            _column(theme.time, time_text),
             _column(theme.processing_speed, speed_text),
         ]
 
@@ -193,35 +193,39 @@ class RichProgressBar(DrawnProgressBar):
         if self.progress is not None:
             return True
         from rich.console import Console
-        from rich.progress import Progress
 
         if self._console is None:
             self._console = Console(**self._console_kwargs)
         console = self._console
         if not (installed("ipywidgets") if console.is_jupyter else console.is_terminal):
             return False
+        self._init_progress(self.trainer)
+        return self.progress is not None
+
+    def _init_progress(self, trainer: Trainer) -> None:
+        """Make ``progress`` and start it; subclasses of programs for Lightning override it."""
+        from rich.progress import Progress
+
+        theme = self.theme
         self.progress = Progress(
-            *self.configure_columns(self.trainer),
-            _column(self.theme.metrics, self._metrics_text),
+            *self.configure_columns(trainer),
+            _column(theme.metrics, lambda task: metrics_text(task, theme.metrics_text_delimiter, theme.metrics_format)),
             # No thread that draws: the hooks do, when it is time to.
             auto_refresh=False,
-            console=console,
+            console=self._console,
         )
         self.progress.start()
-        return True
 
-    def _metrics_text(self, task: Task) -> str:
-        texts = []
-        for name, value in task.fields.get("metrics", {}).items():
-            text = str(value)
-            # Whole numbers, such as the logger's version, stay whole.
-            if not isinstance(value, str | int):
-                try:
-                    text = format(value, self.theme.metrics_format)
-                except (TypeError, ValueError):  # not a number, or of another kind
-                    pass
-            texts.append(f"{name}: {text}")
-        return self.theme.metrics_text_delimiter.join(texts)
+    @property
+    def _progress_stopped(self) -> bool:
+        return self.progress is None
+
+    @_progress_stopped.setter
+    def _progress_stopped(self, stopped: bool) -> None:
+        """Do nothing: ``progress`` is None when it has ended."""
+
+    def _reset_progress_bar_ids(self) -> None:
+        """Do nothing: the ids are those of the bars that are shown."""
 
     def _ended(self, bar: RichBar) -> None:
         """Stop the display with its last bar, so that later output is printed below it."""
@@ -237,8 +241,12 @@ class RichProgressBar(DrawnProgressBar):
             progress.stop()
 
     def _epoch_description(self, trainer: Trainer) -> str:
-        last = trainer.max_epochs
-        text = super()._epoch_description(trainer)
+        return self._get_train_description(trainer.current_epoch)
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Return the text in front of the bar of training; subclasses of programs for Lightning override it."""
+        last = self.trainer.max_epochs
+        text = f"Epoch {current_epoch}"
         text += f"/{last - 1}" if last is not None and last > 0 else ""
         # As wide as the bar of validation, which comes and goes below it.
         return text if self.progress is None else f"{text:{len(self.validation_description)}}"
@@ -343,12 +351,14 @@ def _column(style: str | Style, text: Callable[[Task], str]) -> Any:
     return Column()
 
 
-def _batches_text(task: Task) -> str:
+def batches_text(task: Task) -> str:
+    """Return the batches of a bar, done and in all."""
     total = "--" if task.total is None else str(int(task.total))
     return f"{int(task.completed)}/{total}"
 
 
-def _time_text(task: Task) -> str:
+def time_text(task: Task) -> str:
+    """Return the time of a bar, elapsed and remaining."""
     elapsed = task.finished_time if task.finished else task.elapsed
     times = (
         "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
@@ -363,3 +373,25 @@ def speed_text(task: Task) -> str:
     if speed is None and task.elapsed:
         speed = (task.completed - task.fields.get("initial", 0)) / task.elapsed
     return f"{speed or 0:.2f}it/s"
+
+
+def metrics_text(task: Task, delimiter: str, number_format: str) -> str:
+    """Return the values of a bar.
+
+    Args:
+        task: rich's task of the bar.
+        delimiter: between two values.
+        number_format: how a number is written, as for ``format``.
+
+    """
+    texts = []
+    for name, value in task.fields.get("metrics", {}).items():
+        text = str(value)
+        # Whole numbers, such as the logger's version, stay whole.
+        if not isinstance(value, str | int):
+            try:
+                text = format(value, number_format)
+            except (TypeError, ValueError):  # not a number, or of another kind
+                pass
+        texts.append(f"{name}: {text}")
+    return delimiter.join(texts)

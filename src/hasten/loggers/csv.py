@@ -151,6 +151,13 @@ class ExperimentWriter:
         self.metrics: list[dict[str, Any]] = []
         self.hparams: dict[str, Any] = {}
         self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        self._check_log_dir_exists()
+        make_writable("CSVLogger", f"save_dir={log_dir!r}", log_dir)
+        self.table = (_RemoteTable if is_url(log_dir) else _Table)(self.metrics_file_path)
+
+    def _check_log_dir_exists(self) -> None:
+        """Warn about files of an earlier run; subclasses of programs for Lightning override it."""
+        log_dir = self.log_dir
         if entries(log_dir):
             # As under Lightning, for programs that read the file after training.
             starts_over = alias.active()
@@ -160,10 +167,13 @@ class ExperimentWriter:
                 "give another version= to keep runs apart."
             )
             if starts_over and exists(self.metrics_file_path):
-                system = file_system(log_dir) if is_url(log_dir) else None
+                system = self._fs if is_url(log_dir) else None
                 os.remove(self.metrics_file_path) if system is None else system.rm(self.metrics_file_path)
-        make_writable("CSVLogger", f"save_dir={log_dir!r}", log_dir)
-        self.table = (_RemoteTable if is_url(log_dir) else _Table)(self.metrics_file_path)
+
+    @property
+    def _fs(self) -> Any:
+        """The fsspec file system of the folder."""
+        return file_system(self.log_dir)
 
     @property
     def metrics_keys(self) -> list[str]:

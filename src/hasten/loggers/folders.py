@@ -116,6 +116,15 @@ class FolderLogger(StartedLogger[T]):
         return self._save_dir
 
     @property
+    def _root_dir(self) -> str:
+        # Subclasses of programs for Lightning read it, and the file system.
+        return self._save_dir
+
+    @property
+    def _fs(self) -> Any:
+        return file_system(self._save_dir)
+
+    @property
     def root_dir(self) -> str:
         """Folder of the experiment: ``save_dir/name``."""
         return os.path.join(self.save_dir, self.name)

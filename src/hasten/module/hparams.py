@@ -161,6 +161,13 @@ class HyperparametersMixin:
             hparams.pop(key)
         self.__dict__.update(_log_hyperparams=logger, _hparams_name=name, _hparams_initial=_frozen(hparams))
 
+    def _set_hparams(self, hp: Mapping[str, Any] | Namespace) -> None:
+        """Add hyper-parameters, for programs for Lightning that do not call ``save_hyperparameters``."""
+        values = vars(hp) if isinstance(hp, Namespace) else hp
+        if not isinstance(values, Mapping):
+            raise ValueError(f"hyper-parameters are a dict or a Namespace, not {type(hp).__name__}")
+        self.hparams.update(values)
+
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Remove the hyper-parameters in ``ignore_list``, and ignore them later."""
         self.__dict__.setdefault("_hparams_ignored", set()).update(ignore_list)

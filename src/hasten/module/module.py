@@ -80,6 +80,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         _trainer: Trainer | None
         _fabric: Fabric | None
         _example_input_array: Any
+        _compiler_ctx: dict[str, Any] | None
 
     # Class attributes: a subclass may set them before super().__init__().
     _trainer = None
@@ -88,6 +89,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     # Whether the keys of a checkpoint must be exactly those of the module.
     strict_loading = True
     _example_input_array = None
+    # Set by `from_compiled` of hasten/compat.
+    _compiler_ctx = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from hasten._lib.optional import need
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
+from hasten.compat.names import VERSION
 from hasten.module.hparams import construct
 
 if TYPE_CHECKING:
@@ -169,3 +170,27 @@ class WrappingCheckpointIO(CheckpointIO):
 
 # It wraps one too, without being a subclass.
 WrappingCheckpointIO.register(AsyncCheckpointIO)
+
+
+def migrate_checkpoint(
+    checkpoint: dict[str, Any], target_version: str | None = None
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return the contents of a checkpoint and what had to be changed: nothing, as those of all versions are read.
+
+    Args:
+        checkpoint: what was read from the file; it gets the version that it is read as.
+        target_version: not needed.
+
+    Example::
+
+        >>> checkpoint, changes = migrate_checkpoint({"pytorch-lightning_version": "2.0.1"})
+        >>> checkpoint["legacy_pytorch-lightning_version"], changes
+        ('2.0.1', {})
+
+    """
+    written = checkpoint.get("pytorch-lightning_version")
+    if written != VERSION:
+        if written is not None:
+            checkpoint.setdefault("legacy_pytorch-lightning_version", written)
+        checkpoint["pytorch-lightning_version"] = VERSION
+    return checkpoint, {}

@@ -1,0 +1,78 @@
+"""Calling hooks of a module, a datamodule and callbacks, as packages do that add hooks of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hasten.callbacks import Checkpoint, EarlyStopping
+
+if TYPE_CHECKING:
+    from hasten import LightningModule, Trainer
+
+
+def call_lightning_module_hook(
+    trainer: Trainer, hook_name: str, *args: object, pl_module: LightningModule | None = None, **kwargs: object
+) -> object:
+    """Call a hook of a module and return what it returns; None if it is not callable.
+
+    Args:
+        trainer: its profiler measures the call.
+        hook_name: the hook.
+        args: its arguments.
+        pl_module: the module, by default that of ``trainer``.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: there is no module.
+
+    """
+    module = pl_module or trainer.lightning_module
+    if module is None:
+        raise TypeError("No `LightningModule` is available to call hooks on.")
+    return _call(trainer, module, hook_name, f"[LightningModule]{type(module).__name__}.{hook_name}", *args, **kwargs)
+
+
+def call_lightning_datamodule_hook(trainer: Trainer, hook_name: str, *args: object, **kwargs: object) -> object:
+    """Call a hook of the datamodule and return what it returns; None if it is not callable.
+
+    Args:
+        trainer: has the datamodule, and measures the call.
+        hook_name: the hook.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: there is no datamodule.
+
+    """
+    data = trainer.datamodule
+    if data is None:
+        raise TypeError("No `LightningDataModule` is available to call hooks on.")
+    return _call(trainer, data, hook_name, f"[LightningDataModule]{type(data).__name__}.{hook_name}", *args, **kwargs)
+
+
+def call_callback_hooks(
+    trainer: Trainer, hook_name: str, *args: object, monitoring_callbacks: bool | None = None, **kwargs: object
+) -> None:
+    """Call a hook of all callbacks with the trainer, its module, and ``args``.
+
+    Args:
+        trainer: has the callbacks, and measures the calls.
+        hook_name: the hook.
+        args: its further arguments.
+        monitoring_callbacks: call only those that stop early or save checkpoints (True), or only the others (False).
+        kwargs: its keyword arguments.
+
+    """
+    for callback in trainer.callbacks:
+        if monitoring_callbacks in (None, isinstance(callback, EarlyStopping | Checkpoint)):
+            action = f"[Callback]{callback.state_key}.{hook_name}"
+            _call(trainer, callback, hook_name, action, trainer, trainer.lightning_module, *args, **kwargs)
+
+
+def _call(trainer: Trainer, owner: Any, hook_name: str, action: str, *args: object, **kwargs: object) -> object:
+    hook = getattr(owner, hook_name)
+    if not callable(hook):
+        return None
+    with trainer.profiler.profile(action):
+        return hook(*args, **kwargs)
