@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException, WrongType
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.elsewhere import alias
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
@@ -220,6 +220,7 @@ class LoggedValues:
                 name,
                 f"{where}: the mean over the epoch is taken on each process alone. "
                 "Pass sync_dist=True to take it over all processes.",
+                PossibleUserWarning,
             )
         if on_step and row.stage != "train":
             self.logs_evaluation_steps = True
@@ -518,10 +519,10 @@ class LoggedValues:
     def _contexts_of(self, stage: str) -> Iterable[LoggingContext]:
         return [context for context in self._contexts.values() if context.row.stage == stage]
 
-    def _warn(self, key: str, message: str) -> None:
+    def _warn(self, key: str, message: str, category: type[Warning] = UserWarning) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            rank_zero_warn(message)
+            rank_zero_warn(message, category)
 
     # -- state
 

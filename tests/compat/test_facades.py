@@ -177,6 +177,8 @@ def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert (given["batching"], given["num_workers"], given["packed"]) == ("length", 2, True)
     assert (given["on_bad_loss"], given["compile"], given["fused_optimizer"]) == ("skip", {"dynamic": True}, None)
     assert L.Trainer(max_epochs=1, **QUIETLY).max_epochs == 1
+    assert L.Trainer("cpu", logger=False).max_epochs == 7  # type: ignore[misc]
+    assert L.Trainer(sync_batchnorm=None, **QUIETLY).given_arguments["sync_batchnorm"] is False  # type: ignore[arg-type]
     # Those of Lightning's names alone.
     assert hasten.Trainer(**QUIETLY).given_arguments["packed"] is False
 

@@ -8,12 +8,17 @@ processes that the program starts find it, too.
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import json
 import os
-from collections.abc import Iterable
-from typing import Any
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from hasten.arguments import SPEED_NAMES, check_one
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # hasten's own parameters, by class.
 OWNERS: dict[str, tuple[str, ...]] = {
@@ -90,20 +95,49 @@ def of(owner: str) -> dict[str, Any]:
     return {name: parse(name, text) for name, text in texts.items() if text.strip()}
 
 
-def defaults(kind: type, names: Iterable[str]) -> dict[str, Any]:
+def parse_variables(kind: type, template: str = "PL_%(cls_name)s_%(cls_argument)s") -> Namespace:
     """Return Lightning's arguments that the environment sets: ``PL_TRAINER_DEVICES=2`` for ``Trainer(devices=2)``.
 
-    As in Lightning, the variable has the name of the class that is made, and an argument that is given wins.
+    Args:
+        kind: the class; its name and its parameters are parts of the names of the variables.
+        template: what a variable is called.
+
+    Example::
+
+        >>> os.environ["PL_LINE_WIDTH"] = "3"
+        >>> class Line:
+        ...     def __init__(self, width=1): ...
+        >>> parse_variables(Line)
+        Namespace(width=3)
+
     """
-    found: dict[str, Any] = {}
-    for name in names:
-        text = os.environ.get(f"PL_{kind.__name__.upper()}_{name.upper()}", "")
+    found = {}
+    for name in inspect.signature(kind).parameters:
+        text = os.environ.get(template % {"cls_name": kind.__name__.upper(), "cls_argument": name.upper()})
         if text:
             try:
                 found[name] = ast.literal_eval(text)
             except (ValueError, SyntaxError):
                 found[name] = text
-    return found
+    return Namespace(**found)
+
+
+def with_variables(init: Function) -> Function:
+    """Make ``__init__`` take the arguments that are not given from the environment, and any of them by position.
+
+    As in Lightning, the variables have the name of the class that is made, also of a subclass.
+    """
+    names = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def from_environment(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(names):
+            raise TypeError(f"{init.__qualname__}() takes {len(names)} arguments, got {len(args)}.")
+        kwargs.update(zip(names, args, strict=False))
+        found = vars(parse_variables(type(self))) if any(name.startswith("PL_") for name in os.environ) else {}
+        init(self, **{**{name: value for name, value in found.items() if name in names}, **kwargs})
+
+    return from_environment  # type: ignore[return-value]
 
 
 def advice(owner: str, name: str, value: object) -> str:

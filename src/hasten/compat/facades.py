@@ -62,12 +62,11 @@ def exactly(init: Function) -> Function:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if facade == "Trainer":
-            kwargs = {**environment.defaults(type(self), signature.parameters), **kwargs}
         unknown = {name: value for name, value in kwargs.items() if name not in signature.parameters}
         if unknown:
-            kind = next(kind for kind in type(self).__mro__ if vars(kind).get("__init__") is checked)
-            dropped = _refuse(original(kind), checked, unknown)
+            kinds = (kind for kind in type(self).__mro__ if isinstance(kind, Facade) and kind.__name__ == facade)
+            behind = next(kind.behind for kind in kinds if kind.behind is not None)
+            dropped = _refuse(behind, checked, unknown)
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         init(self, *args, **kwargs)
 

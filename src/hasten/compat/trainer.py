@@ -23,6 +23,11 @@ from hasten.types import (
     StrategyLike,
 )
 
+_SWITCHES = (
+    "fast_dev_run", "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
+    "enable_autolog_hparams",
+)  # fmt: skip
+
 
 class Trainer(trainer.Trainer, metaclass=Facade):
     """Run a ``LightningModule``: ``hasten.Trainer``, with the parameters of Lightning's Trainer.
@@ -47,6 +52,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
 
     """
 
+    @environment.with_variables
     @exactly
     def __init__(
         self,
@@ -94,6 +100,8 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         model_registry: str | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        # A config may say null for what is on or off.
+        given.update({name: False for name in _SWITCHES if given[name] is None})
         super().__init__(**given, **environment.of("Trainer"))
         dress(self._runtime.strategy)
 

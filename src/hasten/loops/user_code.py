@@ -451,6 +451,14 @@ class FirstEpoch:
     def before_start(self, run: Run) -> None:
         """Note the parts in eval mode before the hooks of training: those that hooks switch to it are meant so."""
         self._in_eval_mode = {part for part in run.module.modules() if not part.training}
+        if run.as_lightning and self._in_eval_mode and not self._begun:
+            # There, also of those that nothing trains.
+            rank_zero_warn(
+                f"Found {len(self._in_eval_mode)} module(s) in eval mode at the start of training: dropout is off "
+                "there, and batch norm keeps its statistics. Write model.train() before fit, unless that is meant.",
+                PossibleUserWarning,
+            )
+            self._in_eval_mode = set()
 
     def at_start(self, run: Run) -> None:
         """Warn of layers that would train in eval mode; by now every hook has had its chance to switch them."""
@@ -474,7 +482,8 @@ class FirstEpoch:
             rank_zero_warn(
                 f"{type(module).__name__} trains {len(found)} layers in eval mode ({', '.join(found[:_NAMED])}): "
                 "dropout is off there, as in what from_pretrained() returns. Write model.train() before fit; layers "
-                "with requires_grad=False may stay in eval mode."
+                "with requires_grad=False may stay in eval mode.",
+                PossibleUserWarning,
             )
 
     def _warn_of_interval(self, run: Run) -> None:
