@@ -23,12 +23,16 @@ from hasten.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from hasten.data import CombinedLoader
 from hasten.demos.boring_classes import BoringModel, RandomDataset
 from hasten.elsewhere import alias
 from hasten.fabric.loggers import CSVLogger as FabricCSVLogger
 from hasten.loggers import CSVLogger
 from hasten.tuner import Tuner
 from hasten.tuner.lr_find import LRFinder
+from hasten.utilities.data import has_len_all_ranks
+from hasten.utilities.model_helpers import is_overridden
+from hasten.utilities.warnings import PossibleUserWarning, disable_if_requested
 from tests.models import quiet
 
 
@@ -159,6 +163,13 @@ def test_a_loader_that_does_not_follow_the_batch_size_is_a_warning(under_alias: 
     assert Tuner(quiet(max_epochs=1)).scale_batch_size(model, max_trials=0, init_val=8) == 8
 
 
+def test_one_file_name_for_all_checkpoints_means_one_file(under_alias: None, tmp_path: Path) -> None:
+    trainer = quiet(max_epochs=2, limit_train_batches=1, limit_val_batches=0)
+    trainer.callbacks.append(ModelCheckpoint(tmp_path, "model", save_top_k=-1))
+    trainer.fit(BoringModel())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
+
+
 def test_csv_files_of_an_existing_version_start_over(under_alias: None, tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         with warnings.catch_warnings():
@@ -169,3 +180,32 @@ def test_csv_files_of_an_existing_version_start_over(under_alias: None, tmp_path
     assert Path(logger.experiment.metrics_file_path).read_text().split() == ["loss,step", "2.0,0"]
     with pytest.raises(NotImplementedError):
         FabricCSVLogger(tmp_path).log_hyperparams({"lr": 0.1})
+
+
+def test_helpers_answer_as_in_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet()
+    with pytest.warns(UserWarning, match="across ranks is zero"):
+        assert has_len_all_ranks(DataLoader([]), trainer.strategy)  # type: ignore[arg-type]
+    assert not is_overridden("no_such_hook", BoringModel())
+    trainer.datamodule = datamodule = L.LightningDataModule()
+    assert trainer.datamodule is datamodule
+    loaders = CombinedLoader([[0], [[1], [[2]]]])
+    loaders.flattened = [[3], [2], [1]]
+    assert loaders.iterables == [[3], [[2], [[1]]]]
+
+    class Started:
+        count = 0
+
+        def __iter__(self) -> Any:
+            Started.count += 1
+            return iter([1])
+
+    for mode, started in (("sequential", 1), ("min_size", 2)):
+        Started.count = 0
+        iter(CombinedLoader({"a": Started(), "b": Started()}, mode))  # type: ignore[arg-type]
+        assert Started.count == started
+    monkeypatch.setenv("POSSIBLE_USER_WARNINGS", "off")
+    with warnings.catch_warnings(record=True) as caught:
+        disable_if_requested()
+        warnings.warn("maybe", PossibleUserWarning, stacklevel=1)
+    assert not caught

@@ -394,9 +394,11 @@ class ModelCheckpoint(Checkpoint):
             self._save_monitor_checkpoint(trainer, monitor_candidates)
 
     def _save_none_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        # With save_top_k=-1 all files are kept: none may be overwritten.
+        # With save_top_k=-1 all files are kept: none may be overwritten, except under Lightning's names, where programs
+        # expect the newest under a name that stays the same.
         previous = self.best_model_path if self.save_top_k == 1 else ""
-        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, previous)
+        replaceable = self.best_model_path if alias.active() else previous
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, replaceable)
         with self._undo_on_failure():
             self.best_model_path = path
             self._save_ranked(trainer, path, previous)

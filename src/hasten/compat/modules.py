@@ -97,7 +97,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return AliasModule(spec.name, f"{spec.name}, provided by hasten.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: names are imported when they are used."""
+        """Apply the environment; names are imported when they are used."""
+        if relative(module.__name__) == "pytorch":
+            from hasten.utilities.warnings import disable_if_requested
+
+            disable_if_requested()
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None

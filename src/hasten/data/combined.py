@@ -100,7 +100,11 @@ class CombinedLoader:
         return length
 
     def __iter__(self) -> Self:
-        self._running = self._sequential() if self._mode == "sequential" else self._side_by_side()
+        # Workers start now: in sequential mode those of the first loader, else those of all.
+        if self._mode == "sequential":
+            self._running = self._sequential(iter(self._leaves[0]) if self._leaves else None)
+        else:
+            self._running = self._side_by_side([iter(leaf) for leaf in self._leaves])
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
@@ -113,16 +117,16 @@ class CombinedLoader:
         """Give up an iteration, and the worker processes it started."""
         self._running = None
 
-    def _sequential(self) -> Iterator[tuple[Any, int, int]]:
+    def _sequential(self, first: Iterator[Any] | None) -> Iterator[tuple[Any, int, int]]:
         for loader_idx, leaf in enumerate(self._leaves):
             limit = None if self.limits is None else self.limits[loader_idx]
-            for batch_idx, batch in enumerate(leaf):
+            batches, first = (leaf if first is None else first), None
+            for batch_idx, batch in enumerate(batches):
                 if limit is not None and batch_idx >= limit:
                     break
                 yield batch, batch_idx, loader_idx
 
-    def _side_by_side(self) -> Iterator[tuple[Any, int, int]]:
-        iterators = [iter(leaf) for leaf in self._leaves]
+    def _side_by_side(self, iterators: list[Iterator[Any]]) -> Iterator[tuple[Any, int, int]]:
         ended = [False] * len(iterators)
         batch_idx = 0
         while iterators:
@@ -169,7 +173,7 @@ def flatten(loaders: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
     def is_loader(node: Any) -> bool:
         at_top = node is loaders and (is_empty or isinstance(node, dict))
-        return not (at_top or is_collection(node))
+        return not (at_top or is_collection(node) or _holds_lists(node))
 
     leaves, structure = tree_flatten(loaders, is_loader)
     return leaves, lambda parts: tree_unflatten(parts, structure)
@@ -186,6 +190,17 @@ def is_collection(thing: object) -> bool:
         _is_loader(member) or is_collection(member) or (by_name and isinstance(member, (list, tuple)) and member)
         for member in members
     )
+
+
+def _holds_lists(thing: object) -> bool:
+    """Return whether ``thing`` is a list of lists of numbers or texts: each of those is read like a loader."""
+    if not isinstance(thing, (list, tuple)) or not thing:
+        return False
+    return all(isinstance(member, (list, tuple)) and (_is_plain(member) or _holds_lists(member)) for member in thing)
+
+
+def _is_plain(thing: list[Any] | tuple[Any, ...]) -> bool:
+    return all(isinstance(member, (int, float, str)) for member in thing)
 
 
 def _is_loader(thing: Any) -> bool:

@@ -6,6 +6,7 @@ import os
 import random
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,10 +134,34 @@ def has_len(dataloader: object) -> bool:
 
 
 def has_len_all_ranks(
-    dataloader: object, strategy: object, allow_zero_length_dataloader_with_multiple_devices: bool = False
+    dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Return whether a loader has a length; see ``has_len``."""
-    return has_len(dataloader)
+    """Return whether a loader has a length; all processes must call it.
+
+    Warns if the loaders of all processes are empty.
+
+    Args:
+        dataloader: the loader of this process.
+        strategy: the strategy of the run.
+        allow_zero_length_dataloader_with_multiple_devices: warn if only some of the loaders are empty.
+
+    Raises:
+        RuntimeError: the loader of this process is empty, and that of another process is not.
+
+    """
+    length = sized_len(dataloader)
+    if length is None:
+        return False
+    total = int(strategy.reduce(torch.tensor(length, device=strategy.root_device), reduce_op="sum"))
+    kind = type(dataloader).__name__
+    if total == 0:
+        rank_zero_warn(f"Total length of `{kind}` across ranks is zero: there are no batches.")
+    elif length == 0:
+        message = f"The `{kind}` within local rank has zero length, and others have batches."
+        if not allow_zero_length_dataloader_with_multiple_devices:
+            raise RuntimeError(f"{message} Give each process at least one batch.")
+        warnings.warn(message, stacklevel=2)
+    return True
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:

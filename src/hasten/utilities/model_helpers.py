@@ -32,7 +32,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent: the base class; by default LightningModule, LightningDataModule or Callback.
 
     Raises:
-        ValueError: ``parent`` is needed, or does not have the method.
+        ValueError: ``parent`` is needed, or does not have a method that the object has.
 
     Example::
 
@@ -47,10 +47,14 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         kinds = (LightningModule, LightningDataModule, Callback)
         parent = next((kind for kind in kinds if isinstance(instance, kind)), None)
         if parent is None:
-            raise ValueError(f"is_overridden({method_name!r}, {type(instance).__name__} object): write parent=...")
+            raise ValueError(
+                f"is_overridden({method_name!r}, {type(instance).__name__} object): Expected a parent, write parent=..."
+            )
+    if not hasattr(instance, method_name):
+        return False
     if not hasattr(parent, method_name):
         raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} does not have this method.")
-    return hasattr(instance, method_name) and overrides(instance, parent, method_name)
+    return overrides(instance, parent, method_name)
 
 
 def get_torchvision_model(model_name: str, **kwargs: object) -> nn.Module:

@@ -33,6 +33,21 @@ def get_init_args(frame: types.FrameType) -> dict[str, Any]:
     return _owner_and_arguments(frame)[1]
 
 
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """Return the names of the object, ``*args`` and ``**kwargs`` in the ``__init__`` of a class.
+
+    Example::
+
+        >>> class Net:
+        ...     def __init__(self, width, *layers, **options): ...
+        >>> parse_class_init_keys(Net)
+        ('self', 'layers', 'options')
+
+    """
+    spec = inspect.getfullargspec(cls.__init__)  # type: ignore[misc]
+    return spec.args[0], spec.varargs, spec.varkw
+
+
 def collect_init_args(
     frame: types.FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
@@ -125,5 +140,5 @@ def _owner_and_arguments(frame: types.FrameType) -> tuple[Any, dict[str, Any]]:
 
 __all__ = [
     "AttributeDict", "clean_namespace", "collect_init_args", "get_init_args", "is_picklable",
-    "lightning_getattr", "lightning_hasattr", "lightning_setattr", "save_hyperparameters",
+    "lightning_getattr", "lightning_hasattr", "lightning_setattr", "parse_class_init_keys", "save_hyperparameters",
 ]  # fmt: skip

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 from hasten._lib.rank_zero import PossibleUserWarning
 from hasten.utilities.rank_zero import WarningCache
+
+
+def disable_if_requested() -> None:
+    """Ignore every ``PossibleUserWarning`` if the environment has ``POSSIBLE_USER_WARNINGS=off`` or ``=0``."""
+    if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
+        disable_possible_user_warnings()
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
