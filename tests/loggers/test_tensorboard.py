@@ -11,6 +11,7 @@ import torch
 import yaml
 from torch import nn
 
+from hasten.demos import BoringModel
 from hasten.loggers import TensorBoardLogger
 
 pytest.importorskip("tensorboard")
@@ -92,6 +93,8 @@ def test_graph(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own tracing
         logger.log_graph(Net(torch.zeros(1, 3)))
+        # A LightningModule without a Trainer, too.
+        logger.log_graph(BoringModel(), torch.zeros(1, 32))
     logger.finalize("success")
     assert "layer" in str(events(logger.log_dir).Graph())
     with pytest.warns(UserWarning, match="no example_input_array"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -151,7 +152,9 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if isinstance(example, (Tensor, tuple)):
             device = getattr(model, "device", None)
-            self.experiment.add_graph(model, example if device is None else move_to(example, device))
+            # LightningModules have attributes that torch.jit cannot read while there is no Trainer.
+            with getattr(model, "_traceable", nullcontext)():
+                self.experiment.add_graph(model, example if device is None else move_to(example, device))
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
         rank_zero_warn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -163,6 +163,10 @@ class ModelExport:
             )
         return self
 
+    def _traceable(self) -> AbstractContextManager[None]:
+        """Return a context in which torch.jit can trace this module, also without a Trainer: for loggers."""
+        return _traceable(self._as_module())
+
     def _inputs(self, call: str, argument: str, given: Any) -> tuple[Any, ...]:
         given = self.example_input_array if given is None else given
         if given is None:
@@ -189,15 +193,20 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _traceable(module: nn.Module) -> Iterator[None]:
     exported = [child for child in module.modules() if isinstance(child, ModelExport)]
     for each in exported:
         # torch.jit reads every attribute; ``trainer`` would raise.
         each.__dict__["_is_exported"] = True
     try:
-        with preserve_modes(module):
-            module.eval()
-            yield
+        yield
     finally:
         for each in exported:
             del each.__dict__["_is_exported"]
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    with _traceable(module), preserve_modes(module):
+        module.eval()
+        yield
