@@ -256,6 +256,25 @@ def remember_modes(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
+_is_read_by_jit = False
+
+
+@contextmanager
+def readable_by_jit() -> Iterator[None]:
+    """While it is open, ``trainer`` of a module that belongs to none is None: TorchScript reads all attributes."""
+    global _is_read_by_jit
+    before, _is_read_by_jit = _is_read_by_jit, True
+    try:
+        yield
+    finally:
+        _is_read_by_jit = before
+
+
+def is_read_by_jit() -> bool:
+    """Return whether ``readable_by_jit`` is open."""
+    return _is_read_by_jit
+
+
 @contextmanager
 def preserve_modes(module: nn.Module) -> Iterator[None]:
     """Give each part of ``module`` the mode it has now back when the block ends."""

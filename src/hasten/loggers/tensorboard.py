@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten._lib.tree import move_to
+from hasten._lib.tree import move_to, readable_by_jit
 from hasten.loggers.base import as_dict, as_text, flat, plain, with_prefix
 from hasten.loggers.folders import FolderLogger, exists, make_writable, write_hparams
 
@@ -152,8 +151,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if isinstance(example, (Tensor, tuple)):
             device = getattr(model, "device", None)
-            # LightningModules have attributes that torch.jit cannot read while there is no Trainer.
-            with getattr(model, "_traceable", nullcontext)():
+            with readable_by_jit():
                 self.experiment.add_graph(model, example if device is None else move_to(example, device))
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
-from hasten._lib.tree import is_sharded, move_to, preserve_modes
+from hasten._lib.tree import is_sharded, move_to, preserve_modes, readable_by_jit
 
 if TYPE_CHECKING:
     from hasten.types import PathLike, Tensors
@@ -24,8 +24,6 @@ class ModelExport:
 
     if TYPE_CHECKING:
         example_input_array: Any
-
-    _is_exported = False
 
     # Properties that TorchScript must not compile.
     __jit_unused_properties__ = [  # noqa: RUF012 - the name and type torch.jit looks for
@@ -163,10 +161,6 @@ class ModelExport:
             )
         return self
 
-    def _traceable(self) -> AbstractContextManager[None]:
-        """Return a context in which torch.jit can trace this module, also without a Trainer: for loggers."""
-        return _traceable(self._as_module())
-
     def _inputs(self, call: str, argument: str, given: Any) -> tuple[Any, ...]:
         given = self.example_input_array if given is None else given
         if given is None:
@@ -178,35 +172,12 @@ class ModelExport:
         return moved
 
 
-@contextmanager
-def readable_by_jit() -> Iterator[None]:
-    """While it is open, ``trainer`` of a module that belongs to none is None: TorchScript reads all attributes."""
-    ModelExport._is_exported = True
-    try:
-        yield
-    finally:
-        ModelExport._is_exported = False
-
-
 def _device_of(module: nn.Module) -> torch.device:
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 @contextmanager
-def _traceable(module: nn.Module) -> Iterator[None]:
-    exported = [child for child in module.modules() if isinstance(child, ModelExport)]
-    for each in exported:
-        # torch.jit reads every attribute; ``trainer`` would raise.
-        each.__dict__["_is_exported"] = True
-    try:
-        yield
-    finally:
-        for each in exported:
-            del each.__dict__["_is_exported"]
-
-
-@contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    with _traceable(module), preserve_modes(module):
+    with readable_by_jit(), preserve_modes(module):
         module.eval()
         yield

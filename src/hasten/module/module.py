@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import is_read_by_jit
 from hasten.module.datamodule import DataHooks
 from hasten.module.export import ModelExport
 from hasten.module.hook_defaults import ModelHooks
@@ -202,7 +203,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             RuntimeError: the module is not attached to a Trainer.
 
         """
-        if self._trainer is None and not self._is_exported:
+        if self._trainer is None and not is_read_by_jit():
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a Trainer. "
                 "self.trainer exists during fit, validate, test and predict."
