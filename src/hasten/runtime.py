@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import defined_by_program
+from hasten._lib.names import defined_by_program, has_parameter
 from hasten._lib.tree import by_kind, move_to
 from hasten.checkpoint.files import mapped_tensors
 from hasten.checkpoint.stored import StoredCheckpoint
@@ -142,7 +141,7 @@ class Runtime:
         strategy.engine = self
         self._engine_backward = self.backward
         self._own_backward = defined_by_program(precision, "pre_backward", "backward", "post_backward")
-        self._backward_takes_optimizer = "optimizer" in inspect.signature(precision.backward).parameters
+        self._backward_takes_optimizer = has_parameter(precision.backward, "optimizer")
         if self._own_backward or defined_by_program(strategy, "backward"):
             self.backward = self._backward_of_program
         self._own_step = defined_by_program(precision, "optimizer_step")

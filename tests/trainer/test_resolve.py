@@ -171,7 +171,7 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"strategy": SingleDeviceStrategy(), "devices": 2}, ValueError, "one device cannot be 2"),
         ({"precision": "bf17"}, ValueError, "Did you mean 'bf16'?"),
         ({"precision": 8}, ValueError, "use one of '64-true'"),
-        ({"precision": "fp16"}, ValueError, "(precision='16-mixed', accelerator='cpu')"),
+        ({"precision": "fp16"}, ValueError, "(precision='fp16', accelerator='cpu')"),
         ({"precision": "nf4"}, ValueError, "plugins=BitsandbytesPrecision('nf4')"),
         ({"precision": "fp8"}, ValueError, "CPU cannot multiply 8-bit floats"),
         ({"precision": "transformer-engine"}, ValueError, "Use precision='bf16-mixed'"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib.errors import MisconfigurationException, NotPartOfLightning2
-from hasten._lib.names import defined_by_program, did_you_mean, nearest
+from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import is_sharded, parameters_of
@@ -590,10 +590,7 @@ def check_some_loss(run: Run) -> None:
 
 def takes_iterator(step: Callable[..., Any]) -> bool:
     """Return whether a step fetches its batches itself, from an argument called ``dataloader_iter``."""
-    try:
-        return "dataloader_iter" in inspect.signature(step).parameters
-    except (TypeError, ValueError):
-        return False
+    return has_parameter(step, "dataloader_iter")
 
 
 def step_of(run: Run, name: str) -> Callable[..., Any]:
