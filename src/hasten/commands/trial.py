@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import pickle
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ def train_copy(session: Session, orders: Orders, path: str) -> None:
         # Written by the parent, into a folder that only this user can read.
         sent = pickle.load(file)
     sys.path[:], sys.argv[:] = sent["path"], sent["argv"]
+    if sent["alias"]:
+        importlib.import_module("hasten.compat").install()
     if sent["main"] is not None:
         _load_program(sent["main"])
     given, trainer_class, model, train_dataloaders, datamodule = pickle.loads(sent["payload"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.elsewhere import alias
 from hasten.hooks import overrides
 from hasten.loops.user_code import check_call
 from hasten.machine.allocator import preloaded
@@ -147,10 +148,16 @@ def program_of(
             "Trainer.advise: the class of the model was typed in here, and other processes cannot find it. Import it "
             "from a file; or run: hasten advise program.py"
         )
-    sent = pickle.dumps({"path": sys.path[:], "argv": sys.argv[:], "main": main, "payload": pickled})
-    # In the order in which they were imported.
-    modules = [name for name in sys.modules if not name.startswith("__")]
+    sent = pickle.dumps({
+        "path": sys.path[:], "argv": sys.argv[:], "main": main, "alias": alias.active(), "payload": pickled,
+    })  # fmt: skip
+    # In the order in which they were imported. Those without a file are of Python itself, or Lightning's names.
+    modules = [name for name, one in list(sys.modules.items()) if not name.startswith("__") and _has_file(one)]
     return Program(type(model).__name__, "hasten.commands.trial:train_copy", payload=sent, preload=modules)
+
+
+def _has_file(module: object) -> bool:
+    return getattr(module, "__file__", None) is not None
 
 
 @contextmanager
