@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hasten._lib.optional import installed
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,38 @@ def reset_seed() -> None:
     if seed is not None:
         workers = os.environ.get("PL_SEED_WORKERS", "0") == "1"
         seed_everything(int(seed), workers=workers, verbose=False)
+
+
+def seed_worker(worker_id: int, rank: int | None = None) -> None:
+    """Seed python's ``random``, numpy and torch in a worker process of a ``DataLoader``, as Lightning does.
+
+    The numbers differ between workers, ranks and epochs. It is a ``worker_init_fn``.
+
+    Args:
+        worker_id: of the worker, from 0.
+        rank: of the process that reads the loader; this one's by default.
+
+    Source: `MurmurHash3's finalizer <https://github.com/aappleby/smhasher/wiki/MurmurHash3>`_, then the linear
+    congruential generator of Knuth's MMIX.
+
+    """
+    rank = rank_zero_only.rank if rank is None else rank  # type: ignore[attr-defined]
+    # PyTorch has seeded each worker with the seed of the epoch plus its id.
+    base = torch.initial_seed() - worker_id
+    state = (base << 32) | (worker_id << 16) | rank
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        state = ((state ^ (state >> 33)) * factor) % 2**64
+    state ^= state >> 33
+    drawn = []
+    for _ in range(3):
+        state = (state * 6364136223846793005 + 1) % 2**64
+        drawn.append(state)
+    torch.manual_seed(drawn[0])
+    random.seed((drawn[1] << 32) | drawn[2])
+    if installed("numpy"):
+        import numpy
+
+        numpy.random.seed(numpy.random.SeedSequence([base, worker_id, rank]).generate_state(4))
 
 
 def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -13,8 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
 import hasten.compat
+import hasten.seed
 from hasten.utilities.exceptions import MisconfigurationException
 from hasten.utilities.warnings import PossibleUserWarning
+from tests.fakes import RowLogger
 from tests.models import Classifier, Manual, loader, quiet
 
 
@@ -141,3 +145,42 @@ def test_an_error_in_copies_of_this_process_reaches_callbacks_here() -> None:
         trainer.fit(Fails(), loader(8), loader(8))
     assert len(counts.errors) == 1
     assert trainer.interrupted
+
+
+def test_workers_draw_the_numbers_that_lightning_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Draws(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return random.getrandbits(30)
+
+    with L.seed.isolate_rng():
+        torch.manual_seed(102)
+        L.seed.seed_worker(2, rank=1)
+        drawn = random.getrandbits(32), int(torch.randint(2**31, (1,))), int(np.random.randint(2**31))
+        assert drawn == (3856821048, 1826927507, 1097172413)
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    trainer = quiet(limit_predict_batches=1)
+    trainer.predict(Classifier(), loader(8))
+    assert trainer.predict_dataloaders.worker_init_fn.func is L.seed.seed_worker
+    own: Any = DataLoader(loader(8).dataset, 4, worker_init_fn=print)
+    trainer.predict(Classifier(), own)
+    assert trainer.predict_dataloaders.worker_init_fn is print
+
+
+def test_loaders_show_in_the_structure_they_were_given_in() -> None:
+    class TwoLoaders(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("batch", batch_idx, on_step=True, on_epoch=False)
+
+    first, second = loader(8), loader(4)
+    rows = RowLogger()
+    trainer = quiet(logger=rows, max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(TwoLoaders(), loader(8), {"a": first, "b": second})
+    assert trainer.val_dataloaders == {"a": first, "b": second}
+    trainer.validate(TwoLoaders(), [first], verbose=False)
+    assert trainer.val_dataloaders == [first]
+    # Within a fit, the x axis of validation goes on from one validation to the next.
+    assert [step for step, row in rows.rows if "batch/dataloader_idx_0" in row] == [0, 1, 2, 3]
+    assert [step for step, row in rows.rows if "batch" in row] == [0, 1]

@@ -27,6 +27,7 @@ from hasten.data.loader_parts import (
 from hasten.data.memory.resident import users_dataset
 from hasten.data.resume.workers import SeedByRank
 from hasten.elsewhere import alias
+from hasten.seed import seed_worker
 
 _T = TypeVar("_T")
 
@@ -102,6 +103,13 @@ def prepare(
             loader, DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffles, seed=seed)
         )
     return _with_sampler(loader, ShardSampler(sampler, num_replicas, rank, seed=seed, repeat=train))
+
+
+def with_seeded_workers(loader: Any, rank: int, *, instead_of: Any) -> Any:
+    """Return ``loader`` with workers that ``seed_worker`` seeds, unless the user's loader has a ``worker_init_fn``."""
+    if not isinstance(loader, DataLoader) or getattr(instead_of, "worker_init_fn", None) is not None:
+        return loader
+    return with_attributes(loader, worker_init_fn=functools.partial(seed_worker, rank=rank))
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:

@@ -140,7 +140,8 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
     if several:
         logged.context_of(STEPS[name]).enter_loader(loader_idx)
     steps = run.runtime.steps
-    count = 0
+    goes_on = run.as_lightning and run.state.fn == TrainerFn.FITTING and run.state.stage == RunningStage.VALIDATING
+    count, before = 0, run.validated.get(loader_idx, 0) if goes_on else 0
     for batch_idx, (batch, is_last) in enumerate(in_step(run, source.batches(loader_idx))):
         count += 1
         if transfer is not None:
@@ -153,9 +154,10 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
         if steps is not None:
             steps.end_step(stage, batch, is_last)
         if logged.logs_evaluation_steps:
-            logged.publish_evaluation_step(stage, batch_idx)
+            logged.publish_evaluation_step(stage, before + batch_idx)
         progress.evaluated += 1
         _leave_if_stopped(run)
+    run.validated[loader_idx] = before + count if goes_on else 0
     return count
 
 

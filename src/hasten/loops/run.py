@@ -202,6 +202,8 @@ class Run:
     evaluating: str = ""
     evaluated_from: int = 0
     evaluated: dict[str, int] = field(default_factory=dict)
+    # Steps on the loggers' x axis of the validations before, by loader, where it goes on from one to the next.
+    validated: dict[int, int] = field(default_factory=dict)
     # The latest loss, as training_step gave it: read when values are fetched anyway.
     last_loss: Any = None
     # Checks loss and gradients before each step, as on_bad_loss says; and its state in the checkpoint.

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data import advice
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loader_parts import samplers_of
-from hasten.data.loaders import SideStream, prepare
+from hasten.data.loaders import SideStream, prepare, with_seeded_workers
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.stream import CombinedStream, Stream
 from hasten.elsewhere import alias
@@ -92,6 +93,8 @@ class StageData:
         self._overfit = overfit
         self.reload_every_n_epochs = reload_every_n_epochs
         self._streams: list[Stream | CombinedStream] | None = None
+        # What held the loaders of an evaluation.
+        self._collection: CombinedLoader | None = None
         self._loaded_at_epoch = 0
         # Read loaders when and as far as Lightning does, which shows where they draw random numbers or misstate their
         # length.
@@ -142,6 +145,16 @@ class StageData:
         return [
             stream.loader.iterables if isinstance(stream, CombinedStream) else stream.loader for stream in self.load()
         ]
+
+    @property
+    def in_structure(self) -> Any:
+        """The prepared loader, or a list of several; as Lightning has them, in the structure they were given in."""
+        loaders = self.loaders
+        if self._collection is None or not self._as_lightning:
+            return loaders[0] if len(loaders) == 1 else loaders
+        shown = copy.copy(self._collection)
+        shown.flattened = loaders
+        return shown.iterables
 
     @property
     def limits(self) -> list[float]:
@@ -351,6 +364,10 @@ class StageData:
                 allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )
+            if self._as_lightning and os.environ.get("PL_SEED_WORKERS") == "1":
+                # As Lightning does, with the same numbers.
+                rank = (self._sampler_kwargs or {}).get("rank", 0)
+                prepared = with_seeded_workers(prepared, rank, instead_of=loader)
             trains, module = self.stage == "train", self._module
             # Automatic optimization completes an epoch that ended early afterwards. The user's own steps are theirs to
             # complete, in the batch that `trainer.is_last_batch` says is the last.
@@ -378,10 +395,17 @@ class StageData:
 
     def _several(self, given: Any, name: str) -> list[Any]:
         """Return the loaders to read one after the other; training reads one, which may join several."""
+        self._collection = None
         if self.stage == "train":
+            if self._as_lightning and isinstance(given, CombinedLoader) and given.mode == "sequential":
+                raise MisconfigurationException(
+                    f'{name} is a CombinedLoader(mode="sequential"), and training reads one loader. Use "min_size", '
+                    '"max_size" or "max_size_cycle".'
+                )
             return [CombinedLoader(given, "max_size_cycle") if is_collection(given) else given]
         if isinstance(given, CombinedLoader):
             if given.mode == "sequential":
+                self._collection = given
                 return given.flattened
             if self.stage == "predict":
                 raise MisconfigurationException(
@@ -389,7 +413,8 @@ class StageData:
                     'Use mode="sequential".'
                 )
         elif isinstance(given, Mapping) or is_collection(given):
-            return CombinedLoader(given, "sequential").flattened
+            self._collection = CombinedLoader(given, "sequential")
+            return self._collection.flattened
         return [given]
 
     def _cut(self, stream: Stream | CombinedStream) -> int | None:

@@ -58,8 +58,7 @@ def _loaders(source_name: str, doc: str) -> ReadOnly[Any]:
         source = trainer._source(source_name)
         if source is None or not source.loaded:
             return None
-        found = source.loaders
-        return found[0] if source_name == "train" or len(found) == 1 else found
+        return source.in_structure
 
     return ReadOnly(loaders, doc)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import tempfile
 import time
 import warnings
@@ -22,6 +21,7 @@ from hasten._lib.tree import map_tensors, move_to
 from hasten.logged_value import batch_size_of
 from hasten.loggers.base import as_text as as_text
 from hasten.machine.host import usable_cores
+from hasten.seed import seed_worker
 
 if TYPE_CHECKING:
     from hasten.strategies import Strategy
@@ -274,16 +274,7 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         return (drawn[index] for index in super().__iter__())
 
 
-def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """Seed Python, numpy and torch differently in each worker of a loader, and of each process ``rank``."""
-    seed = (torch.initial_seed() + worker_id + 1_000_003 * (rank or 0)) % 2**32
-    torch.manual_seed(seed)
-    random.seed(seed)
-    try:
-        import numpy as np
-    except ModuleNotFoundError:
-        return
-    np.random.seed(seed)
+pl_worker_init_function = seed_worker
 
 
 __all__ = [
