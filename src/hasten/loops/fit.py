@@ -15,6 +15,7 @@ from torch import Tensor
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
 from hasten._lib.tree import parameters_of
+from hasten.elsewhere import alias
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import evaluate, sanity_check
@@ -794,6 +795,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward) and not runtime.strategy.owns_step
     clip = runtime.clip_value if arguments.gradient_clip_algorithm == "value" else runtime.clip_norm
     joins = arguments.uneven == "join" and runtime.world_size > 1
+    rescales = not alias.active()
 
     def finish_gradients() -> None:
         if unscale is not None:
@@ -806,7 +808,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
                 weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
             schedule.divide_gradients(run, optimizer, weight)
             run.window_weight = None
-        elif progress.accumulation_index + 1 != window.size:
+        elif rescales and progress.accumulation_index + 1 != window.size:
             # The losses were divided by another number of batches than the accumulation has: the data ended early, or
             # the checkpoint was saved in an accumulation of another size.
             schedule.scale_gradients(run, optimizer, window.size / (progress.accumulation_index + 1))

@@ -15,6 +15,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of
+from hasten.elsewhere import alias
 from hasten.optim import LRSchedulerConfig
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def plan_windows(run: Run) -> tuple[int, int, float]:
     index = progress.accumulation_index
     # An open accumulation that has the new size already ends with the next batch.
     start = progress.batch - index if index < size else progress.batch + 1
-    tail_size, tail_start = _tail(max(0, length - start), size)
+    # Lightning divides by the full size, also in the last, shorter accumulation: the same numbers under its names.
+    tail_size, tail_start = (size, math.inf) if alias.active() else _tail(max(0, length - start), size)
     windows = size, tail_size, start + tail_start
     divisor_before, run.windows = run.accumulation_divisor(), windows
     if index and divisor_before is not None and run.window_weight is None:

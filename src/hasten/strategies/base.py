@@ -335,6 +335,15 @@ class Strategy(ABC):
         self._precision_plugin = precision
 
     @property
+    def precision(self) -> Precision:
+        """The number format of the run; ``precision_plugin`` under the name that it has in Fabric."""
+        return self.precision_plugin
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self.precision_plugin = precision
+
+    @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether a Trainer calls ``setup`` before it reads a checkpoint to resume from."""
         return False

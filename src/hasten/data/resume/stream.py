@@ -61,7 +61,8 @@ class Stream:
             is not a ``DataLoader`` draws.
         marks_last: whether the last batch has to be known as the last where the loader ends before its length. That
             costs reading the random generators for each batch.
-        ends_at_length: read no more batches than the length of the loader, if it has one, and none ahead.
+        ends_at_length: read no more batches than the length of the loader, if it has one, and none ahead; and do not
+            ask for the end, at which samplers may draw from the user's generator.
 
     Example::
 
@@ -200,9 +201,9 @@ class Stream:
                         )
                 elif is_last and exhausts:
                     self._exhausted, fetched = True, number + 1
-                    if self._generators:
-                        # The user's generator moves once more when its sampler ends. That belongs to this epoch's
-                        # state, so it must have happened when the state is taken.
+                    if self._generators and not self._ends_at_length:
+                        # The user's generator moves once more when its sampler ends, as it does in the plain loop. That
+                        # belongs to this epoch's state, so it must have happened when the state is taken.
                         next(iterator, None)
                 self.handed, self._held, self._at_end = number, batch, is_last
                 yield batch, is_last

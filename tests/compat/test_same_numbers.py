@@ -1,4 +1,7 @@
-"""Loaders are read when and as far as Lightning reads them: programs that draw random numbers see the same ones."""
+"""Where Lightning and hasten do something else on purpose, a program under Lightning's names has Lightning's numbers.
+
+Loaders are read when and as far as Lightning reads them: programs that draw random numbers see the same ones.
+"""
 
 from __future__ import annotations
 
@@ -106,3 +109,32 @@ def test_no_more_batches_are_read_than_the_length_says() -> None:
 
     trainer.fit(Joined(), together)
     assert (trainer.global_step, together["first"].read) == (3, 3)  # type: ignore[attr-defined]
+
+
+def test_a_generator_of_the_loader_does_not_move_at_its_end() -> None:
+    generator = torch.Generator()
+    data = torch.arange(4.0)[:, None]
+
+    class Sees(Draws):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.drawn += batch.flatten().tolist()
+            return self.layer(batch).sum()
+
+    module = Sees()
+    loader = DataLoader(data, 2, shuffle=True, generator=generator.manual_seed(0))  # type: ignore[arg-type,var-annotated]
+    quiet(max_epochs=2, limit_val_batches=0).fit(module, loader)
+    drawn, orders = module.drawn[1:], []
+    generator.manual_seed(0)
+    for _ in range(2):
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        orders += torch.randperm(4, generator=generator).tolist()
+    assert drawn == orders
+
+
+def test_the_last_accumulation_is_divided_by_its_full_size() -> None:
+    module = Draws()
+    torch.nn.init.zeros_(module.layer.weight)
+    data = DataLoader(torch.ones(3, 1))  # type: ignore[arg-type,var-annotated]
+    quiet(max_epochs=1, limit_val_batches=0, accumulate_grad_batches=2).fit(module, data)
+    # Each gradient is 1. The first step is by (1 + 1) / 2, the second by 1 / 2, with a learning rate of 0.1.
+    assert module.layer.weight.item() == pytest.approx(-0.15)
