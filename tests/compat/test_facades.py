@@ -140,6 +140,9 @@ def test_objects_of_hastens_classes_are_instances_but_not_of_subclasses() -> Non
     chosen = L.Trainer(strategy="ddp", devices=1, **QUIETLY).strategy
     assert type(chosen) is strategies.DDPStrategy
     assert type(own.strategy) is strategies.SingleDeviceStrategy
+    assert type(own.with_arguments(strategy="ddp").strategy) is strategies.DDPStrategy
+    mine = hasten.strategies.DDPStrategy()
+    assert type(L.Trainer(strategy=mine, devices=1, **QUIETLY).strategy) is hasten.strategies.DDPStrategy
     assert type(L.Fabric(accelerator="cpu").strategy) is of_fabric.SingleDeviceStrategy
 
 

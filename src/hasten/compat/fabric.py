@@ -9,6 +9,7 @@ from hasten.compat._classes.fabric_strategies import dress
 from hasten.compat.facades import Facade, exactly
 from hasten.fabric import fabric
 from hasten.loggers.base import Logger
+from hasten.strategies.base import Strategy
 from hasten.types import AcceleratorLike, Devices, Plugin, PrecisionName, StrategyLike
 
 
@@ -17,9 +18,6 @@ class Fabric(fabric.Fabric, metaclass=Facade):
 
     Environment variables set the arguments that only hasten has (``HASTEN_COMPILE=1``;
     ``hasten run --compile program.py`` is the same).
-
-    Args:
-        accelerator: see ``hasten.Fabric`` for this and all that follow.
 
     Raises:
         TypeError: an argument does not exist or has a wrong type.
@@ -47,4 +45,5 @@ class Fabric(fabric.Fabric, metaclass=Facade):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(**given, **environment.of("Fabric"))
-        dress(self._runtime.strategy)
+        if not isinstance(strategy, Strategy):
+            dress(self._runtime.strategy)

@@ -11,6 +11,7 @@ from hasten.compat.internals.accelerator_connector import AcceleratorConnector
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 from hasten.profilers.base import Profiler
+from hasten.strategies.base import Strategy
 from hasten.trainer import trainer
 from hasten.types import (
     AcceleratorLike,
@@ -34,9 +35,6 @@ class Trainer(trainer.Trainer, metaclass=Facade):
 
     Environment variables set arguments that are not given, as in Lightning (``PL_TRAINER_DEVICES=2``), and those that
     only hasten has (``HASTEN_PACKED=1``; ``hasten run --packed program.py`` is the same).
-
-    Args:
-        accelerator: see ``hasten.Trainer`` for this and all that follow.
 
     Raises:
         TypeError: an argument does not exist or has a wrong type.
@@ -103,7 +101,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         # A config may say null for what is on or off.
         given.update({name: False for name in _SWITCHES if given[name] is None})
         super().__init__(**given, **environment.of("Trainer"))
-        dress(self._runtime.strategy)
+        self._dress_strategy()
 
     @property
     def max_epochs(self) -> int | None:  # type: ignore[override]
@@ -119,10 +117,16 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     def with_arguments(self, **changes: object) -> trainer.Trainer:
         """Return a new Trainer with the same parts and other arguments; see ``hasten.Trainer.with_arguments``."""
         new = super().with_arguments(**changes)
-        dress(new._runtime.strategy)
+        assert isinstance(new, Trainer)
+        new._dress_strategy()
         return new
 
     def change_arguments(self, **changes: object) -> None:
         """Change arguments between two calls; see ``hasten.Trainer.change_arguments``."""
         super().change_arguments(**changes)
-        dress(self._runtime.strategy)
+        self._dress_strategy()
+
+    def _dress_strategy(self) -> None:
+        # One that the program has made stays as it is.
+        if not isinstance(self._given["strategy"], Strategy):
+            dress(self._runtime.strategy)
