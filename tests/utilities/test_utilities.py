@@ -99,6 +99,9 @@ def test_batches_and_loaders() -> None:
     assert data.extract_batch_size({"x": torch.zeros(3, 2)}) == 3
     with pytest.raises(ValueError, match=r"cannot be read from a str. Write self.log\(..., batch_size=...\)"):
         data.extract_batch_size("x")
+    with pytest.warns(UserWarning, match="the batch size is ambiguous"):
+        assert data.extract_batch_size([torch.zeros(2), torch.zeros(3)]) == 2
+    assert data.extract_batch_size({"x": torch.zeros(())}) == 1
     assert data.convert_tensors_to_scalars({"a": [torch.tensor([2])], "b": "x"}) == {"a": [2], "b": "x"}
     with pytest.raises(ValueError, match=r"one element .* not one of shape \(2,\)"):
         data.convert_tensors_to_scalars(torch.zeros(2))

@@ -132,6 +132,12 @@ _TRAINING: dict[Any, Any] = {
 }
 
 
+class WeightsOnly(ValueError, KeyError):
+    """Training cannot go on from a checkpoint, because it has no states of optimizers."""
+
+    __str__ = Exception.__str__  # A KeyError shows its message in quotation marks.
+
+
 def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     """Raise if an entry of a checkpoint is missing or has a wrong type.
 
@@ -160,7 +166,7 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
         keys = sorted(map(str, checkpoint))[:8]
         raise ValueError(f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it. {bare}")
     if training and "optimizer_states" not in checkpoint:
-        raise ValueError(
+        raise WeightsOnly(
             f"{source} holds weights only, so training cannot go on from it. "
             "Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False."
         )

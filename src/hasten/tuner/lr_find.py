@@ -296,7 +296,7 @@ class _Sweep(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        if isinstance(outputs, Mapping):
+        if isinstance(outputs, Mapping) and "loss" in outputs:
             # Losses of an accumulation are divided by their number: the sum is the mean.
             loss, weight = outputs["loss"], outputs.get("loss_weight")
             self._loss = loss if self._loss is None or self._like_lightning else self._loss + loss

@@ -98,16 +98,25 @@ def convert_tensors_to_scalars(data: Batch) -> Batch:
 
 
 def extract_batch_size(batch: Batch) -> int:
-    """Return the number of samples in a batch: the first dimension of its first tensor.
+    """Return the number of samples in a batch: the first dimension of its first tensor; warn if others differ.
 
     Raises:
-        MisconfigurationException: its tensors do not agree.
+        MisconfigurationException: there is no tensor in it.
 
     """
     size, known = batch_size_of(batch)
-    if not known:
+    if known:
+        return size
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, batch)
+    if not tensors:
         raise MisconfigurationException(
             f"the batch size cannot be read from a {type(batch).__name__}. Write self.log(..., batch_size=...)."
+        )
+    if len({tensor.shape[:1] for tensor in tensors}) > 1:
+        rank_zero_warn(
+            f"the batch size is ambiguous, because the tensors of the {type(batch).__name__} have different first "
+            f"dimensions; {size} is used. Write self.log(..., batch_size=...)."
         )
     return size
 

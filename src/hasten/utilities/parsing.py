@@ -117,7 +117,7 @@ def _holders(model: Any, attribute: str, *, needed: bool = False) -> list[Any]:
         if hasattr(owner, attribute):
             found.append(owner)
         hparams = getattr(owner, "hparams", None)
-        if hparams is not None and attribute in (hparams if isinstance(hparams, dict) else vars(hparams)):
+        if hparams is not None and attribute in (hparams if hasattr(hparams, "__contains__") else vars(hparams)):
             found.append(hparams)
     if needed and not found:
         raise AttributeError(
