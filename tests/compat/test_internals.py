@@ -305,6 +305,49 @@ def test_callbacks_whose_inner_methods_are_overridden(tmp_path: Path) -> None:
     assert "score" in Appends(logger.log_dir).metrics_keys
 
 
+def test_a_run_is_saved_and_restored_in_its_middle(tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    class Back(hasten.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            connector = trainer._checkpoint_connector
+            if trainer.global_step == 1 and not hasattr(self, "before"):
+                self.before = {name: value.clone() for name, value in pl_module.state_dict().items()}
+                assert connector.dump_checkpoint(weights_only=True).keys() < connector.dump_checkpoint().keys()
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+            elif trainer.global_step == 3 and not hasattr(self, "after"):
+                assert not torch.equal(pl_module.layer.weight, self.before["layer.weight"])
+                connector.restore(tmp_path / "a.ckpt")
+                self.after = {name: value.clone() for name, value in pl_module.state_dict().items()}
+                assert trainer.global_step == 1
+                assert connector._loaded_checkpoint == {}
+
+    back, model = Back(), BoringModel()
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(**options, callbacks=[back], max_steps=4, enable_model_summary=False)
+    assert isinstance(trainer._checkpoint_connector, _CheckpointConnector)
+    trainer.fit(model)
+    assert torch.equal(back.after["layer.weight"], back.before["layer.weight"])
+
+
+def test_a_module_that_was_not_trained_is_saved(tmp_path: Path) -> None:
+    from lightning.pytorch import Trainer
+
+    model = BoringModel()
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(AttributeError, match="only possible if a model is attached"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.strategy.connect(model)
+    assert trainer.strategy.lightning_module is model
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    read = BoringModel.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(read.layer.weight, model.layer.weight)
+    other = BoringModel()
+    trainer.test(other, verbose=False)
+    assert trainer.strategy.lightning_module is other
+
+
 def test_a_compiled_module_is_the_module_with_compiled_steps() -> None:
     from lightning.pytorch.utilities.compile import _maybe_unwrap_optimized, to_uncompiled
 

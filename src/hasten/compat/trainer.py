@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from hasten.compat import environment
 from hasten.compat._classes.strategies import dress
 from hasten.compat.facades import Facade, exactly
 from hasten.compat.internals.accelerator_connector import AcceleratorConnector
+from hasten.compat.internals.checkpoint_connector import CheckpointConnector, without_run
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 from hasten.profilers.base import Profiler
@@ -49,6 +50,8 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         True
 
     """
+
+    _connector: CheckpointConnector | None = None
 
     @environment.with_variables
     @exactly
@@ -113,6 +116,35 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:
         return AcceleratorConnector.of(self)
+
+    @property
+    def _checkpoint_connector(self) -> CheckpointConnector:
+        if self._connector is None:
+            self._connector = CheckpointConnector(self)
+        return self._connector
+
+    @_checkpoint_connector.setter
+    def _checkpoint_connector(self, connector: CheckpointConnector) -> None:
+        self._connector = connector
+
+    def dump_checkpoint(self, *, weights_only: bool) -> dict[str, Any]:
+        """Return what ``save_checkpoint`` writes.
+
+        Args:
+            weights_only: leave out what only training needs.
+
+        """
+        return self._checkpoint(self.current_run, weights_only=weights_only)
+
+    def save_checkpoint(
+        self, filepath: PathLike, weights_only: bool | None = None, storage_options: object = None
+    ) -> None:
+        """Save the run, or the module that ``strategy.connect`` was given; see ``hasten.Trainer.save_checkpoint``."""
+        module = self.strategy.connected
+        if module is None:
+            super().save_checkpoint(filepath, weights_only, storage_options)
+        else:
+            self._runtime.save(filepath, without_run(module), storage_options=storage_options)
 
     def with_arguments(self, **changes: object) -> trainer.Trainer:
         """Return a new Trainer with the same parts and other arguments; see ``hasten.Trainer.with_arguments``."""

@@ -72,6 +72,8 @@ class Strategy(ABC):
     steps: XLASteps | None = None
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None
+    # A module that a program has given it outside of a run.
+    connected: Any = None
 
     def __init__(
         self,
@@ -206,7 +208,18 @@ class Strategy(ABC):
     @property
     def lightning_module(self) -> Any:
         """The module of the Trainer's run; None with Fabric."""
+        if self.connected is not None:
+            return self.connected
         return None if self._trainer is None else self._trainer.lightning_module
+
+    def connect(self, model: Any) -> None:
+        """Have ``Trainer.save_checkpoint`` save a module that takes part in no run yet.
+
+        Args:
+            model: the module; None for that of the run, as when a run begins.
+
+        """
+        self.connected = model
 
     def _with_trainer(self, name: str) -> Trains:
         if self._trainer is None:

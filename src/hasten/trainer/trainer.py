@@ -551,6 +551,7 @@ class Trainer(TrainerView):
         )
         parts.attach(self, module, self._datamodule)
         runtime.strategy._trainer = self
+        runtime.strategy.connect(None)
         self._logged.forget_callback_values()
         parts.settle_loggers(self._loggers, runtime)
         requeue.count(self.state.fn)
