@@ -184,3 +184,42 @@ def test_loaders_show_in_the_structure_they_were_given_in() -> None:
     # Within a fit, the x axis of validation goes on from one validation to the next.
     assert [step for step, row in rows.rows if "batch/dataloader_idx_0" in row] == [0, 1, 2, 3]
     assert [step for step, row in rows.rows if "batch" in row] == [0, 1]
+
+
+def test_the_module_does_not_give_what_the_datamodule_does_not_have() -> None:
+    class HasLoader(Classifier):
+        def val_dataloader(self) -> Any:
+            return loader(8)
+
+    class OnlyTraining(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+    trainer = quiet()
+    with pytest.warns(PossibleUserWarning, match="there is no validation data"):
+        trainer.fit(HasLoader(), datamodule=OnlyTraining())
+    assert "val_loss" not in trainer.callback_metrics
+    with pytest.raises(MisconfigurationException, match="has no test_dataloader"):
+        trainer.test(HasLoader(), datamodule=OnlyTraining())
+
+
+def test_arguments_that_lightning_refuses() -> None:
+    class ClipsTwice(Classifier):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+
+    class StepsText(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().step(closure="closure")  # type: ignore[arg-type, union-attr]
+
+    class Indexed(Classifier):
+        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:
+            return self.loss(batch)
+
+    quiet(gradient_clip_val=0.5).fit(ClipsTwice(), loader(8))
+    with pytest.raises(MisconfigurationException, match="both say how to clip"):
+        quiet(gradient_clip_val=1.0).fit(ClipsTwice(), loader(8))
+    with pytest.raises(MisconfigurationException, match="use a function"):
+        quiet().fit(StepsText(), loader(8))
+    with pytest.raises(RuntimeError, match="manual optimization"):
+        quiet().fit(Indexed(), loader(8))

@@ -340,7 +340,9 @@ class StageData:
 
     def _owner(self) -> Any:
         """Return the datamodule or module whose hook gives the loaders, or None."""
-        owners = (self.datamodule if self._reads_datamodule else None, self._module)
+        datamodule = self.datamodule if self._reads_datamodule else None
+        # In Lightning the module does not give what the datamodule does not have.
+        owners = (datamodule, None if self._as_lightning and datamodule is not None else self._module)
         name = HOOK_OF[self.stage]
         return next((owner for owner in owners if owner is not None and overrides(owner, DataHooks, name)), None)
 

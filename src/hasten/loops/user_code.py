@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hasten._lib.errors import MisconfigurationException, NotPartOfLightning2
+from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, NotPartOfLightning2
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
@@ -350,13 +350,16 @@ def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) 
     if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
         return
     signature = str(inspect.signature(method))
-    several = ""
-    if "optimizer_idx" in signature:
-        several = " Several optimizers need manual optimization (automatic_optimization = False), not an optimizer_idx."
-    _refuse_signature(
+    message = (
         f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
-        f"Write: def {name}(self, batch, batch_idx).{several}"
+        f"Write: def {name}(self, batch, batch_idx)."
     )
+    if "optimizer_idx" in signature:
+        raise MisconfigurationRuntimeError(
+            f"{message} Several optimizers need manual optimization (automatic_optimization = False), not an "
+            "optimizer_idx."
+        )
+    _refuse_signature(message)
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -135,6 +136,12 @@ def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> 
             f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step()). "
             f"One of your own can be stepped in {where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)."
         )
+    monitors = entry.get("reduce_on_plateau") or isinstance(scheduler, ReduceLROnPlateau)
+    if needs_step and not monitors and (needed := _required(scheduler.step)):
+        raise MisconfigurationException(
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which doesn't follow PyTorch's LRScheduler: its step() "
+            f"needs {needed}. Step it in {where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)."
+        )
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise WrongType(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which cannot be in a checkpoint. Give it the methods "
@@ -166,6 +173,16 @@ def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> 
             '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
         )
     return config
+
+
+def _required(function: Any) -> list[str]:
+    """Return the parameters without which a function cannot be called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in several]
 
 
 def _read_interval(config: LRSchedulerConfig, argument: str) -> None:
@@ -270,6 +287,8 @@ class HastenOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> object:
         """Step the optimizer and count it in ``trainer.global_step``."""
+        if closure is not None and not callable(closure):
+            raise WrongType(f"{type(self.optimizer).__name__}.step(closure={closure!r}): use a function.")
         return self._step(closure, **kwargs)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[Any]:
