@@ -197,6 +197,10 @@ class LoggedValues:
         logged.on_step, logged.on_epoch = on_step, on_epoch
         logged.prog_bar = bool(options.prog_bar)
         logged.logger = options.logger is None or bool(options.logger)
+        if options.logger and not self.loggers and alias.active():
+            self._warn(
+                "no logger", f"{where}, logger=True: the Trainer has no logger configured. Leave logger=True out."
+            )
         logged.reduce = reduction(options.reduce_fx, where)
         logged.enable_graph = bool(options.enable_graph)
         logged.zero_only = bool(options.rank_zero_only)

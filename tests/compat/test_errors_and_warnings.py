@@ -74,6 +74,13 @@ def test_what_may_be_intended_is_a_possible_user_warning() -> None:
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning.pytorch.utilities import disable_possible_user_warnings
 
+    class LogsToNobody(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("value", 1.0, logger=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="has no logger configured"):
+        pl.Trainer(**QUIETLY).fit(LogsToNobody())
     model = BoringModel().eval()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
