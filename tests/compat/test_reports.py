@@ -61,3 +61,30 @@ def test_names_of_the_pytorch_profiler() -> None:
     steps = ["validation_step", "training_step", "training_step", "validation_step", "training_step", "training_step"]
     assert [after(step) for step in steps] == ["NONE", "WARMUP", "RECORD", "RECORD", "RECORD_AND_SAVE", "NONE"]
     assert (wrapper.is_training, wrapper.num_step, wrapper.has_finished) == (True, 3, True)
+
+
+def test_a_summary_by_a_subclass() -> None:
+    from lightning.pytorch.callbacks import ModelSummary
+    from lightning.pytorch.utilities.model_summary import ModelSummary as Table
+
+    seen: list[dict[str, list[str]]] = []
+
+    class Short(Table):
+        def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+            return super()._get_summary_data()[:3]
+
+    class Mine(ModelSummary):
+        def _summary(self, trainer: object, pl_module: torch.nn.Module) -> Table:
+            return Short(pl_module, max_depth=self._max_depth)
+
+        @staticmethod
+        def summarize(summary_data: list[tuple[str, list[str]]], *args: object, **kwargs: object) -> None:
+            seen.append(dict(summary_data))
+
+    quiet(callbacks=[Mine()], enable_model_summary=True, limit_train_batches=1).fit(Classifier(), loader())
+    assert [list(data) for data in seen] == [[" ", "Name", "Type"]]
+    # Lightning's columns, with or without an example.
+    assert [name for name, _ in Table(Classifier())._get_summary_data()][3:] == ["Params", "Mode", "FLOPs"]
+    lazy = Table(torch.nn.Sequential(torch.nn.LazyLinear(2)))
+    with pytest.warns(UserWarning, match="total number of parameters detected may be inaccurate"):
+        assert lazy.total_parameters == 0

@@ -217,8 +217,8 @@ def test_questions_about_modules() -> None:
     assert not takes(lambda self, a: None, "batch", min_args=2)
     assert takes(lambda a, b: None, "batch", min_args=2)
     assert model_helpers.do_nothing_closure() is None
-    with pytest.raises(ValueError, match="DeepSpeedSummary is not in this version"):
-        model_helpers.DeepSpeedSummary(None)
+    divided = model_helpers.DeepSpeedSummary(nn.Sequential(nn.Linear(1, 1)))
+    assert dict(divided.columns())["Params per Device"] == ["2"]
 
 
 class Parent:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.module.callback import Callback
-from hasten.report.summary import ModelSummary as Summary
-from hasten.report.summary import check_depth, format_table, totals
+from hasten.report.summary import DeepSpeedSummary, LayerTable, check_depth, format_table, totals
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+
+
+_NUMBERS = ("Params", "Params per Device", "FLOPs", "In sizes", "Out sizes")
 
 
 class ModelSummary(Callback):
@@ -41,10 +43,10 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._max_depth == 0:
             return
-        summary = Summary(pl_module, max_depth=self._max_depth)
+        summary = self._summary(trainer, pl_module)
         if trainer.is_global_zero:
             self.summarize(
-                summary.columns(),
+                summary._get_summary_data(),
                 summary.total_parameters,
                 summary.trainable_parameters,
                 summary.model_size,
@@ -52,6 +54,11 @@ class ModelSummary(Callback):
                 total_flops=summary.total_flops,
                 **self._summarize_kwargs,
             )
+
+    def _summary(self, trainer: Trainer, pl_module: LightningModule) -> LayerTable:
+        """Return the table, for subclasses that show another one."""
+        kind = DeepSpeedSummary if any(hasattr(p, "ds_numel") for p in pl_module.parameters()) else LayerTable
+        return kind(pl_module, max_depth=self._max_depth)
 
     @staticmethod
     def summarize(
@@ -121,7 +128,9 @@ class RichModelSummary(ModelSummary):
         for heading, _ in summary_data:
             table.add_column(
                 heading,
-                justify="right" if heading in ("Params", "FLOPs", "In sizes", "Out sizes") else "left",
+                justify="right"
+                if heading in ("Params", "Params per Device", "FLOPs", "In sizes", "Out sizes")
+                else "left",
                 style="dim" if heading == " " else None,
                 no_wrap=heading == "Name",
             )

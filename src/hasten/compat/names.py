@@ -78,7 +78,6 @@ ALTERNATIVES = {
     "pytorch.plugins.precision.NativeMixedPrecisionPlugin": _MIXED,
     "pytorch.plugins.training_type": "Strategies are in lightning.pytorch.strategies.",
     "pytorch.profiler": "It is lightning.pytorch.profilers now.",
-    "pytorch.serve": "Export the module with to_torchscript() or to_onnx() and serve that.",
     "pytorch.strategies.BaguaStrategy": _GONE,
     "pytorch.strategies.ColossalAIStrategy": f"{_GONE} {_FSDP}",
     "pytorch.strategies.DDP2Strategy": f"{_GONE} Use strategy='ddp'.",

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hasten._lib import check
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, preserve_modes
+from hasten.elsewhere import alias
 from hasten.module.module import trainer_of
 from hasten.report.peaks import flop_counter
 
@@ -171,6 +173,11 @@ class LayerTable:
     @property
     def total_parameters(self) -> int:
         """Number of parameters; shared ones count once."""
+        if alias.active() and any(isinstance(p, UninitializedParameter) for p in self._model.parameters()):
+            rank_zero_warn(
+                "The total number of parameters detected may be inaccurate: some of them get their shape in the first "
+                "forward pass."
+            )
         return sum(_elements(parameter) for parameter in _with_shape(self._model.parameters()))
 
     @property
@@ -214,8 +221,10 @@ class LayerTable:
             ("Params", params),
             ("Mode", ["train" if training else "eval" for training in self.training_modes]),
         ]
-        if self._example is not None:
+        # Callbacks written for Lightning expect the numbers, which are 0 without an example.
+        if self._example is not None or alias.active():
             columns.append(("FLOPs", list(map(human_readable, self.flop_counts))))
+        if self._example is not None:
             columns.append(("In sizes", list(map(str, self.in_sizes))))
             columns.append(("Out sizes", list(map(str, self.out_sizes))))
         if leftover > 0 and self._max_depth != 0:
@@ -224,13 +233,19 @@ class LayerTable:
                 cells.append(known.get(heading, NOT_APPLICABLE))
         return columns
 
-    # The name that callbacks written for Lightning use.
-    _get_summary_data = columns
+    # -- names that callbacks written for Lightning use
+
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        return self.columns()
+
+    @property
+    def _layer_summary(self) -> dict[str, LayerSummary]:
+        return self._layers
 
     def __str__(self) -> str:
         modes, flops = self.total_training_modes, self.total_flops
         below = totals(self.total_parameters, self.trainable_parameters, self.model_size, modes, flops)
-        table = format_table(self.columns(), below)
+        table = format_table(self._get_summary_data(), below)
         if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
             table += "\nParameters marked ? get their shape in the first forward pass and are not counted."
         return table
@@ -276,6 +291,36 @@ class LayerTable:
 
 # The name that programs import; the callback of this name is in hasten.callbacks.
 ModelSummary = LayerTable
+
+
+class DeepSpeedSummary(LayerTable):
+    """The layers of a model whose parameters DeepSpeed's stage 3 has divided, with the part on each device.
+
+    Args:
+        model: a LightningModule, or any module.
+        max_depth: how many levels of nested modules to list; -1 for all, 0 for none.
+
+    Example::
+
+        >>> summary = DeepSpeedSummary(nn.Sequential(nn.Linear(4, 8)))
+        >>> summary.parameters_per_layer  # Not divided: all of them.
+        [40]
+
+    """
+
+    @property
+    def parameters_per_layer(self) -> list[int]:
+        """Number of parameters of each layer on one device."""
+        return [sum(map(_on_device, layer._module.parameters())) for layer in self._layers.values()]
+
+    def columns(self) -> list[tuple[str, list[str]]]:
+        """Return the table as columns: heading and cells."""
+        columns = super().columns()
+        names = [heading for heading, _ in columns]
+        cells = list(map(human_readable, self.parameters_per_layer))
+        cells += [NOT_APPLICABLE] * (len(columns[0][1]) - len(cells))
+        columns.insert(names.index("Params") + 1, ("Params per Device", cells))
+        return columns
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
@@ -409,6 +454,11 @@ def _elements(parameter: Tensor) -> int:
     """Return the number of elements of a whole parameter; DeepSpeed's stage 3 leaves an empty one in each module."""
     elements: int = getattr(parameter, "ds_numel", parameter.numel())
     return elements
+
+
+def _on_device(parameter: Tensor) -> int:
+    partition: Any = getattr(parameter, "partition_numel", None)
+    return _elements(parameter) if partition is None else partition()
 
 
 def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -9,18 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.errors import absent
 from hasten._lib.optional import need
 from hasten._lib.tree import whole
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
-from hasten.report.summary import ModelSummary
-
-DeepSpeedSummary = absent(
-    "DeepSpeedSummary", ModelSummary, home="hasten.utilities.model_helpers", instead="Use ModelSummary."
-)
+from hasten.report.summary import DeepSpeedSummary as DeepSpeedSummary
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
