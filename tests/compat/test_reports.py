@@ -88,3 +88,34 @@ def test_a_summary_by_a_subclass() -> None:
     lazy = Table(torch.nn.Sequential(torch.nn.LazyLinear(2)))
     with pytest.warns(UserWarning, match="total number of parameters detected may be inaccurate"):
         assert lazy.total_parameters == 0
+
+
+def test_a_progress_bar_counts_and_its_class_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.callbacks import TQDMProgressBar
+    from lightning.pytorch.callbacks.progress import tqdm_progress
+
+    import hasten.callbacks.progress as ours
+
+    original = tqdm_progress.Tqdm
+
+    class Counts(original):  # type: ignore[misc, valid-type]
+        """Keeps each count it was given."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "n":
+                self.__dict__.setdefault("counts", []).append(value)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr("lightning.pytorch.callbacks.progress.tqdm_progress.Tqdm", Counts)
+    bar = TQDMProgressBar(refresh_rate=2)
+    options = {"enable_progress_bar": True, "limit_train_batches": 5, "limit_val_batches": 2}
+    quiet(callbacks=[bar], **options).fit(Classifier(), loader(), loader())
+    assert type(bar.train_progress_bar) is Counts
+    assert list(dict.fromkeys(bar.train_progress_bar.counts)) == [0, 2, 4, 5]
+    # It can still be read when validation is over.
+    assert (bar.val_progress_bar.n, bar.val_progress_bar.total) == (2, 2)
+    monkeypatch.undo()
+    assert ours.Tqdm is tqdm_progress.Tqdm is original
+    tqdm_progress.Tqdm = Counts
+    hasten.compat.uninstall()
+    assert ours.Tqdm is original

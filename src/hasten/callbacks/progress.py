@@ -18,6 +18,8 @@ from tqdm import tqdm
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
+from hasten._lib.rank_zero import warn_once
+from hasten.elsewhere import alias
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.host import in_notebook
@@ -132,7 +134,14 @@ class ProgressBar(Callback):
         These are the version of the logger as ``v_num``, and the values logged with ``prog_bar=True`` that have
         arrived on the host; a value of that name replaces the version.
         """
-        return {**get_standard_metrics(trainer), **trainer.progress_bar_metrics}
+        standard, logged = get_standard_metrics(trainer), trainer.progress_bar_metrics
+        for name in standard.keys() & logged.keys():
+            warn_once(
+                f"progress bar {name}",
+                f"The progress bar already tracks a metric with the name {name!r}, and self.log({name!r}, ..., "
+                "prog_bar=True) takes its place. Log it under another name, or override get_metrics().",
+            )
+        return {**standard, **logged}
 
     def _of_current_loader(self, batches: float | list[float]) -> float:
         return batches[self._current_eval_dataloader_idx or 0] if isinstance(batches, list) else batches
@@ -174,6 +183,8 @@ class DrawnProgressBar(ProgressBar):
     ``disable``, ``postfix``, ``set_description``, ``set_postfix``, ``reset``, ``refresh``, ``write``, ``close``.
     """
 
+    # Programs written for Lightning read the count of a bar after each batch it shows; drawn it is by time.
+    _counts = False
     # Only every n-th batch is shown; seconds between two refreshes.
     _every = 1
     _refresh_seconds = REFRESH_SECONDS
@@ -227,6 +238,7 @@ class DrawnProgressBar(ProgressBar):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run hooks after each batch only if the bar is shown."""
         super().setup(trainer, pl_module, stage)
+        self._counts = alias.active()
         self._use_batch_hooks()
 
     def _use_batch_hooks(self) -> None:
@@ -277,6 +289,8 @@ class DrawnProgressBar(ProgressBar):
             # A resumed epoch starts in the middle: its speed is not counted from batch 0.
             bar.initial = batch_idx
         n = done[0] = batch_idx + 1
+        if self._counts and bar is not None and not bar.disable and self._should_update(n, bar.total):
+            bar.n = n
         if time.monotonic() >= self._next_refresh and bar is not None and self._should_update(n, bar.total):
             self._refresh(bar, n, self.get_metrics(trainer, pl_module))
 
@@ -304,7 +318,6 @@ class DrawnProgressBar(ProgressBar):
 
     def on_sanity_check_end(self, *_: object) -> None:
         self._close("val")
-        del self._bars["val"]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -315,7 +328,6 @@ class DrawnProgressBar(ProgressBar):
         """Close the bar; within fit, show the values of validation beside the bar of training."""
         self._close(self._evaluation)
         if self._evaluation == "val" and not trainer.sanity_checking:
-            del self._bars["val"]
             self._show_train_state(trainer, pl_module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -340,6 +352,8 @@ class DrawnProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         bar, n = self._bars.get(self._evaluation), batch_idx + 1
+        if self._counts and bar is not None and not bar.disable and self._should_update(n, bar.total):
+            bar.n = n
         if bar is None or (time.monotonic() < self._next_refresh and n != bar.total):
             return
         if self._should_update(n, bar.total):
@@ -350,7 +364,10 @@ class DrawnProgressBar(ProgressBar):
 
     def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
         """Print above the bars that are shown; the arguments are those of Python's ``print``."""
-        shown = next((bar for bar in self._bars.values() if not bar.disable and draws(bar)), None)
+        # Programs for Lightning replace ``Tqdm.write``.
+        written = alias.active()
+        bars = (bar for bar in self._bars.values() if not bar.disable and (draws(bar) or written))
+        shown = next(bars, None)
         if shown is None:
             print(*args, sep=sep, **{"flush": True, **kwargs})  # type: ignore[call-overload]
         else:
@@ -409,8 +426,8 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
         _write_line(bar)  # of the previous loader
     bar.set_description(description, refresh=False)
     bar.postfix = None
-    bar.reset(total=convert_inf(total))
     bar.total = convert_inf(total)  # ``reset(None)`` of tqdm keeps the old one
+    bar.reset(*([] if isinstance(bar, Tqdm) else [bar.total]))
 
 
 def convert_inf(total: float | None) -> float | None:
@@ -461,6 +478,9 @@ class TQDMProgressBar(DrawnProgressBar):
         super().__init__()
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             check.whole("TQDMProgressBar", name, value, at_least=0, error=MisconfigurationException)
+        if os.environ.get("COLAB_GPU") and refresh_rate == 1:
+            # Widgets in a browser far away.
+            refresh_rate = 20
         minimum = os.environ.get("TQDM_MINITERS", "")
         if refresh_rate and minimum.isdigit():
             refresh_rate = max(int(minimum), refresh_rate)
@@ -595,7 +615,10 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         if not self._draws and not self.disable:
             if self.leave and self.n:
                 self.write_line()
-            self.leave = False
+            leave, self.leave = self.leave, False
+            super().close()
+            self.leave = leave
+            return
         super().close()
 
     def moveto(self, n: int) -> None:

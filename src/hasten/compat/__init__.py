@@ -14,7 +14,7 @@ from typing import Any
 
 from hasten._lib.rank_zero import log, rank_zero_only
 from hasten.checkpoint.files import allow_objects
-from hasten.compat.modules import FINDER, PRODUCTS_FINDER, ROOTS, AliasModule
+from hasten.compat.modules import FINDER, PRODUCTS_FINDER, ROOTS, AliasModule, restore
 from hasten.elsewhere import alias
 
 __all__ = ["install", "installed", "uninstall"]
@@ -117,6 +117,7 @@ def uninstall() -> None:
         sys.meta_path.remove(FINDER)
         if "hasten.compat.cli" in sys.modules:
             sys.modules["hasten.compat.cli"].forget_classes()
+    restore()
     for name in [name for name, module in sys.modules.items() if isinstance(module, AliasModule)]:
         del sys.modules[name]
     _replaced.close()

@@ -33,6 +33,10 @@ def relative(name: str) -> str | None:
     return None if start is None else ".".join(filter(None, (start, rest)))
 
 
+# What a program has replaced: (module of Lightning, name) -> the object of hasten.
+_REPLACED: dict[tuple[str, str], Any] = {}
+
+
 class AliasModule(ModuleType):
     """A module of Lightning with hasten's objects, which are imported when they are first used."""
 
@@ -42,7 +46,7 @@ class AliasModule(ModuleType):
         if name in row:
             home, there = row[name]
             value = getattr(importlib.import_module(home), there)
-            setattr(self, name, value)
+            self.__dict__[name] = value
             return value
         if name == "__all__":
             return sorted(public for public in row if not public.startswith("_"))
@@ -53,9 +57,32 @@ class AliasModule(ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         raise AttributeError(missing(f"{self.__name__}.{name}"))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a name here and where hasten uses it, so that programs can replace parts of Lightning."""
+        super().__setattr__(name, value)
+        row = TABLE.get(relative(self.__name__) or "", {})
+        if name in row and not isinstance(value, AliasModule):
+            home = importlib.import_module(row[name][0])
+            _REPLACED.setdefault((self.__name__, name), getattr(home, row[name][1]))
+            setattr(home, row[name][1], value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if (self.__name__, name) in _REPLACED:
+            home, there = TABLE[relative(self.__name__) or ""][name]
+            setattr(importlib.import_module(home), there, _REPLACED.pop((self.__name__, name)))
+
     def __dir__(self) -> list[str]:
         place = relative(self.__name__) or ""
         return sorted({*super().__dir__(), *TABLE.get(place, ()), *_submodules(place)})
+
+
+def restore() -> None:
+    """Undo what programs have replaced in modules of Lightning."""
+    for (module, name), value in _REPLACED.items():
+        home, there = TABLE[relative(module) or ""][name]
+        setattr(importlib.import_module(home), there, value)
+    _REPLACED.clear()
 
 
 def missing(full_name: str) -> str:
