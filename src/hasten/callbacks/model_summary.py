@@ -46,7 +46,7 @@ class ModelSummary(Callback):
         summary = self._summary(trainer, pl_module)
         if trainer.is_global_zero:
             self.summarize(
-                summary._get_summary_data(),
+                summary.shown_columns(),
                 summary.total_parameters,
                 summary.trainable_parameters,
                 summary.model_size,

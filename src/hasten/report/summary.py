@@ -233,6 +233,10 @@ class LayerTable:
                 cells.append(known.get(heading, NOT_APPLICABLE))
         return columns
 
+    def shown_columns(self) -> list[tuple[str, list[str]]]:
+        """Return ``columns()``, or what a subclass written for Lightning shows instead."""
+        return self._get_summary_data()
+
     # -- names that callbacks written for Lightning use
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
@@ -245,7 +249,7 @@ class LayerTable:
     def __str__(self) -> str:
         modes, flops = self.total_training_modes, self.total_flops
         below = totals(self.total_parameters, self.trainable_parameters, self.model_size, modes, flops)
-        table = format_table(self._get_summary_data(), below)
+        table = format_table(self.shown_columns(), below)
         if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
             table += "\nParameters marked ? get their shape in the first forward pass and are not counted."
         return table
