@@ -273,3 +273,21 @@ def test_steps_that_fetch_their_batches(per_step: int) -> None:
     assert took == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert given == took[per_step - 1 :: per_step]
     assert len(trainer.predict(Fetches(), loader(8))) == 2 // per_step
+
+
+def test_methods_of_the_base_can_be_called_by_super(caplog: pytest.LogCaptureFixture) -> None:
+    class Calls(Classifier):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.should_stop = True
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert LightningModule.validation_step(self, batch, batch_idx) is None
+
+    with pytest.warns(UserWarning, match="`validation_step` must be implemented"), caplog.at_level("INFO"):
+        quiet(min_steps=2, limit_val_batches=1).fit(Calls(), loader(12), loader(4))
+    assert caplog.text.count("`min_steps=2` has not been met") == 1
+    with pytest.raises(MisconfigurationException, match="no train_dataloader"):
+        Calls().train_dataloader()
+    trainer = quiet()
+    trainer.predict(Calls(), loader(4), return_predictions=False)
+    assert not trainer.predict_loop.return_predictions

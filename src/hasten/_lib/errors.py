@@ -25,6 +25,10 @@ class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):
     """Raised for a setup that cannot work, where programs expect a ``RuntimeError``."""
 
 
+class NoDataloader(MisconfigurationException, NotImplementedError):
+    """Raised by a ``*_dataloader`` hook that a class does not define."""
+
+
 class BadLossError(FloatingPointError):
     """The run ended because a loss or its gradient is not finite; the weights are those before that step."""
 

@@ -286,6 +286,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
         on_predict_epoch_end, on_predict_end
     """
     run.enter(RunningStage.PREDICTING)
+    run.returns_predictions = return_predictions
     if run.as_lightning and run.predict.is_off():
         return None
     hooks, module, several = run.hooks, run.module, len(run.predict.load()) > 1

@@ -296,7 +296,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = No
             continue
         if asked is not None:
             raise Stopped(asked)
-        if progress.global_step >= plan.max_steps or (run.should_stop and run.may_stop_early()):
+        if progress.global_step >= plan.max_steps or (run.should_stop and run.stops_early()):
             return
 
     if not progress.last_batch:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hasten._lib.observers import follow
+from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import Arguments
 from hasten.checkpoint.metrics import ModuleMetrics
 from hasten.elsewhere import alias
@@ -167,6 +168,8 @@ class Run:
     # Something was changed that the loop had decided upon: it decides again before the next batch.
     changed: bool = False
     should_stop: bool = False
+    # Whether it was said that a request to stop waits for a minimum.
+    stop_is_late: bool = False
     # Whether all processes agreed on it; one process does not stop alone.
     stop_agreed: bool = False
     # Which run of several processes this is, the same on all of them.
@@ -195,6 +198,7 @@ class Run:
     metrics_before_validation: dict[str, Any] | None = None
     kept_predictions: Any = None
     keeps_predictions: bool = False
+    returns_predictions: bool = True
     batch_indices: list[int] = field(default_factory=list)
     epoch_batch_indices: list[list[list[int]]] = field(default_factory=list)
     skipped_batches: int = 0
@@ -288,6 +292,18 @@ class Run:
         progress, arguments = self.progress, self.arguments
         enough_epochs = progress.epochs_done >= (arguments.min_epochs or 0)
         return enough_epochs and progress.global_step >= (arguments.min_steps or 0)
+
+    def stops_early(self) -> bool:
+        """Return whether a request to stop takes effect; say once that it has to wait."""
+        if self.may_stop_early():
+            return True
+        if not self.stop_is_late:
+            self.stop_is_late, arguments = True, self.arguments
+            rank_zero_info(
+                f"The run is to stop, but the required `min_epochs={arguments.min_epochs}` or "
+                f"`min_steps={arguments.min_steps}` has not been met. Training will continue until then."
+            )
+        return False
 
     def goes_on(self) -> bool:
         """Return whether another epoch follows the one whose batches are done, before its validation has its say."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from hasten._lib.errors import NoDataloader
 from hasten._lib.observers import NotifiesOfHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 
@@ -41,19 +42,19 @@ class DataHooks(NotifiesOfHooks):
 
     def train_dataloader(self) -> Dataloaders:
         """Return the training data: a DataLoader, any iterable of batches, or a collection of them."""
-        raise NotImplementedError(f"{type(self).__name__} has no train_dataloader().")
+        raise NoDataloader(f"{type(self).__name__} has no train_dataloader().")
 
     def val_dataloader(self) -> Dataloaders:
         """Return the validation data: one or several DataLoaders or iterables."""
-        raise NotImplementedError(f"{type(self).__name__} has no val_dataloader().")
+        raise NoDataloader(f"{type(self).__name__} has no val_dataloader().")
 
     def test_dataloader(self) -> Dataloaders:
         """Return the test data: one or several DataLoaders or iterables."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_dataloader().")
+        raise NoDataloader(f"{type(self).__name__} has no test_dataloader().")
 
     def predict_dataloader(self) -> Dataloaders:
         """Return the data to predict on: one or several DataLoaders or iterables."""
-        raise NotImplementedError(f"{type(self).__name__} has no predict_dataloader().")
+        raise NoDataloader(f"{type(self).__name__} has no predict_dataloader().")
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Return ``batch`` on ``device``. Override it for batches that are not collections of tensors."""

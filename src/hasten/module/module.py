@@ -16,6 +16,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import is_read_by_jit
+from hasten.elsewhere import alias
 from hasten.module.datamodule import DataHooks
 from hasten.module.export import ModelExport
 from hasten.module.hook_defaults import ModelHooks
@@ -116,7 +117,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             them, and a batch of weight 0 adds nothing.
 
         """
-        raise NotImplementedError(f"{type(self).__name__} has no training_step().")
+        _has_no(self, "training_step")
+        return None
 
     def validation_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Evaluate one validation batch.
@@ -129,11 +131,13 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             anything, for ``on_validation_batch_end``.
 
         """
-        raise NotImplementedError(f"{type(self).__name__} has no validation_step().")
+        _has_no(self, "validation_step")
+        return None
 
     def test_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Evaluate one test batch; see ``validation_step``."""
-        raise NotImplementedError(f"{type(self).__name__} has no test_step().")
+        _has_no(self, "test_step")
+        return None
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction for one batch; calls ``forward`` by default."""
@@ -164,7 +168,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             ...         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
         """
-        raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers().")
+        _has_no(self, "configure_optimizers")
+        return None
 
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         """Return callbacks of this module; they replace those of the same type in the Trainer."""
@@ -484,6 +489,14 @@ LightningModule.__hook_names__ = frozenset(
     or name.endswith(("_step", "_dataloader"))
     or name in ("backward", "clip_gradients", "prepare_data")
 ) | {"__class__"}
+
+
+def _has_no(module: LightningModule, method: str) -> None:
+    """Refuse the call of a method that only subclasses have; Lightning, whose programs call ``super()``, warns."""
+    message = f"{type(module).__name__} has no {method}()."
+    if not alias.active():
+        raise NotImplementedError(message)
+    rank_zero_warn(f"`{method}` must be implemented to be used with the Trainer: {message}")
 
 
 def trainer_of(module: object) -> Trainer | None:

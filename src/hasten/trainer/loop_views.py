@@ -543,6 +543,12 @@ class PredictionLoop(EvaluationLoop):
         return LoopCounts(counts.total, counts.current)
 
     @property
+    def return_predictions(self) -> bool:
+        """Whether the call returns predictions."""
+        run = self._trainer._run
+        return run is None or run.returns_predictions
+
+    @property
     def predictions(self) -> list[Any]:
         """The predictions by batch; with several loaders by loader and batch."""
         run = self._trainer._run
