@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,3 +292,30 @@ def test_methods_of_the_base_can_be_called_by_super(caplog: pytest.LogCaptureFix
     trainer = quiet()
     trainer.predict(Calls(), loader(4), return_predictions=False)
     assert not trainer.predict_loop.return_predictions
+
+
+def test_the_last_window_of_an_epoch_and_the_count_of_steps_are_lightnings() -> None:
+    seen: list[int] = []
+
+    class Accumulates(WithData):
+        def train_dataloader(self) -> Any:
+            return loader(12)
+
+        def optimizer_step(self, epoch: Any, batch_idx: Any, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+            seen.append(self.trainer.global_step)
+
+    model = Accumulates()
+    plain = copy.deepcopy(model)
+    quiet(accumulate_grad_batches=2, limit_val_batches=0).fit(model)
+    # A step counts when optimizer_step has ended.
+    assert seen == [0, 1]
+    optimizer = plain.configure_optimizers()
+    batches = list(plain.train_dataloader())
+    for window in (batches[:2], batches[2:]):
+        optimizer.zero_grad()
+        for batch in window:
+            (plain.loss(batch) / 2).backward()
+        optimizer.step()
+    for trained, by_hand in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(trained, by_hand)

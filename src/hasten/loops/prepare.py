@@ -336,7 +336,9 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         elif finish is not None:
             closure = _then(closure, finish)
         result = optimizer.step(closure=closure, **kwargs) if kwargs else step(closure)
-        progress.global_step += 1
+        if not run.module.automatic_optimization:
+            # Otherwise the loop counts, once optimizer_step has ended.
+            progress.global_step += 1
         return result
 
     @contextmanager
