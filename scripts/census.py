@@ -587,7 +587,9 @@ class Result:
                 lines.append(f"| {package} {self.uses[package]['version']} | {field} | {cells} |")
         lines += ["", "What is missing:", "", "| use | in | |", "|---|---|---|"]
         for key, packages in sorted(self.missing.items(), key=lambda row: (row[0].partition(" ")[0] != "name", row[0])):
-            lines.append(f"| `{_shown(key)}` | {', '.join(packages)} | {self._advice(key)} |")
+            # The arguments of a missing class need no rows.
+            if key.startswith("name ") or f"name {key.removeprefix('argument ').partition('(')[0]}" not in self.missing:
+                lines.append(f"| `{_shown(key)}` | {', '.join(packages)} | {self._advice(key)} |")
         return "\n".join(lines)
 
     def _advice(self, key: str) -> str:

@@ -52,6 +52,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT => from hasten.utiliti
 from lightning.pytorch.core.optimizer import LightningOptimizer => from hasten.utilities import LightningOptimizer
 from lightning.fabric.utilities.cloud_io import _load => from hasten.utilities.saving import read as _load
 from lightning.fabric.utilities.cloud_io import _load as load => from hasten.utilities.saving import read as load
+from lightning.fabric.utilities.cloud_io import _load as read => from hasten.utilities.saving import read
 from lightning import pytorch as pl => import hasten as pl
 from lightning.pytorch import callbacks => from hasten import callbacks
 from lightning.pytorch import callbacks as cb => from hasten import callbacks as cb
@@ -126,6 +127,8 @@ import lightning.app as app\n | 1 | lightning.app: It belongs to a hosted produc
 \nfrom lightning.pytorch.serve import ServableModule\n | 2 | lightning.pytorch.serve: Export
 from lightning.pytorch import Missing\n | 1 | lightning.pytorch.Missing: hasten does not have this name.
 import lightning.pytorch.loops as loops\n | 1 | lightning.pytorch.loops: its names are in several modules
+from pytorch_lightning import loops\n | 1 | pytorch_lightning.loops: its names are in several modules
+import lightning as L\nL.__version__\n | 2 | L.__version__: hasten.__version__ counts from
 from lightning.pytorch.loops import *\n | 1 | from lightning.pytorch.loops import *: import the names
 import pytorch_lightning as pl\n\npl.loops.loop\n | 3 | pl.loops.loop: hasten has no loop objects
 import lightning as L\nL.pytorch.loops._FitLoop\n | 2 | L.pytorch.loops._FitLoop: It is hasten.trainer.loo

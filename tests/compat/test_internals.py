@@ -176,6 +176,8 @@ def test_older_names_of_classes_make_the_class_and_warn() -> None:
 def test_small_things(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
+    from lightning.fabric.plugins.environments.slurm import _is_slurm_interactive_mode
+    from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
     from lightning.fabric.utilities.registry import _load_external_callbacks, _register_classes
     from lightning.pytorch.core.module import _jit_is_scripting
     from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -205,6 +207,12 @@ def test_small_things(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError):
         model.trainer
     _log_device_info(quiet())
+    assert not _is_slurm_interactive_mode()
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert _is_slurm_interactive_mode()
+    kept, converted = torch.ones(1, dtype=torch.long), torch.ones(1)
+    assert _convert_fp_tensor(kept, torch.half) is kept
+    assert _convert_fp_tensor(converted, torch.half).dtype is torch.half
 
 
 def test_a_rich_bar_that_makes_its_own_display() -> None:

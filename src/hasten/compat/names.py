@@ -7,6 +7,7 @@ from pathlib import Path
 # What packages compare with: `lightning.__version__` and `importlib.metadata.version("lightning")`.
 VERSION = "2.6.6"
 
+_OWN_VERSION = "hasten.__version__ counts from another beginning: leave the comparison out."
 _LOOP = (
     "hasten has no loop objects to subclass: override the hooks of LightningModule, read trainer.fit_loop, or write "
     "the loop yourself with hasten.Fabric."
@@ -28,9 +29,12 @@ _FABRIC_LOGGER = "It is in lightning.fabric.utilities.logger."
 
 # Beginning of a module or name -> what to do. The longest match counts. Names that only Lightning 1 has are among them.
 ALTERNATIVES = {
+    "__version__": _OWN_VERSION,
     "app": f"{_PRODUCT} {_JOBS}",
     "data": "Use the package litdata, or a torch DataLoader.",
+    "fabric.__version__": _OWN_VERSION,
     "fabric.cli": "Start programs with hasten launch or torchrun, or let strategy='ddp' start the processes.",
+    "fabric.strategies.fsdp": "Pass activation_checkpointing_policy=... and state_dict_type=... to FSDPStrategy.",
     "fabric.strategies.launchers": _LAUNCHER,
     "fabric.utilities.consolidate_checkpoint": "Write hasten consolidate FOLDER.",
     "fabric.utilities.init": "Use fabric.init_module() or trainer.init_module().",
@@ -38,6 +42,7 @@ ALTERNATIVES = {
     "fabric.utilities.testing": _TESTS,
     "metrics": "Use the package torchmetrics.",
     "profilers": "It is lightning.pytorch.profilers.",
+    "pytorch.__version__": _OWN_VERSION,
     "pytorch.callbacks.GPUStatsMonitor": "Use DeviceStatsMonitor.",
     "pytorch.callbacks.ProgressBarBase": "Its name is ProgressBar now.",
     "pytorch.callbacks.QuantizationAwareTraining": "Use torch.ao.quantization.",
@@ -98,6 +103,7 @@ ALTERNATIVES = {
     "pytorch.trainer.connectors": _CONNECTOR,
     "pytorch.trainer.setup": _CONNECTOR,
     "pytorch.trainer.supporters": "CombinedLoader is in lightning.pytorch.utilities.combined_loader.",
+    "pytorch.tuner.lr_finder": "Use LearningRateFinder, or Tuner(trainer).lr_find(...).",
     "pytorch.tuner.auto_gpu_select": "Use find_usable_cuda_devices of lightning.pytorch.accelerators.",
     "pytorch.utilities.AMPType": "Use trainer.precision.",
     "pytorch.utilities.DistributedType": "Use the class of trainer.strategy.",

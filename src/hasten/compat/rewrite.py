@@ -145,6 +145,10 @@ def _advice(dotted: str) -> str:
     return f"{dotted}: {alternative_to(relative(dotted) or '') or 'hasten does not have this name.'}"
 
 
+def _scattered(module: str) -> str:
+    return f"{module}: its names are in several modules of hasten: import each one by itself."
+
+
 def _expression(dotted: str) -> Any:
     first, *rest = dotted.split(".")
     node: Any = cst.Name(first)
@@ -194,7 +198,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
                 continue
             target, asname = _new_module(name), str(get_full_name_for_node(alias.asname.name))
             if target is None:
-                self._hand(node, f"{name}: its names are in several modules of hasten: import each one by itself.")
+                self._hand(node, _scattered(name))
                 return False
             self.bound[asname] = (target, asname)
             names.append(alias.with_changes(name=_expression(target)))
@@ -222,7 +226,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
             old = f"{module}.{alias.name.value}"
             new = self._new(node, old)
             if new is None:
-                self._hand(node, _advice(old))
+                self._hand(node, _scattered(old) if TABLE.get(relative(old) or "") else _advice(old))
                 groups.setdefault(module, []).append(alias)
                 continue
             # The name in the program stays, whatever it is called in hasten.
@@ -230,8 +234,8 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
             if relative(old) in TABLE:
                 self.bound[given] = (new, given)
             home, _, there = new.rpartition(".")
-            if there != given:
-                asname = alias.asname or cst.AsName(cst.Name(given))
+            if alias.name.value != there or (alias.asname is None and there != given):
+                asname = None if there == given else alias.asname or cst.AsName(cst.Name(given))
                 alias = alias.with_changes(name=cst.Name(there), asname=asname)
             groups.setdefault(home, []).append(alias)
         if len(groups) == 1 and "" not in groups:

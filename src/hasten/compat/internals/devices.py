@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import MutableSequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
@@ -154,7 +155,30 @@ def log_device_info(trainer: Trainer) -> None:
         rank_zero_warn("TPU available but not used. Write Trainer(accelerator='tpu') to use it.")
 
 
-# -- tensors on the meta device
+def is_slurm_interactive_mode() -> bool:
+    """Return whether a person works in this job of SLURM, so that its processes are not those of a run."""
+    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
+# -- tensors
+
+
+def convert_fp_tensor(tensor: Tensor, dst_type: torch.dtype | str) -> Tensor:
+    """Return a tensor in another type, if it holds floating-point numbers.
+
+    Args:
+        tensor: the tensor.
+        dst_type: the type.
+
+    Example::
+
+        >>> convert_fp_tensor(torch.ones(1), torch.half).dtype
+        torch.float16
+        >>> convert_fp_tensor(torch.ones(1).long(), torch.half).dtype
+        torch.int64
+
+    """
+    return tensor.to(dst_type) if tensor.is_floating_point() else tensor
 
 
 def has_meta_device_parameters_or_buffers(obj: nn.Module | Optimizer, recurse: bool = True) -> bool:
