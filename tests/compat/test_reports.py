@@ -119,3 +119,16 @@ def test_a_progress_bar_counts_and_its_class_can_be_replaced(monkeypatch: pytest
     tqdm_progress.Tqdm = Counts
     hasten.compat.uninstall()
     assert ours.Tqdm is original
+
+
+def test_the_rates_of_training_are_logged_with_the_epoch() -> None:
+    from lightning.pytorch.callbacks import ThroughputMonitor
+
+    from tests.fakes import RowLogger
+
+    rows = RowLogger()
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: 1, window_size=2, separator="/")
+    options = {"logger": rows, "log_every_n_steps": 1, "limit_train_batches": 2, "limit_val_batches": 0}
+    quiet(callbacks=[monitor], **options).fit(Classifier(), loader())
+    measured = [row for _, row in rows.rows if "train/batches" in row]
+    assert [(row["train/batches"], row["epoch"]) for row in measured] == [(1, 0), (2, 0)]

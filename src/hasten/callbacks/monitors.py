@@ -14,6 +14,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.elsewhere import alias
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.devices import get_cpu_stats
@@ -457,6 +458,9 @@ class ThroughputMonitor(Callback):
         prefix = f"{measured.stage.value}{measured.separator}"
         metrics = {prefix + name: value for name, value in measured.compute().items()}
         if metrics:
+            if alias.active() and measured.stage is RunningStage.TRAINING:
+                # Lightning's files have the epoch beside the rates.
+                metrics["epoch"] = trainer.current_epoch
             _log_to_all(trainer, metrics, step)
 
 
