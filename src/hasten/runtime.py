@@ -105,7 +105,7 @@ class Runtime:
         self.cluster = cluster
         if checkpoint_io is not None:
             strategy.checkpoint_io = checkpoint_io
-        strategy.precision_plugin = precision
+        strategy.use_precision(precision)
         if strategy.saves_folders and not self.checkpoint_io.writes_folders:
             kind = type(self.checkpoint_io).__name__
             raise MisconfigurationException(
@@ -215,6 +215,10 @@ class Runtime:
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module to call in training; ``module`` itself on a single device."""
+        # A program that was written for Lightning's Fabric may have a method of its own.
+        if defined_by_program(self.strategy, "setup_module"):
+            wrapped: nn.Module = self.strategy.setup_module(module)  # type: ignore[attr-defined]
+            return wrapped
         return self.strategy.wrap(module)
 
     def bind(

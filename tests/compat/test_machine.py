@@ -56,3 +56,108 @@ def test_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (inner if inner is not None else collective).teardown()
     assert not torch.distributed.is_initialized()
     assert not TorchCollective.manages_default_group
+
+
+def test_strategies_of_fabric_can_be_driven_by_themselves(tmp_path: Path) -> None:
+    from lightning.fabric.accelerators import CPUAccelerator
+    from lightning.fabric.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, TorchCheckpointIO
+    from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+
+    precision, io = MixedPrecision("bf16-mixed", "cpu"), TorchCheckpointIO()
+    strategy = SingleDeviceStrategy("cpu", CPUAccelerator(), io, precision)
+    assert (strategy.precision, strategy.checkpoint_io) == (precision, io)
+    strategy.setup_environment()
+    with strategy.module_init_context(empty_init=False):
+        model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wrapped, (same,), scheduler = strategy.setup_module_and_optimizers(model, [optimizer])
+    assert (same, scheduler) == (optimizer, None)
+    strategy.backward(wrapped(strategy.batch_to_device(torch.ones(3, 2))).sum(), wrapped)
+    assert strategy.clip_gradients_norm(wrapped, optimizer, 1.0) > 1
+    strategy.clip_gradients_value(wrapped, optimizer, 0.1)
+    assert model.weight.grad is not None
+    assert model.weight.grad.abs().max() <= 0.1
+    strategy.optimizer_step(optimizer)
+    state = {"model": model, "optimizer": optimizer, "step": 3}
+    strategy.save_checkpoint(tmp_path / "file", state, filter={"model": lambda name, _: name == "weight"})
+    loaded: dict[str, Any] = {"optimizer": optimizer, "step": 0}
+    assert set(strategy.load_checkpoint(tmp_path / "file", loaded)["model"]) == {"weight"}
+    assert loaded["step"] == 3
+    with pytest.raises(KeyError, match="'other'"):
+        strategy.load_checkpoint(tmp_path / "file", {"other": 1})
+    assert "other" not in strategy.load_checkpoint(tmp_path / "file", {"other": 1}, strict=False)
+
+    sharded = FSDPStrategy(sharding_strategy="NO_SHARD", cpu_offload=True, precision=FSDPPrecision("16-true"))
+    assert (sharded.sharding_strategy.name, sharded.cpu_offload.offload_params) == ("NO_SHARD", True)
+    with pytest.warns(UserWarning, match="lower precision"):
+        assert sharded.mixed_precision_config.reduce_dtype == torch.float16
+    for wrong in (lambda: FSDPStrategy(precision=HalfPrecision()), lambda: setattr(sharded, "precision", precision)):
+        with pytest.raises(TypeError, match="FSDPPrecision only"):
+            wrong()
+    for error, call in (
+        (TypeError, lambda: sharded.clip_gradients_norm(model, optimizer, 1.0)),
+        (TypeError, lambda: sharded.save_checkpoint(tmp_path, {}, storage_options=1)),
+        (ValueError, lambda: sharded.save_checkpoint(tmp_path, {"model": model})),
+        (ValueError, lambda: sharded.load_checkpoint(tmp_path, {})),
+        (ValueError, lambda: sharded.load_checkpoint(tmp_path, model)),
+        (NotImplementedError, lambda: sharded.load_checkpoint(tmp_path, optimizer)),
+    ):
+        with pytest.raises(error):
+            call()
+    assert DDPStrategy(parallel_devices=[torch.device("cpu")]).launcher is not None
+
+
+def test_strategies_and_precisions_of_the_trainer() -> None:
+    import lightning as L
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.plugins import MixedPrecision, Precision
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+    calls = []
+
+    class Scaled(MixedPrecision):
+        def pre_backward(self, tensor: Any, module: Any) -> Any:
+            calls.append("pre_backward")
+            return super().pre_backward(tensor, module)
+
+        def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            calls.append("backward")
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    class Own(SingleDeviceStrategy):
+        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append("strategy")
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    class Model(BoringModel):
+        def backward(self, loss: Any) -> None:
+            calls.append("module")
+            loss.backward()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            # Scaled once, and unscaled before this hook.
+            assert self.layer.weight.grad is not None
+            gradients.append(self.layer.weight.grad.clone())
+
+    gradients: list[torch.Tensor] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for strategy, plugins in ((Own("cpu"), [Scaled("16-mixed", "cpu", scaler)]), ("auto", None)):
+        L.seed_everything(1)
+        options = {"accelerator": "cpu", "max_steps": 1, "barebones": True}
+        L.Trainer(strategy=strategy, plugins=plugins, **options).fit(Model())
+    assert calls == ["strategy", "pre_backward", "backward", "module", "module"]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0.02, atol=0.02)
+
+    trainer = L.Trainer(accelerator="cpu", barebones=True)
+    assert type(trainer.precision_plugin) is Precision
+    trainer.strategy.connect(model := BoringModel())
+    assert trainer.strategy.lightning_module is model
+    trainer.strategy.setup_optimizers(trainer)
+    assert isinstance(trainer.strategy.optimizers[0], torch.optim.SGD)
+    assert len(trainer.strategy.lr_scheduler_configs) == 1
+    with trainer.precision_plugin.train_step_context(), trainer.strategy.tensor_init_context():
+        assert trainer.precision_plugin.connect(model, [], []) == (model, [], [])
+    for shared in (FSDPStrategy(), ModelParallelStrategy()):
+        with pytest.raises(TypeError, match="storage_options"):
+            shared.save_checkpoint({}, "file", storage_options={})

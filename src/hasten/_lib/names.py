@@ -53,7 +53,8 @@ def defined_by_program(obj: object, *methods: str) -> bool:
     """
     own = getattr(obj, "__dict__", {})
     for name in methods:
-        if name in own or not str(getattr(getattr(type(obj), name, None), "__module__", "")).startswith("hasten."):
+        method = getattr(type(obj), name, None)
+        if method is not None and (name in own or not str(getattr(method, "__module__", "")).startswith("hasten.")):
             return True
     return False
 

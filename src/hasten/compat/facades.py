@@ -23,7 +23,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Facade(ABCMeta):
     """The class of facades: what is an instance or a subclass of the class behind one is one of the facade, too.
 
-    The class behind a facade is its first base. Subclasses of facades, which programs write, are ordinary classes.
+    The class behind a facade is its first base outside of this package. Subclasses of facades, which programs write,
+    are ordinary classes.
     """
 
     # The class that a facade stands for; None in subclasses of facades.
@@ -31,7 +32,9 @@ class Facade(ABCMeta):
 
     def __init__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> None:
         super().__init__(name, bases, space)
-        cls.behind = None if any(isinstance(base, Facade) for base in bases) else bases[0]
+        cls.behind = None
+        if not any(isinstance(base, Facade) for base in bases):
+            cls.behind = next(base for base in bases if not base.__module__.startswith("hasten.compat."))
         if cls.behind is not None and cls.__doc__ is None:
             cls.__doc__ = cls.behind.__doc__
 
@@ -72,6 +75,16 @@ def exactly(init: Function) -> Function:
 
     checked.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.getfullargspec` looks no further.
     return checked  # type: ignore[return-value]
+
+
+def annotate(init: Callable[..., None], **types: object) -> None:
+    """Put types in place of their names in the signature of a facade's ``__init__``: command lines parse with them."""
+    signature = inspect.signature(init)
+    parameters = [
+        each.replace(annotation=types.get(name, each.annotation)) for name, each in signature.parameters.items()
+    ]
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    inspect.unwrap(init).__annotations__.update(types)
 
 
 def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hasten.compat import environment
+from hasten.compat._classes.plugins import dress_precision
 from hasten.compat._classes.strategies import dress
 from hasten.compat.facades import Facade, exactly
 from hasten.compat.internals.accelerator_connector import AcceleratorConnector
@@ -162,3 +163,4 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         # One that the program has made stays as it is.
         if not isinstance(self._given["strategy"], Strategy):
             dress(self._runtime.strategy)
+        dress_precision(self._runtime.precision)

@@ -247,7 +247,7 @@ class _PlannedFit:
     def _measured(self, run: Run) -> Measured:
         module, strategy = run.module, run.runtime.strategy
         parameters = self._parameters
-        offloads = isinstance(strategy, FSDPStrategy) and strategy.cpu_offload
+        offloads = isinstance(strategy, FSDPStrategy) and strategy.offloads
         tensor_parallel = strategy.tensor_parallel_size if isinstance(strategy, ModelParallelStrategy) else 1
         peak = self.ledger.peak
         return Measured(

@@ -347,6 +347,10 @@ class Strategy(ABC):
     def precision_plugin(self, precision: Precision) -> None:
         self._precision_plugin = precision
 
+    def use_precision(self, precision: Precision) -> None:
+        """Take the number format that was chosen for the run."""
+        self._precision_plugin = precision
+
     @property
     def precision(self) -> Precision:
         """The number format of the run; ``precision_plugin`` under the name that it has in Fabric."""
@@ -420,19 +424,19 @@ class Strategy(ABC):
         moved: T = move_to(batch, self.root_device if device is None else device)
         return moved
 
-    def training_step(self, *args: object, **kwargs: object) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> object:
         """Call ``training_step`` of the Trainer's module."""
         return self.lightning_module.training_step(*args, **kwargs)
 
-    def validation_step(self, *args: object, **kwargs: object) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> object:
         """Call ``validation_step`` of the Trainer's module."""
         return self.lightning_module.validation_step(*args, **kwargs)
 
-    def test_step(self, *args: object, **kwargs: object) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> object:
         """Call ``test_step`` of the Trainer's module."""
         return self.lightning_module.test_step(*args, **kwargs)
 
-    def predict_step(self, *args: object, **kwargs: object) -> Any:
+    def predict_step(self, *args: object, **kwargs: object) -> object:
         """Call ``predict_step`` of the Trainer's module."""
         return self.lightning_module.predict_step(*args, **kwargs)
 

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
+from hasten.elsewhere import alias
 from hasten.memory import recomputed_blocks, repeated_blocks
 from hasten.precision.base import Precision
 from hasten.precision.builtin import HalfPrecision, MixedPrecision
@@ -139,15 +140,15 @@ class FSDPStrategy(ShardedStrategy):
         )  # fmt: skip
         sharding = getattr(sharding_strategy, "name", sharding_strategy)
         sharding = sharding.upper() if isinstance(sharding, str) else sharding
-        if sharding == "NO_SHARD":
+        if sharding == "NO_SHARD" and not alias.active():
             raise ValueError("FSDPStrategy(sharding_strategy='NO_SHARD'): that divides nothing. Use strategy='ddp'.")
-        check.one_of("FSDPStrategy", "sharding_strategy", sharding, SHARDING)
-        self.sharding_strategy: str = sharding
-        self._hybrid = "HYBRID" in sharding
+        check.one_of("FSDPStrategy", "sharding_strategy", sharding, (*SHARDING, "NO_SHARD"))
+        self.sharding: str = sharding
+        self._hybrid = "HYBRID" in sharding or sharding == "NO_SHARD"
         self._reshards = sharding in ("FULL_SHARD", "HYBRID_SHARD")
         self._mesh_given = self._checked_mesh(device_mesh)
         self._offload_policy = _offload_policy(cpu_offload)
-        self.cpu_offload = _offloads(self._offload_policy)
+        self.offloads = _offloads(self._offload_policy)
         self.mixed_precision: Any = _mixed_precision(mixed_precision)
         self._auto_wrap_policy = _checked_policy("auto_wrap_policy", auto_wrap_policy)
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
@@ -168,8 +169,8 @@ class FSDPStrategy(ShardedStrategy):
     def _checked_mesh(self, mesh: Any) -> Any:
         if mesh is None:
             return None
-        given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={self.sharding_strategy!r})"
-        if not self._hybrid:
+        given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={self.sharding!r})"
+        if not self._hybrid or self.sharding == "NO_SHARD":
             raise ValueError(f"{given}: a mesh is for 'HYBRID_SHARD'. Leave it out, or use that.")
         dimensions = len(mesh) if isinstance(mesh, tuple) else getattr(mesh, "ndim", None)
         if dimensions is None:
@@ -181,6 +182,16 @@ class FSDPStrategy(ShardedStrategy):
 
     # -- facts
 
+    @property
+    def sharding_strategy(self) -> object:
+        """The name of the way in which parameters are divided."""
+        return self.sharding
+
+    @property
+    def cpu_offload(self) -> object:
+        """Whether parameters are kept on the host."""
+        return self.offloads
+
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
     ) -> None:
@@ -191,7 +202,7 @@ class FSDPStrategy(ShardedStrategy):
                 f"FSDPStrategy(device_mesh={self._mesh_given}): a mesh of {count} processes, and the run has "
                 f"{self.world_size}. Give two numbers whose product is devices * num_nodes."
             )
-        if self.cpu_offload and self.root_device.type == "cpu":
+        if self.offloads and self.root_device.type == "cpu":
             warn_once("fsdp-cpu-offload", "FSDPStrategy(cpu_offload=...) changes nothing on the CPU. Leave it out.")
 
     def precision_of(self, name: str, device: str) -> Precision | None:
@@ -222,11 +233,11 @@ class FSDPStrategy(ShardedStrategy):
     def process_group_backend(self) -> str:
         """The backend of the process group; with ``cpu_offload`` on GPUs also one for tensors on the host."""
         backend = super().process_group_backend
-        return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.cpu_offload else backend
+        return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.offloads else backend
 
     @property
     def _device_of_shards(self) -> torch.device:
-        return torch.device("cpu") if self.cpu_offload else self.root_device
+        return torch.device("cpu") if self.offloads else self.root_device
 
     # -- once
 
@@ -293,6 +304,9 @@ class FSDPStrategy(ShardedStrategy):
         if not self._hybrid:
             return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("data_parallel",))
         shape = self._mesh_given if self._mesh_given is not None else (self.num_nodes, self.num_processes)
+        if self.sharding == "NO_SHARD":
+            # Each process has the only shard.
+            shape = (self.world_size, 1)
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
     @property

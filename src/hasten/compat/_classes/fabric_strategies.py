@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from hasten.compat._classes.strategies import HALF_AN_HOUR, options_of_ddp
-from hasten.compat.facades import Facade, accepted, exactly, forward
+from hasten.compat.facades import Facade, accepted, annotate, exactly, forward
+from hasten.compat.machine.strategy_methods import FabricMethods, FabricShardedMethods
 from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
 
 if TYPE_CHECKING:
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     from hasten.checkpoint.files import CheckpointIO
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from hasten.strategies.model_parallel import Size
 
 
-class Strategy(base.Strategy, metaclass=Facade):
+class Strategy(FabricMethods, base.Strategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -34,10 +36,10 @@ class Strategy(base.Strategy, metaclass=Facade):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
-        forward(base.Strategy, locals())
+        forward(base.Strategy, locals(), precision="precision_plugin")
 
 
-class ParallelStrategy(parallel.ParallelStrategy, metaclass=Facade):
+class ParallelStrategy(FabricMethods, parallel.ParallelStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -47,10 +49,10 @@ class ParallelStrategy(parallel.ParallelStrategy, metaclass=Facade):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
-        forward(parallel.ParallelStrategy, locals())
+        forward(parallel.ParallelStrategy, locals(), precision="precision_plugin")
 
 
-class SingleDeviceStrategy(single.SingleDeviceStrategy, metaclass=Facade):
+class SingleDeviceStrategy(FabricMethods, single.SingleDeviceStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -59,10 +61,10 @@ class SingleDeviceStrategy(single.SingleDeviceStrategy, metaclass=Facade):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
-        forward(single.SingleDeviceStrategy, locals())
+        forward(single.SingleDeviceStrategy, locals(), precision="precision_plugin")
 
 
-class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
+class DDPStrategy(FabricMethods, ddp.DDPStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -76,10 +78,12 @@ class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**accepted(ddp.DDPStrategy, locals()), **options_of_ddp(**kwargs))
+        super().__init__(
+            **accepted(ddp.DDPStrategy, locals(), precision="precision_plugin"), **options_of_ddp(**kwargs)
+        )
 
 
-class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
+class FSDPStrategy(FabricShardedMethods, fsdp.FSDPStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -99,10 +103,15 @@ class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**accepted(fsdp.FSDPStrategy, locals(), precision="precision_plugin"), **kwargs)
+        given = dict(locals())
+        kwargs = self.take_arguments(precision, mixed_precision, cpu_offload, kwargs)
+        super().__init__(**accepted(fsdp.FSDPStrategy, given, precision="precision_plugin"), **kwargs)
 
 
-class ModelParallelStrategy(model_parallel.ModelParallelStrategy, metaclass=Facade):
+annotate(FSDPStrategy.__init__, device_mesh=tuple[int, int] | DeviceMesh | None)
+
+
+class ModelParallelStrategy(FabricMethods, model_parallel.ModelParallelStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -116,7 +125,7 @@ class ModelParallelStrategy(model_parallel.ModelParallelStrategy, metaclass=Faca
         forward(model_parallel.ModelParallelStrategy, locals())
 
 
-class DeepSpeedStrategy(deepspeed.DeepSpeedStrategy, metaclass=Facade):
+class DeepSpeedStrategy(FabricMethods, deepspeed.DeepSpeedStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -170,7 +179,7 @@ class DeepSpeedStrategy(deepspeed.DeepSpeedStrategy, metaclass=Facade):
         forward(deepspeed.DeepSpeedStrategy, locals())
 
 
-class SingleDeviceXLAStrategy(xla.SingleDeviceXLAStrategy, metaclass=Facade):
+class SingleDeviceXLAStrategy(FabricMethods, xla.SingleDeviceXLAStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -182,7 +191,7 @@ class SingleDeviceXLAStrategy(xla.SingleDeviceXLAStrategy, metaclass=Facade):
         forward(xla.SingleDeviceXLAStrategy, locals())
 
 
-class XLAStrategy(xla.XLAStrategy, metaclass=Facade):
+class XLAStrategy(FabricMethods, xla.XLAStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -195,7 +204,7 @@ class XLAStrategy(xla.XLAStrategy, metaclass=Facade):
         forward(xla.XLAStrategy, locals())
 
 
-class XLAFSDPStrategy(xla.XLAFSDPStrategy, metaclass=Facade):
+class XLAFSDPStrategy(FabricMethods, xla.XLAFSDPStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,

@@ -1,23 +1,35 @@
-"""Precision plugins under Lightning's names, with Lightning's parameters."""
+"""Precision plugins of the Trainer under Lightning's names, with Lightning's parameters and methods."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from hasten.compat._classes.fabric_plugins import sharded_scaler
 from hasten.compat.facades import Facade, exactly, forward
-from hasten.precision import builtin, fsdp, xla
+from hasten.compat.machine.precision import ShardedMethods, TrainerPrecisionMethods
+from hasten.precision import base, builtin, deepspeed, fsdp, transformer_engine
 
 if TYPE_CHECKING:
     import torch
 
+    from hasten.precision.fsdp import Name
 
-class HalfPrecision(builtin.HalfPrecision, metaclass=Facade):
+
+class Precision(TrainerPrecisionMethods, base.Precision, metaclass=Facade):
+    pass
+
+
+class DoublePrecision(TrainerPrecisionMethods, builtin.DoublePrecision, metaclass=Facade):
+    pass
+
+
+class HalfPrecision(TrainerPrecisionMethods, builtin.HalfPrecision, metaclass=Facade):
     @exactly
     def __init__(self, precision: Literal["bf16-true", "16-true"] = "16-true") -> None:
         forward(builtin.HalfPrecision, locals())
 
 
-class MixedPrecision(builtin.MixedPrecision, metaclass=Facade):
+class MixedPrecision(TrainerPrecisionMethods, builtin.MixedPrecision, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -28,15 +40,36 @@ class MixedPrecision(builtin.MixedPrecision, metaclass=Facade):
         forward(builtin.MixedPrecision, locals())
 
 
-class FSDPPrecision(fsdp.FSDPPrecision, metaclass=Facade):
+class FSDPPrecision(ShardedMethods, TrainerPrecisionMethods, fsdp.FSDPPrecision, metaclass=Facade):
     @exactly
-    def __init__(
-        self, precision: Literal["16-mixed", "bf16-mixed"], scaler: torch.amp.GradScaler | None = None
-    ) -> None:
+    def __init__(self, precision: Name, scaler: torch.amp.GradScaler | None = None) -> None:
+        scaler = sharded_scaler(precision, scaler)
         forward(fsdp.FSDPPrecision, locals())
 
 
-class XLAPrecision(xla.XLAPrecision, metaclass=Facade):
-    @exactly
-    def __init__(self, precision: Literal["32-true", "bf16-true", "16-true"]) -> None:
-        forward(xla.XLAPrecision, locals())
+class DeepSpeedPrecision(TrainerPrecisionMethods, deepspeed.DeepSpeedPrecision, metaclass=Facade):
+    pass
+
+
+class TransformerEnginePrecision(
+    TrainerPrecisionMethods, transformer_engine.TransformerEnginePrecision, metaclass=Facade
+):
+    pass
+
+
+_BY_ORIGINAL: dict[type, Any] = {
+    base.Precision: Precision,
+    builtin.DoublePrecision: DoublePrecision,
+    builtin.HalfPrecision: HalfPrecision,
+    builtin.MixedPrecision: MixedPrecision,
+    fsdp.FSDPPrecision: FSDPPrecision,
+    deepspeed.DeepSpeedPrecision: DeepSpeedPrecision,
+    transformer_engine.TransformerEnginePrecision: TransformerEnginePrecision,
+}
+
+
+def dress_precision(precision: base.Precision) -> None:
+    """Make a precision that was chosen by its name one of these classes, as if the program had made it."""
+    facade = _BY_ORIGINAL.get(type(precision))
+    if facade is not None:
+        precision.__class__ = facade

@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.compat.facades import Facade, accepted, exactly, forward
+from hasten.compat.facades import Facade, accepted, annotate, exactly, forward
+from hasten.compat.machine.strategy_methods import TrainerFolderMethods, TrainerMethods, TrainerShardedMethods
 from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     from hasten.checkpoint.files import CheckpointIO
@@ -45,7 +46,7 @@ options_of_ddp.__signature__ = _DDP.replace(  # type: ignore[attr-defined]
 )
 
 
-class Strategy(base.Strategy, metaclass=Facade):
+class Strategy(TrainerMethods, base.Strategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Strategy(base.Strategy, metaclass=Facade):
         forward(base.Strategy, locals())
 
 
-class ParallelStrategy(parallel.ParallelStrategy, metaclass=Facade):
+class ParallelStrategy(TrainerMethods, parallel.ParallelStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -69,7 +70,7 @@ class ParallelStrategy(parallel.ParallelStrategy, metaclass=Facade):
         forward(parallel.ParallelStrategy, locals())
 
 
-class SingleDeviceStrategy(single.SingleDeviceStrategy, metaclass=Facade):
+class SingleDeviceStrategy(TrainerMethods, single.SingleDeviceStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -81,7 +82,7 @@ class SingleDeviceStrategy(single.SingleDeviceStrategy, metaclass=Facade):
         forward(single.SingleDeviceStrategy, locals())
 
 
-class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
+class DDPStrategy(TrainerMethods, ddp.DDPStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -102,7 +103,7 @@ class DDPStrategy(ddp.DDPStrategy, metaclass=Facade):
         super().__init__(**accepted(ddp.DDPStrategy, locals()), **options_of_ddp(**kwargs))
 
 
-class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
+class FSDPStrategy(TrainerShardedMethods, fsdp.FSDPStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -123,10 +124,15 @@ class FSDPStrategy(fsdp.FSDPStrategy, metaclass=Facade):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**accepted(fsdp.FSDPStrategy, locals()), **kwargs)
+        given = dict(locals())
+        kwargs = self.take_arguments(precision_plugin, mixed_precision, cpu_offload, kwargs)
+        super().__init__(**accepted(fsdp.FSDPStrategy, given), **kwargs)
 
 
-class ModelParallelStrategy(model_parallel.ModelParallelStrategy, metaclass=Facade):
+annotate(FSDPStrategy.__init__, device_mesh=tuple[int, int] | DeviceMesh | None)
+
+
+class ModelParallelStrategy(TrainerFolderMethods, model_parallel.ModelParallelStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -139,7 +145,7 @@ class ModelParallelStrategy(model_parallel.ModelParallelStrategy, metaclass=Faca
         forward(model_parallel.ModelParallelStrategy, locals())
 
 
-class DeepSpeedStrategy(deepspeed.DeepSpeedStrategy, metaclass=Facade):
+class DeepSpeedStrategy(TrainerMethods, deepspeed.DeepSpeedStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -193,7 +199,7 @@ class DeepSpeedStrategy(deepspeed.DeepSpeedStrategy, metaclass=Facade):
         forward(deepspeed.DeepSpeedStrategy, locals())
 
 
-class SingleDeviceXLAStrategy(xla.SingleDeviceXLAStrategy, metaclass=Facade):
+class SingleDeviceXLAStrategy(TrainerMethods, xla.SingleDeviceXLAStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,
@@ -206,7 +212,7 @@ class SingleDeviceXLAStrategy(xla.SingleDeviceXLAStrategy, metaclass=Facade):
         forward(xla.SingleDeviceXLAStrategy, locals(), precision_plugin="precision")
 
 
-class XLAStrategy(xla.XLAStrategy, metaclass=Facade):
+class XLAStrategy(TrainerMethods, xla.XLAStrategy, metaclass=Facade):
     @exactly
     def __init__(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.accelerators import XLAAccelerator
-from hasten.compat._classes.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, XLAPrecision
+from hasten.compat._classes.fabric_plugins import XLAPrecision
+from hasten.compat._classes.plugins import FSDPPrecision, HalfPrecision, MixedPrecision
 from hasten.compat._classes.strategies import SingleDeviceXLAStrategy
 from hasten.plugins import (
     BitsandbytesPrecision,

@@ -16,7 +16,7 @@ from torch import Tensor
 from hasten._lib.names import did_you_mean
 
 # A process group, or what a process outside of it has in its place.
-Group: TypeAlias = object
+Group: TypeAlias = Any
 Self = TypeVar("Self", bound="Collective")
 OwnsGroup = TypeVar("OwnsGroup", bound="TorchCollective")
 
@@ -38,7 +38,7 @@ class Collective(ABC):
         """The number of processes of the group."""
 
     @property
-    def group(self) -> Any:
+    def group(self) -> Group:
         """The process group.
 
         Raises:
@@ -110,7 +110,7 @@ class Collective(ABC):
 
     @classmethod
     @abstractmethod
-    def new_group(cls, **kwargs: object) -> Any:
+    def new_group(cls, **kwargs: object) -> Group:
         """Return a new group; all processes call it."""
 
     @classmethod
@@ -182,7 +182,7 @@ class TorchCollective(Collective):
         super().__init__()
 
     @property
-    def group(self) -> Any:
+    def group(self) -> Group:
         if self._group is None:
             self._group = dist.GroupMember.WORLD
         return super().group
@@ -309,7 +309,7 @@ class TorchCollective(Collective):
         join(**kwargs)
 
     @classmethod
-    def new_group(cls, **kwargs: object) -> Any:
+    def new_group(cls, **kwargs: object) -> Group:
         make: Any = dist.new_group
         return make(**kwargs)
 
