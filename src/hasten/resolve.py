@@ -149,6 +149,9 @@ def runtime(
         )
     if accelerator is None and (parallel := given.get("devices")):
         accelerator = "tpu" if parallel[0].type == "xla" else parallel[0].type
+    if isinstance(accelerator, str) and accelerator.lower() in _ACCELERATORS:
+        # Before it is looked for: the machine may not have one.
+        _check_parallel_devices(given.get("devices", ()), accelerator.lower(), owner)
     chosen = _accelerator(accelerator, owner)
     num_nodes = _num_nodes(num_nodes, owner)
     cluster = cluster if cluster is not None else find_cluster()
@@ -276,6 +279,15 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     return _ACCELERATORS[name]()
 
 
+def _check_parallel_devices(devices: Sequence[torch.device], kind: str, owner: str) -> None:
+    """Refuse a strategy's own devices that are not those of the accelerator ``kind``."""
+    if wrong := next((device for device in devices if device.type != ("xla" if kind == "tpu" else kind)), None):
+        raise MisconfigurationException(
+            f"{owner}(accelerator={kind!r}) and a strategy with parallel_devices=[{wrong}]: both choose the device. "
+            "Leave one out."
+        )
+
+
 def _num_nodes(num_nodes: Any, owner: str) -> int:
     if isinstance(num_nodes, str) and num_nodes.isdigit():
         num_nodes = int(num_nodes)
@@ -288,12 +300,7 @@ def _devices(
 ) -> tuple[list[torch.device], int]:
     """Return the devices of this machine, one for each process, and the number of machines."""
     if isinstance(devices, list) and devices and all(isinstance(device, torch.device) for device in devices):
-        kind = accelerator.name()
-        if wrong := next((device for device in devices if device.type != kind), None):
-            raise MisconfigurationException(
-                f"{owner}(accelerator={kind!r}) and a strategy with parallel_devices=[{wrong}]: both choose the "
-                "device. Leave one out."
-            )
+        _check_parallel_devices(devices, accelerator.name(), owner)
         return devices, num_nodes
     if devices is None or devices == "auto":
         # What has started the processes has set their number, also where an environment of Ray's is passed.

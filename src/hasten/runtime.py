@@ -135,9 +135,23 @@ class Runtime:
             self.backward = own_backward
         self._choose_methods_of_program()
 
+    def look_for_methods(self) -> None:
+        """Find the methods that a program has put on its strategy or precision since; called before each run."""
+        if self._methods_of_program() != self._found_methods:
+            self.backward = self._engine_backward
+            self._choose_methods_of_program()
+
+    def _methods_of_program(self) -> tuple[bool, ...]:
+        of_precision = ("pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
+        return (
+            *(defined_by_program(self.precision, name) for name in of_precision),
+            *(defined_by_program(self.strategy, name) for name in ("backward", "optimizer_step", "reduce")),
+        )
+
     def _choose_methods_of_program(self) -> None:
         """Have the functions of a step call the methods that a program has overridden in its strategy or precision."""
         strategy, precision = self.strategy, self.precision
+        self._found_methods = self._methods_of_program()
         strategy.engine = self
         self._engine_backward = self.backward
         self._own_backward = defined_by_program(precision, "pre_backward", "backward", "post_backward")

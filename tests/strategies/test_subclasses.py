@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from tests.models import Classifier, loader, quiet, same_weights
+from tests.models import Classifier, Manual, loader, quiet, same_weights
 
 import hasten as L
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.devices import CPUAccelerator
 from hasten.plugins import MixedPrecision, Precision, TorchCheckpointIO
-from hasten.strategies import DDPStrategy, SingleDeviceStrategy
+from hasten.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from hasten.utilities.exceptions import MisconfigurationException
 
 
@@ -131,3 +132,30 @@ def test_parts_that_are_given_to_a_strategy() -> None:
     assert (trainer.num_devices, trainer.runtime.cluster) == (3, cluster)
     with pytest.raises(MisconfigurationException, match="both choose the device"):
         quiet(strategy=DDPStrategy(parallel_devices=[torch.device("cuda", 0)]), accelerator="cpu")
+
+
+def test_a_method_that_is_patched_after_the_trainer_was_made_is_called() -> None:
+    class Twice(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+
+            def closure() -> None:
+                loss = self.loss(batch)
+                self.manual_backward(loss, retain_graph=True)
+                self.manual_backward(loss)
+
+            optimizer.step(closure=closure)
+
+    trainer = quiet()
+    with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as backward:
+        trainer.fit(Twice(), loader(8))
+    assert backward.call_count == 4
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Twice(), loader(8))
+    assert (backward.call_count, trainer.global_step) == (4, 4)
+
+
+def test_devices_of_a_strategy_and_another_accelerator_contradict_each_other() -> None:
+    for kind, device in (("cuda", "cpu"), ("tpu", "cuda"), ("cpu", "cuda")):
+        with pytest.raises(MisconfigurationException, match="parallel_devices"):
+            quiet(strategy=DDPStrategy(parallel_devices=[torch.device(device)]), accelerator=kind)

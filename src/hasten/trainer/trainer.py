@@ -545,6 +545,7 @@ class Trainer(TrainerView):
         module, runtime = self._module, self._runtime
         assert module is not None
         assert self.state.fn is not None
+        runtime.look_for_methods()
         # Before anything else that the processes do together.
         number = check_program(
             self.state.fn, runtime, module, self._arguments, self._accumulate_grad_batches, self._callbacks
