@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import tempfile
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,16 @@ _PARAM_CHARACTERS = 250
 _MOST_PENDING = 1000
 
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "aborted": "KILLED"}
+
+
+def resolve_tags() -> Callable[[dict[str, Any] | None], Any]:
+    """Return MLflow's function that adds tags such as the commit; without it, tags stay as they are."""
+    try:
+        context = importlib.import_module("mlflow.tracking.context.registry")
+    except ImportError:
+        return lambda tags: tags
+    resolve: Callable[[dict[str, Any] | None], Any] = context.resolve_tags
+    return resolve
 
 
 class MLFlowLogger(UploadingLogger):
@@ -134,8 +145,7 @@ class MLFlowLogger(UploadingLogger):
             self._experiment_id = client.create_experiment(name=self._experiment_name, artifact_location=location)
         if self._run_name is not None:
             self.tags = {**(self.tags or {}), "mlflow.runName": self._run_name}
-        context = need("mlflow.tracking.context.registry", purpose="MLFlowLogger")
-        run = client.create_run(experiment_id=self._experiment_id, tags=context.resolve_tags(self.tags))
+        run = client.create_run(experiment_id=self._experiment_id, tags=resolve_tags()(self.tags))
         return str(run.info.run_id)
 
     @property
