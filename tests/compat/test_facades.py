@@ -242,3 +242,15 @@ def test_devices_are_resolved_as_by_the_trainer() -> None:
     assert connector.strategy is trainer.strategy
     assert connector.accelerator is trainer.accelerator
     assert (connector.checkpoint_io, connector._num_nodes_flag) == (trainer._runtime.checkpoint_io, 1)
+
+
+def test_callbacks_read_how_values_of_several_loaders_are_named() -> None:
+    import lightning as L
+    from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seen: list[str] = []
+    reads = LambdaCallback(on_validation_start=lambda trainer, _: seen.append(trainer._results.DATALOADER_SUFFIX))
+    trainer = L.Trainer(callbacks=[reads], **QUIETLY)
+    trainer.validate(BoringModel(), verbose=False)
+    assert (seen, trainer._results) == (["/dataloader_idx_{}"], None)

@@ -10,7 +10,7 @@ from hasten.compat._classes.strategies import dress
 from hasten.compat.facades import Facade, exactly
 from hasten.compat.internals.accelerator_connector import AcceleratorConnector
 from hasten.compat.internals.checkpoint_connector import CheckpointConnector, without_run
-from hasten.loops.progress import TrainerFn
+from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.profilers.base import Profiler
 from hasten.strategies.base import Strategy
@@ -30,6 +30,12 @@ _SWITCHES = (
     "fast_dev_run", "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
     "enable_autolog_hparams",
 )  # fmt: skip
+
+
+class Results:
+    """What packages read of the values of a stage: the ending of their names where there are several loaders."""
+
+    DATALOADER_SUFFIX = "/dataloader_idx_{}"
 
 
 class Trainer(trainer.Trainer, metaclass=Facade):
@@ -113,6 +119,11 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         settled = self.state.fn == TrainerFn.FITTING or self._progress.global_step or self._progress.epochs_done
         unlimited = self._arguments.max_epochs_assumed or self._arguments.max_epochs == -1
         return None if unlimited and not settled and self._given["max_epochs"] is None else self._arguments.max_epochs
+
+    @property
+    def _results(self) -> Results | None:
+        """How the values of the running stage are named; None outside of a call, as in Lightning."""
+        return Results() if self.state.status == TrainerStatus.RUNNING else None
 
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:

@@ -62,7 +62,7 @@ model = LightningModule(
 )
 losses = record.KeepLosses()
 checkpoints = ModelCheckpoint("checkpoints", monitor="ndcg@5/dataloader_idx_0", mode="max", save_top_k=1)
-metrics = ComputeMetricsCallback(["ndcg", "recall", "coverage"], ks=[1, 5], item_count=ITEMS, verbose=False)
+metrics = ComputeMetricsCallback(["ndcg", "recall", "coverage"], ks=[1, 5], item_count=ITEMS)
 top = TorchTopItemsCallback(top_k=3, query_column="query_id")
 trainer = lightning.Trainer(
     max_epochs=2,
