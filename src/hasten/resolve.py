@@ -58,6 +58,10 @@ PRECISIONS = {
 
 _ACCELERATORS: dict[str, type[Accelerator]] = {**ACCELERATORS, "tpu": XLAAccelerator}
 
+# Names that a program has registered (``utilities.enums``), and what makes the object.
+REGISTERED_STRATEGIES: dict[str, Callable[[], Strategy]] = {}
+REGISTERED_ACCELERATORS: dict[str, Callable[[], Accelerator]] = {}
+
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 # Names of strategies: the start method and the arguments of DDPStrategy.
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -248,6 +252,8 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if accelerator is not None and not isinstance(accelerator, str):
         raise refused(f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", WrongType)
     name = "auto" if accelerator is None else accelerator.lower()
+    if name in REGISTERED_ACCELERATORS:
+        return REGISTERED_ACCELERATORS[name]()
     if name == "auto":
         return XLAAccelerator() if finds_tpu() else best_accelerator()
     if name == "xla":
@@ -326,6 +332,8 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     on_xla = devices[0].type == "xla"
     if isinstance(strategy, Strategy):
         chosen = strategy
+    elif name in REGISTERED_STRATEGIES:
+        chosen = REGISTERED_STRATEGIES[name]()
     elif name in XLA:
         chosen = XLA[name]()
     elif on_xla and name == "auto" and count > 1:

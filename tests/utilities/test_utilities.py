@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hasten
 import hasten.utilities as utilities
-from hasten import accelerators
+from hasten import Trainer, accelerators
+from hasten.accelerators import CPUAccelerator
 from hasten.demos import BoringDataModule, BoringModel
+from hasten.strategies import SingleDeviceStrategy
 from hasten.utilities import data, enums, memory, model_helpers, parsing, rank_zero, saving
 from hasten.utilities.data import DistributedSamplerWrapper, UnrepeatedDistributedSampler
 from hasten.utilities.model_helpers import DeviceDtypeMixin
@@ -299,8 +301,24 @@ def test_devices_types_samplers_and_names() -> None:
     assert "ddp_spawn" in enums.StrategyRegistry.available_strategies()
     assert list(enums.AcceleratorRegistry) == ["cpu", "cuda", "mps", "tpu"]
     assert len(enums.AcceleratorRegistry) == 4
-    with pytest.raises(ValueError, match=r"'own' cannot be registered as a name: pass the object, strategy=\.\.\."):
-        enums.StrategyRegistry.register("own", object)
+    strategies, accelerators = enums.StrategyRegistry, enums.AcceleratorRegistry
+    strategies.register("Own", SingleDeviceStrategy, "mine", device="cpu")
+    accelerators.register("own")(CPUAccelerator)
+    try:
+        assert type(Trainer(strategy="own", accelerator="own", logger=False).strategy) is SingleDeviceStrategy
+        assert strategies.get("Own").root_device.type == "cpu"
+        assert strategies["Own"]["init_params"] == {"device": "cpu"}
+        with pytest.raises(ValueError, match="override=True"):
+            strategies.register("Own", SingleDeviceStrategy)
+        with pytest.raises(TypeError, match="is a string, not ABCMeta"):
+            strategies.register(SingleDeviceStrategy)
+    finally:
+        strategies.remove("Own")
+        accelerators.remove("own")
+    with pytest.raises(KeyError, match="'Own' was not registered"):
+        strategies.get("Own")
+    with pytest.raises(ValueError, match="use one of"):
+        Trainer(strategy="own", logger=False)
     types = importlib.import_module("hasten.utilities.types")
     assert [name for name in types.__all__ if not hasattr(types, name)] == []
     assert isinstance(torch.optim.SGD([nn.Parameter(torch.ones(1))]), types.Optimizable)

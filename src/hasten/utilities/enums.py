@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from enum import Enum, StrEnum
-from typing import NoReturn, Self
+from typing import Any, Self
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.machine.devices import ACCELERATORS
-from hasten.resolve import SHARDED, STRATEGIES, XLA
+from hasten.resolve import REGISTERED_ACCELERATORS, REGISTERED_STRATEGIES, SHARDED, STRATEGIES, XLA
 
 
 class LightningEnum(StrEnum):
@@ -58,8 +60,13 @@ class GradClipAlgorithmType(LightningEnum):
         return [member.value for member in GradClipAlgorithmType]
 
 
-class Registry(dict[str, None]):
-    """The names that an argument accepts; other objects are passed without a name.
+class Registry(dict[str, dict[str, Any]]):
+    """The names that an argument accepts; a program can add names of its own.
+
+    Args:
+        kind: "strategy" or "accelerator".
+        names: those that there are.
+        made: where ``resolve`` finds what makes the object of a name that was added.
 
     Example::
 
@@ -68,22 +75,71 @@ class Registry(dict[str, None]):
 
     """
 
+    def __init__(self, kind: str, names: Iterable[str], made: dict[str, Callable[[], Any]]) -> None:
+        super().__init__({name: {"description": "", "init_params": {}} for name in names})
+        self._kind, self._made = kind, made
+
     def available(self) -> list[str]:
         """Return all names."""
         return list(self)
 
     available_strategies = available_accelerators = available
 
-    def register(self, name: str, *_: object, **__: object) -> NoReturn:
-        """Raise: other classes are passed as objects."""
-        argument = "strategy" if self is StrategyRegistry else "accelerator"
-        raise MisconfigurationException(
-            f"{name!r} cannot be registered as a name: pass the object, {argument}=..., instead."
-        )
+    def register(
+        self,
+        name: str,
+        strategy: Callable[..., Any] | None = None,
+        description: str = "",
+        override: bool = False,
+        **init_params: Any,
+    ) -> object:
+        """Give a class a name, which ``Trainer`` and ``Fabric`` then accept.
+
+        Args:
+            name: the name; upper and lower case are the same.
+            strategy: the class; without it, a decorator for the class is returned.
+            description: what it is.
+            override: replace the class of a name that was registered before.
+            init_params: for the class.
+
+        Raises:
+            TypeError: the name is not a string.
+            MisconfigurationException: the name exists.
+
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"register({name!r}): the name of a class is a string, not {type(name).__name__}.")
+        if (strategy := init_params.pop("accelerator", strategy)) is None:
+            return lambda kind: self.register(name, kind, description, override, **init_params)
+        if name in self and not override:
+            raise MisconfigurationException(
+                f"register({name!r}): there is a {self._kind} of this name. Choose another, or pass override=True."
+            )
+        self[name] = {self._kind: strategy, "description": description, "init_params": init_params}
+        self._made[name.lower()] = functools.partial(strategy, **init_params)
+        return strategy
+
+    def get(self, name: str, default: object = None) -> object:  # type: ignore[override]  # as Lightning's
+        """Return an object of the class that was registered as ``name``; ``default`` if there is one.
+
+        Raises:
+            KeyError: no class was registered under this name.
+
+        """
+        if name.lower() in self._made:
+            return self._made[name.lower()]()
+        if default is not None:
+            return default
+        raise KeyError(f"{name!r} was not registered. There are: {', '.join(self._made) or 'none'}.")
+
+    def remove(self, name: str) -> None:
+        """Take a registered name back."""
+        self.pop(name)
+        self._made.pop(name.lower(), None)
 
 
-AcceleratorRegistry = Registry.fromkeys(sorted([*ACCELERATORS, "tpu"]))
-StrategyRegistry = Registry.fromkeys(["single_device", *STRATEGIES, *SHARDED, *XLA])
+AcceleratorRegistry = Registry("accelerator", sorted([*ACCELERATORS, "tpu"]), REGISTERED_ACCELERATORS)
+StrategyRegistry = Registry("strategy", ["single_device", *STRATEGIES, *SHARDED, *XLA], REGISTERED_STRATEGIES)
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]
