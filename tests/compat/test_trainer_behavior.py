@@ -223,3 +223,15 @@ def test_arguments_that_lightning_refuses() -> None:
         quiet().fit(StepsText(), loader(8))
     with pytest.raises(RuntimeError, match="manual optimization"):
         quiet().fit(Indexed(), loader(8))
+
+
+def test_a_step_that_fetches_its_batches_is_a_possible_oversight() -> None:
+    class Fetches(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    trainer = quiet()
+    with pytest.warns(PossibleUserWarning, match="dataloader_iter"):
+        trainer.fit(Fetches(), loader(8))
+    assert trainer.global_step == 2

@@ -179,7 +179,15 @@ def train_epoch(run: Run) -> None:
         # At the start no parameter required gradients, so there was nothing to wrap; a callback may have unfrozen some.
         run.wrapped = run.runtime.wrap(run.module)
     run.first_epoch.at_start(run)
-    loop = train_fetched if takes_iterator(run.module.training_step) else train_batches
+    fetches = takes_iterator(run.module.training_step)
+    if fetches and run.as_lightning:
+        warn_once(
+            f"dataloader_iter {type(run.module)}",
+            f"{type(run.module).__name__}.training_step takes `dataloader_iter` and fetches its batches itself: hooks "
+            "get the right batch_idx only if each step fetches one batch.",
+            PossibleUserWarning,
+        )
+    loop = train_fetched if fetches else train_batches
     run.watch("run_training_epoch", loop)(run, batches)
     check_some_loss(run)
     run.first_epoch.at_end(run)
