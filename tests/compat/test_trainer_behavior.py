@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -235,3 +237,16 @@ def test_a_step_that_fetches_its_batches_is_a_possible_oversight() -> None:
     with pytest.warns(PossibleUserWarning, match="dataloader_iter"):
         trainer.fit(Fetches(), loader(8))
     assert trainer.global_step == 2
+
+
+def test_a_method_that_is_patched_on_a_base_class_is_called() -> None:
+    strategies = importlib.import_module("lightning.pytorch.strategies")
+    trainer = importlib.import_module("lightning.pytorch").Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with mock.patch.object(strategies.Strategy, "backward", wraps=trainer.strategy.backward) as backward:
+        trainer.fit(Manual(), loader(8))
+    assert backward.call_count == 2
+    assert "backward" not in vars(strategies.Strategy)
+    assert L.strategies.Strategy.backward.__module__ == "hasten.strategies.base"

@@ -20,6 +20,11 @@ from hasten.compat import environment
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_ABSENT = object()
+# (facade, name) -> what the class behind it had there before a program replaced it.
+_replaced: dict[tuple[type, str], object] = {}
+
+
 class Facade(ABCMeta):
     """The class of facades: what is an instance or a subclass of the class behind one is one of the facade, too.
 
@@ -37,6 +42,24 @@ class Facade(ABCMeta):
             cls.behind = next(base for base in bases if not base.__module__.startswith("hasten.compat."))
         if cls.behind is not None and cls.__doc__ is None:
             cls.__doc__ = cls.behind.__doc__
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Set an attribute; what a program replaces on a facade is replaced for all classes of that kind."""
+        behind, inherited = cls.__dict__.get("behind"), name not in cls.__dict__ or (cls, name) in _replaced
+        super().__setattr__(name, value)
+        if behind is not None and inherited and not name.startswith(("__", "_abc_")) and name != "behind":
+            _replaced.setdefault((cls, name), behind.__dict__.get(name, _ABSENT))
+            setattr(behind, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        """Delete an attribute; one that was set on a facade is as it was before."""
+        super().__delattr__(name)
+        if (cls, name) in _replaced:
+            before: Any = _replaced.pop((cls, name))
+            if before is _ABSENT:
+                delattr(cls.behind, name)
+            else:
+                setattr(cls.behind, name, before)
 
     # Both look at the bases: where the class behind is abstract, `issubclass(kind, cls.behind)` would come back here.
 
