@@ -230,8 +230,9 @@ class Runtime:
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module to call in training; ``module`` itself on a single device."""
         # A program that was written for Lightning's Fabric may have a method of its own.
-        if defined_by_program(self.strategy, "setup_module"):
-            wrapped: nn.Module = self.strategy.setup_module(module)  # type: ignore[attr-defined]
+        setup_module = getattr(self.strategy, "setup_module", None)
+        if setup_module is not None and not _is_ours(setup_module):
+            wrapped: nn.Module = setup_module(module)
             return wrapped
         return self.strategy.wrap(module)
 
@@ -518,7 +519,7 @@ class Runtime:
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.
         """
-        if self.strategy.lightning_module is not None and defined_by_program(self.strategy, "save_checkpoint"):
+        if not _is_ours(self.strategy.save_checkpoint) and self.strategy.lightning_module is not None:
             self.strategy.save_checkpoint(contents, path, storage_options=storage_options)
         else:
             self.write(path, contents, storage_options)
@@ -552,7 +553,7 @@ class Runtime:
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
-        if self.strategy.lightning_module is not None and defined_by_program(self.strategy, "load_checkpoint"):
+        if not _is_ours(self.strategy.load_checkpoint) and self.strategy.lightning_module is not None:
             return self.strategy.load_checkpoint(path, weights_only=weights_only)
         return self.read(path, map_location, weights_only)
 
@@ -602,6 +603,11 @@ class _Reused:
         if type(context) is torch.autocast:
             self._free.append(context)
         return swallowed
+
+
+def _is_ours(method: object) -> bool:
+    """Return whether a method is hasten's: one that a program has put in its place is called instead of the engine."""
+    return str(getattr(method, "__module__", "")).startswith("hasten.")
 
 
 @contextmanager

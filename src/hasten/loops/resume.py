@@ -152,7 +152,11 @@ class RunState:
         _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
         _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
         if runtime.strategy.lightning_restore_optimizer:
-            runtime.strategy.load_optimizer_state_dict(checkpoint)
+            if defined_by_program(runtime.strategy, "load_optimizer_state_dict"):
+                runtime.strategy.load_optimizer_state_dict(checkpoint)
+            else:
+                for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
+                    runtime.strategy.load_optimizer_state(optimizer, state)
         for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
