@@ -279,11 +279,11 @@ class LoggedValues:
         if loss is not None and self.loss_report is not None and step != self._loss_sent_at:
             self._send([], step, epoch, loss)
 
-    def publish_bar(self, epoch: int) -> None:
-        """Refresh the bar's values when steps are so long that the logging interval is far away."""
-        now = time.monotonic()
-        if now - self._bar_sent > BAR_INTERVAL_SECONDS:
-            self._bar_sent = now
+    def publish_bar(self, epoch: int, *, now: bool = False) -> None:
+        """Refresh the bar's values, ``now`` or if steps are so long that the logging interval is far away."""
+        seconds = time.monotonic()
+        if now or seconds - self._bar_sent > BAR_INTERVAL_SECONDS:
+            self._bar_sent = seconds
             self.publish_step(0, epoch, to_loggers=False)
 
     def publish_evaluation_step(self, stage: str, step: int) -> None:

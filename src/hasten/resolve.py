@@ -456,7 +456,8 @@ def _precision(
     if (of_strategy := strategy.precision_of(name, device.type)) is not None:
         made = of_strategy
     elif name in ("16-true", "bf16-true"):
-        made = HalfPrecision(name)  # type: ignore[arg-type]
+        # Lightning's updates are rounded to 16 bits, and programs written for it get the same weights.
+        made = HalfPrecision(name, keep_small_updates=not alias.active())  # type: ignore[arg-type]
     elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
         # Before the package is imported: the device may not support it at all.
         if check:

@@ -136,8 +136,14 @@ class Runtime:
         self._choose_methods_of_program()
 
     def look_for_methods(self) -> None:
-        """Find the methods that a program has put on its strategy or precision since; called before each run."""
-        if self._methods_of_program() != self._found_methods:
+        """Find the methods, and the precision, that a program has given its strategy since; called before each run."""
+        precision = self.strategy.precision_plugin
+        if precision is not self.precision:
+            precision.check_device(self.device)
+            self.strategy.take_precision(precision)
+            self.precision = precision
+            self._choose_functions()
+        elif self._methods_of_program() != self._found_methods:
             self.backward = self._engine_backward
             self._choose_methods_of_program()
 

@@ -122,9 +122,9 @@ def test_uses(header: str, old: str, new: str) -> None:
 
 # The source, the number of the line, and the message.
 BY_HAND = r"""
-x = 1\nimport lightning.pytorch.serve\n | 2 | lightning.pytorch.serve: Export the module
+x = 1\nimport lightning.pytorch.metrics\n | 2 | lightning.pytorch.metrics: Use the package torchmetrics
 import lightning.app as app\n | 1 | lightning.app: It belongs to a hosted product.
-\nfrom lightning.pytorch.serve import ServableModule\n | 2 | lightning.pytorch.serve: Export
+\nfrom lightning.pytorch.metrics import Accuracy\n | 2 | lightning.pytorch.metrics: Use
 from lightning.pytorch import Missing\n | 1 | lightning.pytorch.Missing: hasten does not have this name.
 import lightning.pytorch.loops as loops\n | 1 | lightning.pytorch.loops: its names are in several modules
 from pytorch_lightning import loops\n | 1 | pytorch_lightning.loops: its names are in several modules
@@ -198,7 +198,7 @@ def test_yaml_class_paths() -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.py").write_text("import lightning as L\n")
-    (tmp_path / "sub" / "b.py").write_text("import pytorch_lightning as pl\nimport lightning.pytorch.serve\n")
+    (tmp_path / "sub" / "b.py").write_text("import pytorch_lightning as pl\nimport lightning.pytorch.metrics\n")
     (tmp_path / "sub" / "other.py").write_text("import os\n")
     (tmp_path / "c.yaml").write_text("class_path: lightning.pytorch.Trainer\n")
     (tmp_path / "requirements.txt").write_text("torch\nlightning>=2.0  # x\nlightning-utilities\n# lightning\n")
@@ -225,7 +225,7 @@ def test_dry_run_shows_the_change_and_the_list_and_writes_nothing(
     assert "--- a.py\n+++ a.py\n@@ -1 +1 @@\n-import lightning as L\n+import hasten as L\n" in shown
     assert "+import hasten as pl" in shown
     assert "+class_path: hasten.Trainer" in shown
-    assert "by hand  sub/b.py:2  lightning.pytorch.serve: Export the module" in shown
+    assert "by hand  sub/b.py:2  lightning.pytorch.metrics: Use the package torchmetrics" in shown
     assert "by hand  n.ipynb:1  a notebook" in shown
     assert "by hand  requirements.txt:2  add hasten to what is installed" in shown
     assert shown.count("by hand  requirements.txt") == 1
@@ -255,7 +255,7 @@ def test_yes_rewrites_and_a_second_time_there_is_nothing_left(folder: Path, caps
     assert Path("a.py").read_text() == "import hasten as L\n"
     assert stat.S_IMODE(Path("a.py").stat().st_mode) == 0o750
     assert Path("link.py").is_symlink()
-    assert Path("sub/b.py").read_text() == "import hasten as pl\nimport lightning.pytorch.serve\n"
+    assert Path("sub/b.py").read_text() == "import hasten as pl\nimport lightning.pytorch.metrics\n"
     assert Path("c.yaml").read_text() == "class_path: hasten.Trainer\n"
     assert not [name for name in os.listdir() if name.startswith(".hasten")]
     after = contents(folder)
@@ -280,7 +280,7 @@ def test_a_write_that_fails_leaves_the_file_whole(
     monkeypatch.setattr(os, "replace", fail_for_b)
     assert main(["migrate", ".", "--yes"]) == 1
     assert "sub/b.py: Permission denied. 2 of 3 file(s) were rewritten" in capsys.readouterr().err
-    assert Path("sub/b.py").read_text() == "import pytorch_lightning as pl\nimport lightning.pytorch.serve\n"
+    assert Path("sub/b.py").read_text() == "import pytorch_lightning as pl\nimport lightning.pytorch.metrics\n"
     assert sorted(os.listdir("sub")) == ["b.py", "other.py"]
 
 

@@ -254,3 +254,62 @@ def test_callbacks_read_how_values_of_several_loaders_are_named() -> None:
     trainer = L.Trainer(callbacks=[reads], **QUIETLY)
     trainer.validate(BoringModel(), verbose=False)
     assert (seen, trainer._results) == (["/dataloader_idx_{}"], None)
+
+
+def test_fabric_calls_what_a_program_has_overridden_in_its_strategy(tmp_path: Path) -> None:
+    import torch
+    from lightning.fabric import Fabric  # type: ignore[import-not-found]
+    from lightning.fabric.strategies import SingleDeviceStrategy  # type: ignore[import-not-found]
+
+    called = []
+
+    class Own(SingleDeviceStrategy):  # type: ignore[misc]
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            called.append("save")
+            super().save_checkpoint(*args, **kwargs)
+
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            called.append("load")
+            return super().load_checkpoint(*args, **kwargs)
+
+        def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
+            called.append("norm")
+            return super().clip_gradients_norm(*args, **kwargs)
+
+        def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
+            called.append("value")
+            super().clip_gradients_value(*args, **kwargs)
+
+    fabric = Fabric(strategy=Own(torch.device("cpu")))
+    layer = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    assert fabric.clip_gradients(model, optimizer, max_norm=0.5) == pytest.approx(3**0.5)
+    fabric.clip_gradients(model, optimizer, clip_val=0.1)
+    assert layer.bias.grad == torch.tensor([0.1])
+    state = {"model": model, "optimizer": optimizer, "step": 3}
+    weight = layer.weight.clone()
+    fabric.save(tmp_path / "one.ckpt", state)
+    layer.weight.data.zero_()
+    state["step"] = 0
+    assert fabric.load(tmp_path / "one.ckpt", state) == {}
+    assert torch.equal(layer.weight, weight)
+    assert state["step"] == 3
+    assert called == ["norm", "value", "save", "load"]
+
+
+def test_a_precision_that_is_assigned_to_a_strategy_is_used() -> None:
+    import torch
+    from lightning.pytorch import Trainer  # type: ignore[import-not-found]
+    from lightning.pytorch.demos.boring_classes import BoringModel  # type: ignore[import-not-found]
+    from lightning.pytorch.plugins import MixedPrecision  # type: ignore[import-not-found]
+    from lightning.pytorch.strategies import SingleDeviceStrategy  # type: ignore[import-not-found]
+
+    before, after = MixedPrecision("bf16-mixed", "cpu"), MixedPrecision("bf16-mixed", "cpu")
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    strategy.precision_plugin = before
+    trainer = Trainer(strategy=strategy, fast_dev_run=1, enable_progress_bar=False, **QUIETLY)
+    assert trainer.precision_plugin is before
+    trainer.strategy.precision_plugin = after
+    trainer.fit(BoringModel())
+    assert trainer.precision_plugin is after

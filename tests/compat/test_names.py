@@ -120,7 +120,7 @@ def test_objects_are_instances_of_the_field_s_classes() -> None:
 MISSING = {
     "from lightning.pytorch.callbacks import EarlyStoping": "callbacks.EarlyStoping. Did you mean 'EarlyStopping'?",
     "from lightning.pytorch import Nothing_like_it": "Nothing_like_it. See docs/compat.md",
-    "import lightning.pytorch.serve": "pytorch.serve. Export the module with to_torchscript",
+    "import lightning.pytorch.metrics": "pytorch.metrics. Use the package torchmetrics",
     "import pytorch_lightning.metrics.functional": "pytorch_lightning.metrics. Use the package torchmetrics.",
     "import lightning.app": "lightning.app. It belongs to a hosted product.",
     "import lightning.pytorch.callbackz": "pytorch.callbackz. Did you mean 'callbacks'?",

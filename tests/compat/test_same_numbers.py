@@ -138,3 +138,55 @@ def test_the_last_accumulation_is_divided_by_its_full_size() -> None:
     quiet(max_epochs=1, limit_val_batches=0, accumulate_grad_batches=2).fit(module, data)
     # Each gradient is 1. The first step is by (1 + 1) / 2, the second by 1 / 2, with a learning rate of 0.1.
     assert module.layer.weight.item() == pytest.approx(-0.15)
+
+
+def test_16_bit_weights_are_updated_in_16_bits(recwarn: pytest.WarningsRecorder) -> None:
+    class Clipped(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch).pow(2).mean()
+
+        # Lightning gives the two numbers by name, always.
+        def configure_gradient_clipping(  # type: ignore[override]
+            self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+        ) -> None:
+            assert (gradient_clip_val, gradient_clip_algorithm) == (None, None)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    batches = [torch.randn(4, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    module, plain = Clipped(), Clipped().to(torch.bfloat16).layer
+    quiet(max_epochs=1, precision="bf16-true").fit(module, batches)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    for batch in batches:
+        optimizer.zero_grad()
+        plain(batch.to(torch.bfloat16)).pow(2).mean().backward()
+        optimizer.step()
+    assert torch.equal(module.layer.weight, plain.weight)
+    assert not [each for each in recwarn if "cannot be called" in str(each.message)]
+
+
+@pytest.mark.world_size(2)
+def test_processes_train_on_shuffled_samples() -> None:
+    class Seen(Draws):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += batch.flatten().tolist()
+            return self.layer(batch).sum()
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.arange(8.0).view(8, 1), 2)  # type: ignore[arg-type,var-annotated]
+
+    module = Seen()
+    trainer = quiet(devices=2, strategy="ddp", max_epochs=1)
+    trainer.fit(module)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()
+    assert module.seen == order[trainer.global_rank :: 2]

@@ -213,3 +213,26 @@ def test_a_change_on_one_process_alone_is_an_error_that_names_the_ranks() -> Non
     trainer = quiet(devices=2, strategy="ddp", max_epochs=2, callbacks=[OnOne("unfreeze", "batch")])
     with pytest.raises(RuntimeError, match=r"Rank 0 and rank 1 train different parameters of Grows: body\.bias"):
         trainer.fit(Grows(), loader(40))
+
+
+@pytest.mark.world_size(2)
+def test_a_validation_uses_the_running_statistics_that_are_saved() -> None:
+    class Normed(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.means = Model(), []  # type: ignore[var-annotated]
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.model.training_step(batch + self.global_rank)
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.means.append(self.all_gather(self.model.norm.running_mean))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Normed()
+    quiet(devices=2, strategy="ddp", max_epochs=1, num_sanity_val_steps=0).fit(module, [data(1), data(2)], [data(3)])
+    ((first, second),) = module.means
+    assert torch.equal(first, second)
+    assert first.abs().sum() > 0

@@ -138,7 +138,7 @@ PRODUCTS = {
 
 
 def alternative_to(place: str) -> str | None:
-    """Return what to use in place of a name or module, for instance ``"pytorch.serve"``; None if nothing is known."""
+    """Return what to use in place of a name or module, for instance ``"pytorch.metrics"``; None if nothing is known."""
     while place:
         if place in ALTERNATIVES:
             return ALTERNATIVES[place]

@@ -41,6 +41,7 @@ def prepare(
     rank: int = 0,
     seed: int | None = None,
     overfit: bool = False,
+    shuffle: bool = False,
     allow_empty: bool = False,
 ) -> Any:
     """Return ``loader`` checked and, where several processes share the data, limited to this one's part.
@@ -58,6 +59,7 @@ def prepare(
         rank: which of them this is, from 0.
         seed: of the shuffling, the same on all processes; by default that of ``seed_everything``.
         overfit: read the samples in the same order each epoch.
+        shuffle: shuffle on several processes also where the loader does not, as Lightning's Trainer does in training.
         allow_empty: accept a loader without batches.
 
     Raises:
@@ -99,6 +101,7 @@ def prepare(
     sampler: Any = loader.sampler
     shuffles = is_plain_shuffle(sampler) and sampler.generator is None
     if train and (shuffles or type(sampler) is SequentialSampler):
+        shuffles = shuffles or (shuffle and not overfit)
         return _with_sampler(
             loader, DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffles, seed=seed)
         )

@@ -75,6 +75,9 @@ def evaluate(
     run.evaluating, run.evaluated_from = stage, progress.evaluated
     try:
         with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
+            if fitting and run.runtime.world_size > 1:
+                # Each process has updated its own running statistics; those of the first are saved.
+                run.runtime.strategy.share_buffers(run.wrapped, 0)
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             batches = []
@@ -97,6 +100,9 @@ def evaluate(
             for result in by_loader:
                 result.update(late_by_loader[0])
             step = max(progress.logged_step - 1, 0) if fitting else progress.logged_step
+            if fitting and run.as_lightning and progress.accumulation_index > 0:
+                # Lightning counts a batch that stepped after the validation that follows it, and others not at all.
+                step = progress.logged_step
             logged.log_epoch(values, step, progress.current_epoch)
             (hooks.on_test_end if testing else hooks.on_validation_end)()
             if before_last_hooks is not None:

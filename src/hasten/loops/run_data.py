@@ -363,6 +363,7 @@ class StageData:
                 name=name,
                 stage=self.stage,
                 overfit=self._overfit,
+                shuffle=self._as_lightning,
                 allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )

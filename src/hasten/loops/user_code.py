@@ -296,16 +296,22 @@ def _names(base: type) -> list[str]:
     return [name for name in functions if name.startswith(kept) or name.endswith("_dataloader")]
 
 
+# Arguments that are given always, by name, and have a default in the base.
+_BY_NAME = ("gradient_clip_val", "gradient_clip_algorithm")
+
+
 @functools.cache
 def _arguments(base: type, name: str) -> tuple[str, ...]:
-    """Return the arguments that are always given: those without a default in the base."""
+    """Return the arguments that are always given: those without a default in the base, and a few others."""
     parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.default is p.empty or p.name == "optimizer_closure")
+    always = ("optimizer_closure", *(_BY_NAME if name == "configure_gradient_clipping" else ()))
+    return tuple(p.name for p in parameters if p.default is p.empty or p.name in always)
 
 
 def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
+    by_name = {name: None for name in arguments if name in _BY_NAME}
     try:
-        inspect.signature(method).bind(*arguments)
+        inspect.signature(method).bind(*(name for name in arguments if name not in by_name), **by_name)
     except TypeError:
         return False
     except ValueError:

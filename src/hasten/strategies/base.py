@@ -346,6 +346,8 @@ class Strategy(ABC):
     @precision_plugin.setter
     def precision_plugin(self, precision: Precision) -> None:
         self._precision_plugin = precision
+        if self.engine is None:
+            self.given["precision"] = precision
 
     def use_precision(self, precision: Precision) -> None:
         """Take the number format that was chosen for the run."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from hasten import callbacks
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
+from hasten.elsewhere import alias
 from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import ReadOnly, RuntimeView
@@ -336,7 +337,9 @@ class TrainerView(RuntimeView, TrainerSettings):
         """The values for the progress bar that have arrived on the host."""
         self._logged.deliver()
         if self.training:
-            self._logged.publish_bar(self._progress.epoch)
+            # A bar that a program wrote for Lightning finds the values of each batch.
+            self._logged.publish_bar(self._progress.epoch, now=alias.active())
+            self._logged.deliver()
         return dict(self._logged.bar_values)
 
     # -- callbacks

@@ -27,6 +27,7 @@ class HalfPrecision(builtin.HalfPrecision, metaclass=Facade):
     @exactly
     def __init__(self, precision: Literal["bf16-true", "16-true"] = "16-true") -> None:
         forward(builtin.HalfPrecision, locals())
+        self.keep_small_updates = False
 
 
 class MixedPrecision(builtin.MixedPrecision, metaclass=Facade):

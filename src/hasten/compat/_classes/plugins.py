@@ -27,6 +27,7 @@ class HalfPrecision(TrainerPrecisionMethods, builtin.HalfPrecision, metaclass=Fa
     @exactly
     def __init__(self, precision: Literal["bf16-true", "16-true"] = "16-true") -> None:
         forward(builtin.HalfPrecision, locals())
+        self.keep_small_updates = False
 
 
 class MixedPrecision(TrainerPrecisionMethods, builtin.MixedPrecision, metaclass=Facade):
