@@ -185,8 +185,12 @@ def test_processes_train_on_shuffled_samples() -> None:
         def train_dataloader(self) -> Any:
             return DataLoader(torch.arange(8.0).view(8, 1), 2)  # type: ignore[arg-type,var-annotated]
 
+    alias.activate(True)  # Fixtures run in the first process only.
     module = Seen()
     trainer = quiet(devices=2, strategy="ddp", max_epochs=1)
-    trainer.fit(module)
+    try:
+        trainer.fit(module)
+    finally:
+        alias.activate(False)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()
     assert module.seen == order[trainer.global_rank :: 2]
