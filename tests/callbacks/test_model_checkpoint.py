@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from hasten.callbacks import EarlyStopping, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
+from hasten.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from tests.callbacks.scripted import Scripted, names, run
 from tests.models import quiet
 
@@ -159,6 +161,16 @@ def test_each_file_is_saved_and_removed_once(tmp_path: Path) -> None:
     run(Scripted(), checkpoint, max_epochs=4)
     assert checkpoint.removed == ["step=4.ckpt", "step=8.ckpt", "step=12.ckpt"]
     assert checkpoint.state_dict()["books"]["unwanted"] == []
+
+
+def test_a_replaced_file_that_is_still_being_written_is_removed(tmp_path: Path) -> None:
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.1)  # The next one is saved before this is written.
+            super().save_checkpoint(*args, **kwargs)
+
+    run(Scripted(val=[1.0, 2.0, 3.0]), ModelCheckpoint(tmp_path), max_epochs=3, plugins=AsyncCheckpointIO(Slow()))
+    assert names(tmp_path) == ["epoch=2-step=12.ckpt"]
 
 
 def test_the_sanity_check_saves_nothing(tmp_path: Path) -> None:

@@ -220,7 +220,8 @@ def link(target: str, path: str) -> None:
 def remove(path: str, writer: CheckpointIO) -> None:
     """Remove a checkpoint; if that fails, warn and let training continue."""
     try:
-        if exists(path) or os.path.lexists(path):
+        # What is still being written in the background exists once that is complete, and then it is removed.
+        if isinstance(writer, AsyncCheckpointIO) or exists(path) or os.path.lexists(path):
             writer.remove_checkpoint(path)
     except OSError as error:
         rank_zero_warn(f"The checkpoint {path} is no longer needed and could not be removed: {error}.")
