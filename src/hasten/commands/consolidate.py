@@ -65,7 +65,7 @@ def _allow(names: Sequence[str]) -> None:
         module, _, kind = name.rpartition(".")
         found = getattr(importlib.import_module(module), kind, None) if module else None
         if found is None:
-            raise ValueError(f"--allow {name}: there is no such class. Write package.module.Class.")
+            raise ValueError(f"--allow {name}: this class was not found. Write package.module.Class.")
         # By the name in the file, which may differ from that of the class.
         allowed.append((found, name))
     torch.serialization.add_safe_globals(allowed)

@@ -216,7 +216,7 @@ def _launch(given: argparse.Namespace, nodes: tuple[int, int], endpoint: tuple[s
 
 def _cause(file: Path, failure: ProcessFailure) -> str | None:
     """Return what other processes say about the one that ended first; None if they did not."""
-    # That of an earlier start is no reason.
+    # An error file from an earlier start says nothing about this one.
     if not file.exists() or file.stat().st_mtime < failure.timestamp - _CAUSE_SECONDS:
         return None
     return f"{file.read_text()}. All processes of the run were stopped."

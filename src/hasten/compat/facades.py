@@ -52,7 +52,7 @@ class Facade(ABCMeta):
             setattr(behind, name, value)
 
     def __delattr__(cls, name: str) -> None:
-        """Delete an attribute; one that was set on a facade is as it was before."""
+        """Delete an attribute; the class behind the facade gets back the value that setting it replaced."""
         super().__delattr__(name)
         if (cls, name) in _replaced:
             before: Any = _replaced.pop((cls, name))

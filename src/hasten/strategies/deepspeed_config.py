@@ -33,7 +33,7 @@ def read_config(config: object) -> dict[str, Any] | None:
         config: a dict, the path of a JSON file, or None.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         TypeError: ``config`` is neither.
         ValueError: the file is no JSON object, or has something that hasten does not train with.
 

@@ -43,7 +43,7 @@ def lazy_load(filename: PathLike) -> Any:
         filename: a file that ``torch.save`` wrote in its zip format.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         UnpicklingError: it holds Python objects.
 
     Example::
@@ -99,8 +99,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Raises:
         ImportError: DeepSpeed is not installed.
-        ValueError: there is no file ``latest``, and no ``tag`` was given.
-        FileNotFoundError: there is no folder ``tag``.
+        ValueError: ``tag`` is None and the folder has no file ``latest``.
+        FileNotFoundError: the folder ``tag`` does not exist.
 
     """
     folder = Path(checkpoint_dir)

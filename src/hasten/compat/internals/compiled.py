@@ -38,7 +38,7 @@ def from_compiled(model: OptimizedModule) -> LightningModule:
 
 
 def to_uncompiled(model: nn.Module) -> LightningModule:
-    """Return the module as it was before ``torch.compile``.
+    """Undo ``torch.compile`` and return the original module.
 
     Args:
         model: the result of ``torch.compile`` or of ``from_compiled``; it is changed in place.

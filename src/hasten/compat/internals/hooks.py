@@ -23,7 +23,7 @@ def call_lightning_module_hook(
         kwargs: its keyword arguments.
 
     Raises:
-        TypeError: there is no module.
+        TypeError: the trainer has no module.
 
     """
     module = pl_module or trainer.lightning_module
