@@ -1,6 +1,7 @@
 # make demo   run the demo in three minutes; another task: make demo ARGS="--task imdb --limit 2000"
 # make test   lint, types and tests
 # make lint   lint and types only
+# make docs   build the documentation into build/docs, with all links checked
 # make bench  the overhead of a step against the hand-written loop
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
@@ -26,7 +27,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench deepspeed xla peers packages clean
+.PHONY: help env demo test lint docs bench deepspeed xla peers packages clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -60,6 +61,10 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The documentation is in build/docs. To read it: $(BIN)/python -m http.server --directory build/docs"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

@@ -12,7 +12,7 @@ import hasten
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 MOST_GLOSSARY_TERMS = 25
 
 
@@ -23,7 +23,7 @@ def section(title: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = {f"src/{path}" for path in re.findall(r"`(?:src/)?(hasten/[\w/]*(?:\.py|/))`", text)}
@@ -31,7 +31,7 @@ def test_files_named_on_a_page_exist(page: Path) -> None:
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not link.startswith("..") and not (page.parent / link).exists()] == []

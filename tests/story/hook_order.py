@@ -184,7 +184,7 @@ def page() -> str:
     for name, rows in (runs | apart).items():
         if name in ("clipping", "checkpoints"):
             continue  # the table says how they differ from "fit"
-        lines += ["", f"### {name}", "", "```", *_shortened([hook for hook, _ in rows]), "```"]
+        lines += ["", f"### {name}", "", "```text", *_shortened([hook for hook, _ in rows]), "```"]
     return "\n".join(lines) + "\n"
 
 

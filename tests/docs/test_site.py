@@ -1,0 +1,98 @@
+"""The documentation site builds without a warning, its links lead somewhere, and it loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Warnings(logging.Handler):
+    """Keeps the messages of a build."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """The folder of the built site, and what the build warned of."""
+    pytest.importorskip("material", reason="needs mkdocs-material: pip install -e '.[docs]'")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="needs mkdocstrings: pip install -e '.[docs]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        from mkdocs.commands.build import build
+        from mkdocs.config import load_config
+
+        folder = tmp_path_factory.mktemp("site")
+        seen = Warnings()
+        logger = logging.getLogger("mkdocs")
+        logger.addHandler(seen)
+        try:
+            config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=False)
+            config.plugins.on_startup(command="build", dirty=False)
+            build(config)
+        finally:
+            logger.removeHandler(seen)
+        yield folder, seen.messages
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None:
+    folder, messages = site
+    assert messages == []
+    pages = {path.relative_to(folder).with_suffix(".md").as_posix() for path in folder.rglob("*.html")}
+    sources = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(sources - pages) == []
+
+
+def test_no_page_loads_anything_from_elsewhere(site: tuple[Path, list[str]]) -> None:
+    loads = re.compile(
+        r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//[^\"]*|<link[^>]*href=\"https?://[^\"]*"
+    )
+    found = {
+        (path.name, link)
+        for path in site[0].rglob("*.html")
+        for link in loads.findall(path.read_text(encoding="utf-8"))
+    }
+    assert found == set()
+    for path in site[0].rglob("*.css"):
+        assert not re.search(r"url\([\"']?https?:", path.read_text(encoding="utf-8")), path.name
+
+
+def script() -> Any:
+    """Import ``scripts/site.py``, which is in no package."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install -e '.[docs]'")
+    spec = importlib.util.spec_from_file_location("hasten_site", ROOT / "scripts" / "site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hasten_site"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_to_files_of_the_repository_lead_to_their_pages(caplog: pytest.LogCaptureFixture) -> None:
+    text = "[a](../src/hasten/loops/fit.py) [b](speed.md#top) [c](../README.md) `[d](../no)` [e](https://x.org/../y)"
+    assert script().with_links_of_the_site(text, "docs/plan.md", "plan.md") == (
+        "[a](files/src/hasten/loops/fit.py.md) [b](speed.md#top) [c](index.md) `[d](../no)` [e](https://x.org/../y)"
+    )
+    deeper = script().with_links_of_the_site(
+        "[a](../../tests/models.py) [b](../plan.md)", "docs/start/a.md", "start/a.md"
+    )
+    assert deeper == "[a](../files/tests/models.py.md) [b](../plan.md)"
+    assert caplog.messages == []
+    script().with_links_of_the_site("[gone](../src/hasten/gone.py)", "docs/plan.md", "plan.md")
+    assert caplog.messages == ["docs/plan.md links to ../src/hasten/gone.py, which does not exist"]
