@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
+import inspect
 import io
+import re
 import runpy
 import shlex
 import sys
@@ -16,10 +19,13 @@ from typing import Any
 
 import pytest
 
+import hasten as L
 from hasten.commands import COMMANDS
-from tests.docs.blocks import ELSEWHERE, LANGUAGES, Block, blocks_in, blocks_of, commands_of, pages
+from tests.docs.blocks import ELSEWHERE, LANGUAGES, ROOT, Block, blocks_in, blocks_of, commands_of, pages
 
 PAGES = {page: blocks_of(page) for page in pages()}
+# They name arguments that are refused.
+ABOUT_ERRORS = {"docs/errors.md", "docs/tpu.md"}
 RUN_HERE = [
     page
     for page, blocks in PAGES.items()
@@ -40,6 +46,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield tmp_path
+    if "hasten.compat" in sys.modules:
+        sys.modules["hasten.compat"].uninstall()  # A program of Lightning ended with an error.
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     sys.modules["__main__"] = main
@@ -143,13 +151,36 @@ def test_each_block_names_its_language() -> None:
 
 def test_no_fence_is_missed() -> None:
     for page, blocks in PAGES.items():
-        text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+        text = (ROOT / page).read_text(encoding="utf-8")
         assert text.count("```") >= 2 * len(blocks), page
         lines = [line for line in text.splitlines() if line.lstrip().startswith("```")]
         inside = sum(line.lstrip().startswith("```") for block in blocks for line in block.text.splitlines())
         assert len(lines) == 2 * len(blocks) + inside, (
             f"{page}: a fence is not closed, or not indented as it was opened"
         )
+
+
+def calls_in(text: str) -> Iterator[ast.Call]:
+    """Yield the calls in the inline code of a text."""
+    for code in re.findall(r"`([^`\n]+\([^`\n]*\))`", text):
+        try:
+            tree = ast.parse(code.replace(r"\|", "|"), mode="eval")
+        except SyntaxError:
+            continue
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_arguments_named_in_the_text_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    known = {front.__name__: set(inspect.signature(front).parameters) for front in (L.Trainer, L.Fabric)}
+    wrong = [
+        ast.unparse(call)
+        for call in calls_in(text)
+        for name in [ast.unparse(call.func).removeprefix("L.")]
+        if name in known and not {keyword.arg for keyword in call.keywords if keyword.arg} <= known[name]
+    ]
+    assert wrong == [] or page in ABOUT_ERRORS
 
 
 def test_comments_above_blocks_are_understood() -> None:
