@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.programs import run_python
 
 import hasten
-from hasten.commands import main
+from hasten.commands import COMMANDS, main
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,8 @@ from hasten.commands import main
         ("plot", "LOGDIR"),
         ("consolidate", "FOLDER"),
         ("consolidate a --weight-only", "Did you mean '--weights-only'?"),
+        ("--print-completion zhs", "'zhs' (choose from "),
+        ("--print-completion", "expected one argument"),
         ("migrate", "DIR"),
         ("migrate nowhere", "'nowhere' does not exist"),
         ("migrate --dryrun .", "Did you mean '--dry-run'?"),
@@ -47,6 +52,51 @@ def test_the_version_and_the_commands_are_shown(capsys: pytest.CaptureFixture[st
     assert main([]) == 2
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in ("advise", "consolidate", "demo", "migrate", "plot", "run"))
+
+
+def test_each_command_has_a_parser_that_can_be_asked() -> None:
+    for name, (module, summary) in COMMANDS.items():
+        made = importlib.import_module(module).make_parser()
+        assert made.prog == f"hasten {name}"
+        assert made.description
+        assert summary[0].islower()
+        assert not summary.endswith(".")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_shells_complete_commands_options_and_files(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["--print-completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+    assert "weights-only" in script
+    assert {"bash": "_shtab_glob_compgen_", "zsh": "_files -g '(*.py)'", "tcsh": "f:{*.py}"}[shell] in script
+
+
+def test_bash_offers_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash")
+    assert main(["--print-completion=bash"]) == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    for name in ("train.py", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    asked = {
+        ("p",): {"plan", "plot"},
+        ("demo", "--ta"): {"--task"},
+        ("demo", "--task", "d"): {"docstrings", "digits"},
+        ("run", ""): {"train.py", "folder"},
+        ("consolidate", ""): {"folder"},
+    }
+    lines = [f"source {tmp_path / 'completion'}", f"cd {tmp_path}"]
+    for words in asked:
+        quoted = " ".join(f"'{word}'" for word in ("hasten", *words))
+        lines += [f"COMP_WORDS=({quoted}) COMP_CWORD={len(words)} COMPREPLY=()"]
+        lines += ['_shtab_hasten hasten "${COMP_WORDS[COMP_CWORD]}"; echo "${COMPREPLY[@]}"']
+    done = subprocess.run([bash, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=30, check=True)
+    assert [set(line.split()) for line in done.stdout.splitlines()] == list(asked.values()), done.stderr
 
 
 def test_help_comes_without_loading_torch() -> None:

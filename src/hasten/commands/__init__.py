@@ -31,6 +31,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser()
+    # The words after the command belong to the command, also --help.
+    split = next((place for place, word in enumerate(given) if not word.startswith("-")), len(given))
+    if given[split - 1 : split] == ["--print-completion"]:
+        split += 1
+    own = parser.parse(given[: split + 1])
+    if own.version:
+        from hasten._lib import VERSION
+
+        print(f"hasten {VERSION}")
+        return 0
+    if own.print_completion is not None:
+        return _run("hasten.commands.completion", [own.print_completion])
+    if own.command is None:
+        parser.print_help()
+        return 2
+    return _run(COMMANDS[own.command][0], given[split + 1 :])
+
+
+def make_parser() -> Parser:
+    """Return what reads the words before the command. Each command has a function of this name for its arguments."""
     parser = Parser(
         prog="hasten",
         description="PyTorch training as fast as the hardware allows, by changing one line.",
@@ -39,19 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + "\n\nhasten COMMAND --help says more about a command.",
     )
     parser.add_argument("--version", action="store_true", help="show the version and stop")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        metavar="SHELL",
+        help="print a script that completes commands, options and files in bash, zsh or tcsh, and stop",
+    )
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="see below")
-    # The words after the command belong to the command, also --help.
-    split = next((place for place, word in enumerate(given) if not word.startswith("-")), len(given))
-    own = parser.parse(given[: split + 1])
-    if own.version:
-        from hasten._lib import VERSION
-
-        print(f"hasten {VERSION}")
-        return 0
-    if own.command is None:
-        parser.print_help()
-        return 2
-    return _run(COMMANDS[own.command][0], given[split + 1 :])
+    return parser
 
 
 def _run(module: str, arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from hasten.commands.parser import Option, Parser, positive, whole
 
 def main(arguments: Sequence[str]) -> int:
     """Measure a program; return the exit code."""
-    parser = _parser()
+    parser = make_parser()
     given, rest = run.parse_program(parser, arguments)
     if given.list:
         return _list()
@@ -93,7 +93,8 @@ _OPTIONS: list[Option] = [
 ]
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
     parser = Parser(
         prog="hasten advise",
         description=(
@@ -105,6 +106,7 @@ def _parser() -> Parser:
     )
     parser.add_options(_OPTIONS)
     parser.set_defaults(rounds=3, warm_up=3, seeds=1, timeout=900.0)
+    run.add_program(parser)
     return parser
 
 

@@ -21,6 +21,18 @@ _OF_TRAINING = (
 
 def main(arguments: Sequence[str]) -> int:
     """Write the file; return the exit code."""
+    options = make_parser().parse(arguments)
+    try:
+        _allow(options.allow)
+        print(consolidate(options.folder, options.output, weights_only=options.weights_only))
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"hasten consolidate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
     parser = Parser(
         prog="hasten consolidate",
         description="Make one file of a sharded checkpoint, which is a folder. This takes memory for all its tensors.",
@@ -43,14 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         help="a class whose objects the checkpoint holds, for instance package.module.Class: it is imported, and "
         "reading may run its code. May be given several times",
     )
-    options = parser.parse(arguments)
-    try:
-        _allow(options.allow)
-        print(consolidate(options.folder, options.output, weights_only=options.weights_only))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"hasten consolidate: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser
 
 
 def _allow(names: Sequence[str]) -> None:

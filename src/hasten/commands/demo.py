@@ -37,7 +37,7 @@ ONLY = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run the demo; return the exit code."""
-    options = _parser().parse(arguments)
+    options = make_parser().parse(arguments)
     command = shlex.join(["hasten", "demo", *arguments])
 
     from hasten.demo.task import DemoError
@@ -98,7 +98,8 @@ _OPTIONS: dict[str, list[Option]] = {
 }
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
     parser = Parser(
         prog="hasten demo",
         description=(

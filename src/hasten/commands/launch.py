@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.commands.parser import Parser, whole
-from hasten.commands.run import check_program, find_module, parse_program, read_source
+from hasten.commands.run import add_program, check_program, find_module, parse_program, read_source
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -37,7 +37,7 @@ failed first: 143 after SIGTERM, 130 after Ctrl-C, 137 for one that was killed. 
 
 def main(arguments: Sequence[str]) -> int:
     """Launch a program; return its exit code."""
-    parser = _parser()
+    parser = make_parser()
     given, rest = parse_program(parser, arguments)
     check_program(parser, given)
     nodes = _nodes(given, parser)
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     return _launch(given, nodes, endpoint, program)
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
     parser = Parser(
         prog="hasten launch",
         description=(
@@ -80,6 +81,7 @@ def _parser() -> Parser:
     add("--standalone", action="store_true", help="as torchrun has it: one machine, which is the default")
     for name in ("--master-addr", "--master-port", "--node-rank", "--rdzv-backend"):
         add(name, metavar="X", type=_not_needed(name), help=argparse.SUPPRESS)
+    add_program(parser)
     return parser
 
 

@@ -28,17 +28,7 @@ class _File:
 
 def main(arguments: Sequence[str]) -> int:
     """Rewrite; return the exit code."""
-    parser = Parser(
-        prog="hasten migrate",
-        description=(
-            "Rewrite imports of Lightning to those of hasten in Python files and the class paths in YAML "
-            "files. Shows the change first, waits for your answer, and lists what it cannot rewrite."
-        ),
-    )
-    parser.add_argument("paths", nargs="+", type=Path, metavar="DIR", help="folders and files")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--yes", action="store_true", help="rewrite without asking")
-    how.add_argument("--dry-run", action="store_true", help="show the change only")
+    parser = make_parser()
     options = parser.parse(arguments)
     for path in options.paths:
         if not path.exists():
@@ -72,6 +62,22 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     print(f"{count} rewritten.")
     return 0
+
+
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
+    parser = Parser(
+        prog="hasten migrate",
+        description=(
+            "Rewrite imports of Lightning to those of hasten in Python files and the class paths in YAML "
+            "files. Shows the change first, waits for your answer, and lists what it cannot rewrite."
+        ),
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="DIR", help="folders and files")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--yes", action="store_true", help="rewrite without asking")
+    how.add_argument("--dry-run", action="store_true", help="show the change only")
+    return parser
 
 
 def _planned(paths: Sequence[Path]) -> tuple[list[_File], list[tuple[Path, int, str]]]:

@@ -13,7 +13,7 @@ from hasten.commands.parser import Option, Parser, positive, whole
 
 def main(arguments: Sequence[str]) -> int:
     """Plan a program; return the exit code."""
-    parser = _parser()
+    parser = make_parser()
     given, rest = run.parse_program(parser, arguments)
     run.check_program(parser, given)
     if given.devices is None:
@@ -74,7 +74,8 @@ _OPTIONS: list[Option] = [
 ]
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
     parser = Parser(
         prog="hasten plan",
         description=(
@@ -85,4 +86,5 @@ def _parser() -> Parser:
     )
     parser.add_options(_OPTIONS)
     parser.set_defaults(accelerator="gpu", budget=45.0)
+    run.add_program(parser)
     return parser

@@ -11,10 +11,7 @@ from hasten.commands.parser import Parser
 
 def main(arguments: Sequence[str]) -> int:
     """Draw; return the exit code."""
-    parser = Parser(prog="hasten plot", description="Draw loss.pdf and acc.pdf (and png) by epoch from a metrics.csv.")
-    parser.add_argument("log_dir", type=Path, metavar="LOGDIR", help="folder with the metrics.csv of a CSVLogger")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write (default: LOGDIR)")
-    options = parser.parse(arguments)
+    options = make_parser().parse(arguments)
 
     import hasten
 
@@ -26,3 +23,11 @@ def main(arguments: Sequence[str]) -> int:
     for path in files:
         print(path)
     return 0
+
+
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
+    parser = Parser(prog="hasten plot", description="Draw loss.pdf and acc.pdf (and png) by epoch from a metrics.csv.")
+    parser.add_argument("log_dir", type=Path, metavar="LOGDIR", help="folder with the metrics.csv of a CSVLogger")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write (default: LOGDIR)")
+    return parser

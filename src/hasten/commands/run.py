@@ -37,20 +37,7 @@ OWN_ARGUMENTS = (
 
 def main(arguments: Sequence[str]) -> int:
     """Run a program; return its exit code."""
-    parser = Parser(
-        prog="hasten run",
-        description=(
-            "Run a program with the names of Lightning (lightning, pytorch_lightning, lightning_fabric) leading to "
-            "hasten, in this process and those it starts. Everything after PROGRAM belongs to the program."
-        ),
-    )
-    of_trainer = parser.add_argument_group(
-        "arguments of each Trainer and Fabric that the program makes",
-        "Environment variables do the same: HASTEN_PACKED=1 is --packed.",
-    )
-    for name, values, alone, text in OWN_ARGUMENTS:
-        options = {"nargs": "?", "const": "1"} if alone else {}
-        of_trainer.add_argument(_option(name), metavar=values, help=text, **options)  # type: ignore[arg-type]
+    parser = make_parser()
     given, rest = parse_program(parser, arguments)
     check_program(parser, given)
 
@@ -86,14 +73,38 @@ def main(arguments: Sequence[str]) -> int:
     return _shown(lambda: _execute(source, file), file)
 
 
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
+    parser = Parser(
+        prog="hasten run",
+        description=(
+            "Run a program with the names of Lightning (lightning, pytorch_lightning, lightning_fabric) leading to "
+            "hasten, in this process and those it starts. Everything after PROGRAM belongs to the program."
+        ),
+    )
+    of_trainer = parser.add_argument_group(
+        "arguments of each Trainer and Fabric that the program makes",
+        "Environment variables do the same: HASTEN_PACKED=1 is --packed.",
+    )
+    for name, values, alone, text in OWN_ARGUMENTS:
+        options = {"nargs": "?", "const": "1"} if alone else {}
+        of_trainer.add_argument(_option(name), metavar=values, help=text, **options)  # type: ignore[arg-type]
+    add_program(parser)
+    return parser
+
+
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def parse_program(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Add PROGRAM and ``-m MODULE`` to a parser; return its options, and the arguments of the program."""
+def add_program(parser: Parser) -> None:
+    """Add PROGRAM and ``-m MODULE`` to a parser."""
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module, as python -m runs it")
     parser.add_argument("program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py")
+
+
+def parse_program(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a parser that ``add_program`` was called with, and the arguments of the program."""
     options, program, rest = _split(list(arguments), parser.options_with_value())
     return parser.parse([*options, *(["--", program] if program is not None else [])]), rest
 

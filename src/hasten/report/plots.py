@@ -20,7 +20,7 @@ _STAGES = {"val": "validation", "valid": "validation", "validation": "validation
 
 
 @dataclass
-class Curve:
+class EpochCurve:
     """The values of one name, by epoch."""
 
     label: str
@@ -89,7 +89,7 @@ def find_metrics(log_dir: str | os.PathLike[str]) -> Path:
     )
 
 
-def curves_of(rows: list[dict[str, str]], pattern: re.Pattern[str]) -> list[Curve]:
+def curves_of(rows: list[dict[str, str]], pattern: re.Pattern[str]) -> list[EpochCurve]:
     """Return the curves of all names that match, training before validation."""
     columns = dict.fromkeys(name for row in rows for name in row if pattern.search(name))
     chosen: dict[str, str] = {}
@@ -101,7 +101,7 @@ def curves_of(rows: list[dict[str, str]], pattern: re.Pattern[str]) -> list[Curv
         values = _by_epoch(rows, column)
         stage = _stage(plain)
         if values and stage != "test":
-            curves.append(Curve(plain, stage, values))
+            curves.append(EpochCurve(plain, stage, values))
     curves.sort(key=lambda curve: curve.stage)
     stages = [curve.stage for curve in curves]
     for curve in curves:
@@ -143,7 +143,7 @@ def _read(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _draw(curves: list[Curve], title: str, stem: Path) -> list[Path]:
+def _draw(curves: list[EpochCurve], title: str, stem: Path) -> list[Path]:
     figures, ticker, style = (need(f"matplotlib.{name}", purpose="plot_logs") for name in ("figure", "ticker", "style"))
     # Text stays text in the pdf.
     with style.context(["seaborn-v0_8-whitegrid", "tableau-colorblind10", {"pdf.fonttype": 42}]):
