@@ -7,14 +7,20 @@ site.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+from docstrings import in_markdown  # noqa: E402
+
 LOG = logging.getLogger("mkdocs.hooks.site")
 
 # Markdown files outside docs/ and their pages.
@@ -25,6 +31,45 @@ PAGES = {
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
 }
+# Pages of the reference: title, what it is about, and the names on it, or the modules whose public names it has.
+REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "trainer": ("Trainer", "Runs a module: training, validation, test and prediction.", ("hasten.Trainer",)),
+    "module": ("LightningModule", "The model, its steps and its optimizers.", ("hasten.LightningModule",)),
+    "datamodule": ("LightningDataModule", "The data of a run.", ("hasten.LightningDataModule",)),
+    "fabric": ("Fabric", "Devices, precision and strategies for your own loop.", ("hasten.Fabric", "hasten.fabric")),
+    "callback": ("Callback", "The hooks that a callback can have.", ("hasten.Callback",)),
+    "callbacks": ("Callbacks", "The callbacks that come with hasten.", ("hasten.callbacks",)),
+    "loggers": ("Loggers", "Where logged values go.", ("hasten.loggers",)),
+    "strategies": ("Strategies", "How one model lives on several devices.", ("hasten.strategies",)),
+    "plugins": (
+        "Plugins and precisions",
+        "What `plugins=` takes: precisions, environments, ways to write checkpoints.",
+        ("hasten.plugins", "hasten.precision"),
+    ),
+    "accelerators": ("Accelerators", "Kinds of devices.", ("hasten.accelerators",)),
+    "data": ("Data", "Loaders, samplers and packing.", ("hasten.data",)),
+    "optim": ("Optimizers", "hasten's optimizers, and what `configure_optimizers` may return.", ("hasten.optim",)),
+    "speed": ("Speed", "Functions that speed a model up, and levers.", ("hasten.speed.levers",)),
+    "profilers": ("Profilers", "Where the time of a run goes.", ("hasten.profilers",)),
+    "tuner": ("Tuner", "The search for a batch size and a learning rate.", ("hasten.tuner",)),
+    "report": ("Reports", "Model summaries and plots.", ("hasten.report",)),
+    "cli": ("LightningCLI", "Command line programs.", ("hasten.cli",)),
+    "compat": ("Lightning's names", "Programs written for Lightning, unchanged.", ("hasten.compat",)),
+    "demos": ("Demos", "Small models and data for tests and examples.", ("hasten.demos",)),
+    "functions": ("Functions", "The functions at the top of the package.", ("hasten",)),
+    "utilities": (
+        "Utilities",
+        "Helpers under Lightning's names.",
+        (
+            "hasten.utilities",
+            *(f"hasten.utilities.{name}" for name in (
+                "data", "enums", "exceptions", "hooks", "imports", "memory", "parsing", "rank_zero", "types", "warnings"
+            )),
+        ),
+    ),
+}  # fmt: skip
+# Of modules without __all__, the names of the interface.
+NAMES = {"hasten.speed.levers": ["Lever", "register", "unregister", "known_levers"]}
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
 MOST_CHARACTERS = 100_000
@@ -119,6 +164,73 @@ def text_of(path: str) -> str:
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
 
 
+def public_names() -> dict[str, dict[str, Any]]:
+    """Return the public names on each page of the reference, "module.name", with their objects, in the order shown."""
+    pages: dict[str, dict[str, Any]] = {}
+    for page, (_, _, places) in REFERENCE.items():
+        pages[page] = {}
+        for place in places:
+            module, _, name = place.rpartition(".")
+            if name[0].isupper():
+                pages[page][place] = getattr(importlib.import_module(module), name)
+                continue
+            found = importlib.import_module(place)
+            pages[page] |= {f"{place}.{name}": getattr(found, name) for name in NAMES.get(place) or found.__all__}
+    return pages
+
+
+def object_path(thing: Any) -> str | None:
+    """Return where a class or function of hasten is defined; None for anything else."""
+    module, name = getattr(thing, "__module__", None) or "", getattr(thing, "__qualname__", "")
+    if (inspect.isclass(thing) or inspect.isroutine(thing)) and module.startswith("hasten") and "<" not in name:
+        return f"{module}.{name}"
+    return None
+
+
+def first_sentence(thing: Any) -> str:
+    """Return the first paragraph of a docstring, for a row of a table."""
+    text = inspect.cleandoc(thing.__doc__ or "").partition("\n\n")[0] if object_path(thing) else ""
+    return in_markdown(" ".join(text.split())).replace("|", r"\|")
+
+
+def reference(*, whole: bool) -> tuple[dict[str, str], str]:
+    """Return the pages of the reference, by their paths in ``docs/``, and the tables of all names that lead to them.
+
+    Args:
+        whole: with the text of each docstring; otherwise the names only.
+
+    """
+    pages: dict[str, str] = {}
+    shown: dict[str, tuple[str, str]] = {}
+    rows = ["", "## Classes", "", "| name | |", "|---|---|"]
+    for page, names in public_names().items():
+        title, about, places = REFERENCE[page]
+        text = [f"# {title}", "", about, ""]
+        if "." not in places[0] or places[0].rpartition(".")[2][0].islower():
+            rows += ["", f"## {title}", "", f"{about} In " + ", ".join(f"`{place}`" for place in places[:1]) + ".", ""]
+            rows += ["| name | |", "|---|---|"]
+        for name, thing in names.items():
+            path, short = object_path(thing), name.rpartition(".")[2]
+            if (path or short) in shown:
+                other_page, other = shown[path or short]
+                text += [f'<span id="{name}"></span>`{name}` is [`{other}`]({other_page}.md#{other}).', ""]
+                continue
+            shown[path or short] = (page, name)
+            rows.append(f"| [`{short}`]({page}.md#{name}) | {first_sentence(thing)} |")
+            text += [f'<span id="{name}"></span>', ""]
+            if path is None:
+                is_object = inspect.isclass(thing) or inspect.isroutine(thing)
+                value = f"{thing.__module__}.{thing.__qualname__}" if is_object else repr(thing)
+                text += [f"## {short}", "", "```python", re.sub(r" at 0x\w+", "", value), "```", ""]
+            elif whole:
+                text += [f"::: {path}", "    options:", f"      heading: {short}"]
+                text += ["      inherited_members: true", ""] if name in places else [""]
+            else:
+                text += [f"## {short}", ""]
+        pages[f"reference/{page}.md"] = "\n".join(text) + "\n"
+    return pages, "\n".join(rows) + "\n"
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for each file outside ``docs/`` that a page links to."""
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
@@ -136,11 +248,18 @@ def on_files(files: Files, config: Any) -> Files:
         else:
             content = text_of(path)
         files.append(File.generated(config, page, content=content))
+    pages, tables = reference(whole=config.extra["api"])
+    for page, content in pages.items():
+        files.append(File.generated(config, page, content=content))
+    config.extra["reference"] = tables
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let the links of a page in ``docs/`` lead to pages of the site."""
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Let the links of a page in ``docs/`` lead to pages of the site, and complete the index of the reference."""
     if page.file.generated_by:
         return markdown
-    return with_links_of_the_site(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+    markdown = with_links_of_the_site(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+    if page.file.src_uri == "reference/index.md":
+        markdown = markdown.rpartition("\n\n")[0] + "\n" + config.extra["reference"]
+    return markdown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.rules.test_public_signatures import MODULES
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
         logger.addHandler(seen)
         try:
             config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=False)
+            config.extra["api"] = False  # `make docs` renders the docstrings, in fourteen seconds.
             config.plugins.on_startup(command="build", dirty=False)
             build(config)
         finally:
@@ -70,6 +74,27 @@ def test_no_page_loads_anything_from_elsewhere(site: tuple[Path, list[str]]) -> 
     assert found == set()
     for path in site[0].rglob("*.css"):
         assert not re.search(r"url\([\"']?https?:", path.read_text(encoding="utf-8")), path.name
+
+
+def test_the_reference_has_each_public_name(site: tuple[Path, list[str]]) -> None:
+    anchors = {
+        found
+        for page in (site[0] / "reference").glob("*.html")
+        for found in re.findall(r'id="(hasten\.[\w.]+)"', page.read_text(encoding="utf-8"))
+    }
+    names = {f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__}
+    assert sorted(names - anchors) == [], "add the module to REFERENCE in scripts/site.py"
+
+
+def test_docstrings_become_markdown() -> None:
+    script()  # Adds scripts/ to the path.
+    from docstrings import in_markdown
+
+    text = "See docs/speed.md, ``docs/fsdp.md`` and :func:`pack`.\n\nExample::\n\n    >>> 1\n    1\n\nSource: `A\nb <https://c.d>`_."
+    assert in_markdown(text) == (
+        "See [docs/speed.md](../speed.md), [docs/fsdp.md](../fsdp.md) and `pack`.\n\nExamples:\n    >>> 1\n    1\n\n"
+        "Source: [A b](https://c.d)."
+    )
 
 
 def script() -> Any:
