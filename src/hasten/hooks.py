@@ -148,7 +148,7 @@ class Hooks:
         """Find all overrides again."""
         everyone = list(self._callbacks)
         for row in HOOKS:
-            early = [callback for callback in everyone if not (row.runs_last and callback.runs_last)]
+            early = [callback for callback in everyone if not callback.runs_last] if row.runs_last else everyone
             setattr(self, row.name, self._caller(row, early, self._module))
             if row.name in ("on_train_batch_start", "on_train_batch_end"):
                 own = [callback for callback in early if _is_own(callback, row.name)]

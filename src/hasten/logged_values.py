@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # The bar gets a fresh value this often even when the logging interval is far away (long steps).
 BAR_INTERVAL_SECONDS = 5.0
+# The first loss is shown this early.
+FIRST_BAR_SECONDS = 1.0
 
 # (record, name, value, options, batch_size): calls record(name, value, options, batch_size)
 Observer = Callable[[Callable[..., Any], str, Any, tuple[Any, ...], Any], None]
@@ -83,6 +85,8 @@ class LoggedValues:
         self._closed: dict[str, int] = {}
         self._loss = LoggedValue("loss", self, _OUTSIDE.row)
         self._loss_sent_at: int | None = None
+        # The latest loss of training that has arrived on the host.
+        self.loss_value: float | None = None
 
     # -- where a value is logged
 
@@ -279,12 +283,13 @@ class LoggedValues:
         if loss is not None and self.loss_report is not None and step != self._loss_sent_at:
             self._send([], step, epoch, loss)
 
-    def publish_bar(self, epoch: int, *, now: bool = False) -> None:
+    def publish_bar(self, epoch: int, *, now: bool = False, loss: Tensor | None = None) -> None:
         """Refresh the bar's values, ``now`` or if steps are so long that the logging interval is far away."""
         seconds = time.monotonic()
-        if now or seconds - self._bar_sent > BAR_INTERVAL_SECONDS:
+        every = FIRST_BAR_SECONDS if self.loss_value is None and loss is not None else BAR_INTERVAL_SECONDS
+        if now or seconds - self._bar_sent > every:
             self._bar_sent = seconds
-            self.publish_step(0, epoch, to_loggers=False)
+            self.publish_step(0, epoch, to_loggers=False, loss=loss)
 
     def publish_evaluation_step(self, stage: str, step: int) -> None:
         """Send values logged with ``on_step=True`` in an evaluation step; their x axis is the batch's index."""
@@ -359,7 +364,7 @@ class LoggedValues:
         if loss is not None:
             # First: what is logged is often the same.
             entries, values = [(self._loss, "loss"), *entries], [loss.detach(), *values]
-            self._loss_sent_at = step
+            self._loss_sent_at = step if step >= 0 else self._loss_sent_at
         if moment is not None:
             values = self.shared.of_step(values, [logged for logged, _ in entries], moment)
         self._pending.append(_Pending(send_to_host(values), entries, step, epoch))
@@ -383,7 +388,9 @@ class LoggedValues:
         if self.loss_report is None:
             return
         if logged is self._loss:
-            self.loss_report.loss(value, step, epoch)
+            self.loss_value = value
+            if step >= 0:
+                self.loss_report.loss(value, step, epoch)
         elif not math.isfinite(value) and "loss" in name.lower():
             self.loss_report.logged(logged.row.name, str(logged.row.stage), name, value)
 
@@ -484,6 +491,7 @@ class LoggedValues:
     def forget_callback_values(self) -> None:
         """Drop everything shown to callbacks, bar and loggers, after the sanity check and before a new call."""
         self.callback_values, self.logger_values, self.bar_values = {}, {}, {}
+        self.loss_value = None
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of every name as tensors; reading one of them may wait for the device."""

@@ -109,6 +109,7 @@ class Timer(Callback):
         if self._duration is not None:
             # Computed once: a step only compares two numbers.
             self._deadline = time.monotonic() + self._duration - self._offset
+            trainer.current_run.pace.deadline = time.perf_counter() + self._duration - self._offset
         self._check_time_remaining(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

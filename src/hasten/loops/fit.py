@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType
@@ -42,11 +44,12 @@ from hasten.loops.user_code import (
     annotate,
     check_evaluation,
     check_some_loss,
-    check_weight,
+    counts_for_nothing,
+    loss_is_missing,
     loss_of,
     step_of,
     takes_iterator,
-    weights_are_missing,
+    weighed,
     with_batch_idx_if_taken,
 )
 from hasten.module import LightningModule
@@ -104,6 +107,7 @@ def fit(run: Run) -> None:
     run.guard = bad_loss.guard(run)
     if run.progress.epochs_done == 0 and not run.progress.mid_epoch:
         run.train.begin()
+    run.pace.begin(run, functools.partial(_train_step, run), says=bool(run.arguments.enable_progress_bar))
     run.hooks.on_train_start()
     run.agree_now()
     with torch.enable_grad():
@@ -188,7 +192,10 @@ def train_epoch(run: Run) -> None:
             PossibleUserWarning,
         )
     loop = train_fetched if fetches else train_batches
-    run.watch("run_training_epoch", loop)(run, batches)
+    try:
+        run.watch("run_training_epoch", loop)(run, batches)
+    finally:
+        run.pace.end_epoch()
     check_some_loss(run)
     run.first_epoch.at_end(run)
 
@@ -241,7 +248,15 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = No
     run.batch_start = batch_start(run)
     if run.batch_start is not None:
         batches = run.batch_start.saved(batches)
-    for batch, is_last in batches:
+    take, clock, pace = iter(batches).__next__, time.perf_counter, run.pace
+    while True:
+        began = clock()
+        try:
+            batch, is_last = take()
+        except StopIteration:
+            break
+        came = clock()
+        pace.waited += came - began
         batch_idx = progress.batch
         run.is_last_batch = is_last
         has_batch = batch is not NO_BATCH
@@ -251,6 +266,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = No
         elif plan.transfer is not None:
             batch = plan.transfer(batch)
         logged.batch, logged.batch_size = batch, 0
+        if pace.count is not None:
+            pace.count(batch)
         start = hooks.on_train_batch_start if has_batch and not is_none else hooks.on_train_batch_start_without
         if start(batch, batch_idx) == -1:
             if several_processes:
@@ -282,7 +299,9 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = No
 
         (hooks.on_train_batch_end if has_batch else hooks.on_train_batch_end_without)(outputs, batch, batch_idx)
         if is_end and progress.logged_step % plan.log_every_n_steps == 0:
+            began = clock()
             logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
+            pace.published += clock() - began
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
         if guard is not None:
             guard.after_batch()
@@ -299,6 +318,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = No
         if run.changed or module.__class__.training_step is not step_of_class:
             plan, step_of_class = _make_plan(run), module.__class__.training_step
 
+        if came >= pace.due:
+            pace.after_batch(plan, completes=is_end, is_last=is_last)
         asked = (asked or agreed) if several_processes else stop.signal
         if completes and strategy.holds_gradients and not is_last:
             continue
@@ -340,7 +361,9 @@ def after_batch(run: Run) -> None:
     run.random_before_validation = collect_rng_state()
     run.metrics_before_validation = run.metrics.state_dict(copied=True)
     # Checkpoints and early stopping act in the last hook, after the schedulers have stepped.
+    aside = run.pace.step_aside()
     run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=finish)
+    run.pace.end_validation(aside)
     run.enter(RunningStage.TRAINING)
     run.validation_schedule.mark_done()
 
@@ -371,6 +394,7 @@ class _EpochPlan:
 
 def _make_plan(run: Run) -> _EpochPlan:
     run.changed = False
+    run.pace.drop_sample()
     # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
     run.keeps_gradients = not run.runtime.strategy.owns_step and (
         not run.module.automatic_optimization
@@ -379,7 +403,7 @@ def _make_plan(run: Run) -> _EpochPlan:
     )
     accumulation_size, tail_size, tail_start = schedule.plan_windows(run)
     return _EpochPlan(
-        train_step=run.watch("run_training_batch", _joining(run, make_step(run))),
+        train_step=_train_step(run),
         transfer=None if takes_iterator(run.module.training_step) else make_transfer(run, run.train),
         step_schedulers=run.watch("lr_scheduler_step", schedule.step),
         accumulation_size=accumulation_size,
@@ -391,6 +415,10 @@ def _make_plan(run: Run) -> _EpochPlan:
         per_batch=schedule.any_monitored(run, "step") or run.validation_schedule.per_batch,
         next_validation=run.validation_schedule.next_batch(run),
     )
+
+
+def _train_step(run: Run) -> Step:
+    return run.watch("run_training_batch", _joining(run, make_step(run)))
 
 
 def make_step(run: Run) -> Step:
@@ -674,13 +702,13 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
                 zero_grad()
             if loss is None:
                 if gathers:
-                    raise _loss_is_missing(run)
+                    raise loss_is_missing(run)
                 if window.is_start:
                     run.window_is_unweighed = False
                 return no_outputs
             if weighs:
-                loss = _weighed(run, output, loss)
-            if alone and type(output) is not Tensor and _counts_for_nothing(output):
+                loss = weighed(run, output, loss)
+            if alone and type(output) is not Tensor and counts_for_nothing(output):
                 # The mean over no samples contributes nothing, and its gradient may be nan.
                 run.last_loss = None
                 return {**output, "loss": torch.zeros_like(loss)}
@@ -706,13 +734,6 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     return forward_backward
 
 
-def _loss_is_missing(run: Run) -> RuntimeError:
-    return RuntimeError(
-        f"training_step returned None in batch {run.progress.batch} with strategy={run.runtime.strategy.name!r}: every "
-        "process takes part in the backward of the others. Return 0 * loss instead."
-    )
-
-
 def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_batches.ForwardBackward:
     """Exchange gradients in the last backward of an accumulation alone."""
     window, runtime = run.window, run.runtime
@@ -728,30 +749,6 @@ def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_
         return outputs
 
     return forward_backward_synced
-
-
-def _weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
-    """Return the share of a loss in its accumulation, whose gradient is to be that of the mean over all its batches."""
-    weight = output.get("loss_weight") if isinstance(output, dict) else None
-    if run.window.is_start:
-        run.window_weight, run.window_is_unweighed = None, False
-    if weight is None:
-        if run.window_weight is not None:
-            raise weights_are_missing(run)
-        run.window_is_unweighed = True
-        return loss / run.window.size if run.window.size != 1 else loss
-    if run.window_is_unweighed:
-        raise weights_are_missing(run)
-    check_weight(weight, run)
-    run.window_weight = weight if run.window_weight is None else run.window_weight + weight
-    weighed: Tensor = loss * weight
-    return weighed
-
-
-def _counts_for_nothing(output: Any) -> bool:
-    """Return whether the batch has a ``loss_weight`` of 0 that is known here: no device is waited for."""
-    weight = output.get("loss_weight") if isinstance(output, dict) else None
-    return weight is not None and schedule.on_host(weight) and not weight
 
 
 def _training_step(run: Run) -> Callable[..., Any]:

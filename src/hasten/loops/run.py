@@ -24,8 +24,11 @@ from hasten.loops.user_code import FirstEpoch
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.averaged import AveragedWeights
+from hasten.record.pace import NoRecord, Pace
 
 if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
     from hasten.compile.model import CompiledModel
     from hasten.loops.bad_loss import Guard
     from hasten.loops.micro_batches import MemoryPlan
@@ -215,6 +218,9 @@ class Run:
     resumed_guard: dict[str, Any] | None = None
     # How long the first batches were waited for.
     stalls: StallMonitor = field(default_factory=StallMonitor)
+    # How fast it trains, and where it is written.
+    pace: Pace = field(default_factory=Pace)
+    record: Any = field(default_factory=NoRecord)
     first_epoch: FirstEpoch = field(default_factory=FirstEpoch)
     # What micro_batch="auto" and memory="auto" found to fit into memory.
     memory_plan: MemoryPlan | None = None
@@ -228,6 +234,19 @@ class Run:
     def __post_init__(self) -> None:
         self.metrics = ModuleMetrics(self.module, self.logged.evaluation_metrics)
         follow(self)
+
+    def peak_flops(self) -> float | None:
+        """Return the operations a second that the device reaches at most; None if that is not known."""
+        from hasten.report.peaks import known_peak
+        from hasten.report.throughput import compute_dtype
+
+        return known_peak(self.runtime.device, compute_dtype(self.runtime.precision))
+
+    def operation_counter(self) -> FlopCounterMode:
+        """Return a context that counts floating-point operations."""
+        from hasten.report.peaks import flop_counter
+
+        return flop_counter()
 
     def replaced(self, owner: object) -> None:
         """Note that a method or entry of ``owner`` was set or removed: if it takes part, the loop decides again."""

@@ -510,7 +510,8 @@ class DataloaderIterator:
         if self.done:
             raise StopIteration
         try:
-            self.batch, self.done, self.batch_idx, self.dataloader_idx = next(self._batches)
+            fetched = self._run.pace.fetch(self._batches.__next__)
+            self.batch, self.done, self.batch_idx, self.dataloader_idx = fetched
         except StopIteration:
             self.done = True
             raise

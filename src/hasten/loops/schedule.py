@@ -97,6 +97,20 @@ class ValidationSchedule:
         done = progress.total_batches if self._every_n_epochs is None else progress.batch
         return progress.total_batches + every - done % every
 
+    def left(self, run: Run, batches: float) -> float:
+        """Return about how many validations follow within the next ``batches`` of the run; 0 where time decides."""
+        if run.validation.is_off(loads=False):
+            return 0.0
+        progress, length = run.progress, run.train.limit
+        if isinstance(self._interval, Period):
+            every = (self._interval.steps or math.inf) * run.accumulate_grad_batches
+        else:
+            every = min(self.batches_between(length), length)
+        if math.isinf(every):
+            return 0.0
+        done = progress.total_batches if self._every_n_epochs is None else progress.batch
+        return ((done + batches) // every - done // every) / (self._every_n_epochs or 1)
+
     def mark_done(self) -> None:
         """Remember when the last validation ended."""
         self._last_seconds = time.monotonic()

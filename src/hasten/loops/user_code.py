@@ -24,6 +24,7 @@ from hasten._lib.tree import is_sharded, parameters_of
 from hasten.arguments import Arguments
 from hasten.elsewhere import alias
 from hasten.hooks import overrides
+from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import DataHooks, LightningDataModule
@@ -584,6 +585,38 @@ def weights_are_missing(run: Run) -> MisconfigurationException:
         f"{type(run.module).__name__}.training_step returned 'loss_weight' for some batches of an accumulation and not "
         "for others, so there is no mean over them. Return it for every batch, or for none."
     )
+
+
+def loss_is_missing(run: Run) -> RuntimeError:
+    """Return the error for a batch without a loss under a strategy whose processes wait for each other."""
+    return RuntimeError(
+        f"training_step returned None in batch {run.progress.batch} with strategy={run.runtime.strategy.name!r}: every "
+        "process takes part in the backward of the others. Return 0 * loss instead."
+    )
+
+
+def weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
+    """Return the share of a loss in its accumulation, whose gradient is to be that of the mean over all its batches."""
+    weight = output.get("loss_weight") if isinstance(output, dict) else None
+    if run.window.is_start:
+        run.window_weight, run.window_is_unweighed = None, False
+    if weight is None:
+        if run.window_weight is not None:
+            raise weights_are_missing(run)
+        run.window_is_unweighed = True
+        return loss / run.window.size if run.window.size != 1 else loss
+    if run.window_is_unweighed:
+        raise weights_are_missing(run)
+    check_weight(weight, run)
+    run.window_weight = weight if run.window_weight is None else run.window_weight + weight
+    part: Tensor = loss * weight
+    return part
+
+
+def counts_for_nothing(output: Any) -> bool:
+    """Return whether the batch has a ``loss_weight`` of 0 that is known here: no device is waited for."""
+    weight = output.get("loss_weight") if isinstance(output, dict) else None
+    return weight is not None and on_host(weight) and not weight
 
 
 def check_some_loss(run: Run) -> None:

@@ -291,6 +291,12 @@ class HastenOptimizer:
             raise WrongType(f"{type(self.optimizer).__name__}.step(closure={closure!r}): use a function.")
         return self._step(closure, **kwargs)
 
+    def step_through(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+        """Step through ``wrap(step)`` until the function that is returned is called."""
+        before = self._step
+        self._step = wrap(before)
+        return lambda: setattr(self, "_step", before)
+
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which only this optimizer's parameters get gradients.
 

@@ -124,12 +124,30 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
             "Throughput(available_flops=...)."
         )
         return None
-    if dtype is torch.float32 and TF32 in peaks and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = TF32
+    dtype = _multiplied(dtype, peaks)
     if dtype not in peaks:
         rank_zero_warn(f"{name!r} does not support {dtype} in hardware: MFU is not logged.")
         return None
     return int(peaks[dtype])
+
+
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak of a device in dense operations a second; None, without a warning, if it is unknown.
+
+    Example::
+
+        >>> known_peak(torch.device("cpu"), torch.float32) is None
+        True
+
+    """
+    peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if peaks is None else peaks.get(_multiplied(dtype, peaks))
+
+
+def _multiplied(dtype: Any, peaks: dict[Any, float]) -> Any:
+    """Return the type in which products of a type are computed."""
+    is_fast = dtype is torch.float32 and TF32 in peaks and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return TF32 if is_fast else dtype
 
 
 # -- measured

@@ -182,6 +182,16 @@ def position(run: Run) -> watchdog.Position:
     return watchdog.Position(text, progress.total_batches + progress.evaluated)
 
 
+def saved_as(trainer: Trainer, path: PathLike) -> dict[str, Any]:
+    """Return what a checkpoint callback saves a file for: the value it monitors, and whether it is the best so far."""
+    for callback in trainer.checkpoint_callbacks:
+        scores = getattr(callback, "best_k_models", {})
+        if path in scores:
+            name, best = getattr(callback, "monitor", None), getattr(callback, "best_model_path", "")
+            return {"monitor": {str(name): float(scores[path])}, "best": path == best}
+    return {}
+
+
 def leave_program(signal_number: int, error: BaseException) -> NoReturn:
     """End the program with the exit code of the signal; return to a notebook or prompt."""
     if is_interactive():

@@ -338,7 +338,8 @@ class TrainerView(RuntimeView, TrainerSettings):
         self._logged.deliver()
         if self.training:
             # A bar that a program wrote for Lightning finds the values of each batch.
-            self._logged.publish_bar(self._progress.epoch, now=alias.active())
+            loss = None if alias.active() or self._run is None else self._run.last_loss
+            self._logged.publish_bar(self._progress.epoch, now=alias.active(), loss=loss)
             self._logged.deliver()
         return dict(self._logged.bar_values)
 

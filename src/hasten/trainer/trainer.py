@@ -468,6 +468,7 @@ class Trainer(TrainerView):
                 "validate, test or predict first."
             )
         off = type(self.profiler) is PassThroughProfiler
+        aside = run.pace.step_aside() if run.pace.measures else None
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):
             try:
                 checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
@@ -476,6 +477,8 @@ class Trainer(TrainerView):
             except RuntimeError as error:
                 agreement.explain_missing("Trainer.save_checkpoint()", error)
                 raise
+        if aside is not None:
+            run.pace.end_checkpoint(aside, filepath, functools.partial(parts.saved_as, self, filepath))
 
     # To try something out.
     prepared_run = limited_runs.prepared_run
@@ -680,6 +683,7 @@ class Trainer(TrainerView):
 
     def _release(self, run: Run, status: str) -> None:
         self._logged.deliver(wait=True)
+        run.pace.end()
         self._logged.loss_report = None
         self._logged.leave()
         try:

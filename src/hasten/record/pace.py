@@ -1,0 +1,678 @@
+"""How fast a fit trains, where its time goes, and how long it still takes.
+
+The loop adds up how long it waited for batches; everything else is computed about once a second, from counters that are
+there anyway. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.tree import Arrival, send_to_host
+from hasten.logged_value import batch_size_of
+from hasten.record.step_times import ASIDE, PARTS, StepTimes, compiles
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+    from hasten.record.step_times import StepFunctions
+
+T = TypeVar("T")
+
+# The first step may compile, and is not counted. The first timed step comes this long after it.
+_FIRST_SECONDS = 0.2
+# Between two lines of the record, and between two timed steps; in a long fit a thousandth of its time.
+_SECONDS = 1.0
+_SHARE = 1e-3
+# Over which a speed is taken, and over which the time to the end is.
+_RECENT_SECONDS = 5.0
+_LONG_SECONDS = 60.0
+_SPACING_SECONDS = 0.5
+# When it is said that a fit takes long, and how long that is.
+_SAYS_AFTER_SECONDS = 30.0
+_LONG_FIT_SECONDS = 600.0
+# What a validation batch costs beside one of training, until one was measured.
+_VALIDATION_COST = 1 / 3
+# Operations are counted in one step, which is slower by that, once this much of a fit is over.
+_COUNTS_AFTER_SECONDS = 2.0
+
+_TOKENS, _MASK = "input_ids", "attention_mask"
+
+
+class _Totals(NamedTuple):
+    """What was done until a moment; seconds without validation and checkpoints."""
+
+    seconds: float
+    batches: int
+    steps: int
+    samples: int
+    tokens: int
+    waited: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a fit trains at the moment; for all processes together.
+
+    Args:
+        batches: a second, of one process.
+        samples: a second; None if batches do not show how many they have.
+        tokens: a second; None if batches have no ``input_ids``.
+        waiting: the share of the time in which the device waits for data; None if it is not known.
+
+    """
+
+    batches: float
+    samples: float | None
+    tokens: float | None
+    waiting: float | None
+
+
+class Pace:
+    """How fast a fit trains: its speed, the time of its steps, its time to the end.
+
+    ``waited`` and ``due`` belong to the loop: it adds the seconds that it waits for each batch, and calls
+    ``after_batch`` when ``due`` is over.
+    """
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        # Seconds in which values were published.
+        self.published = 0.0
+        # In seconds of time.perf_counter, as all moments here; never, in a run that is no fit.
+        self.due = math.inf
+        # Counts samples and tokens of each batch, where batches have tokens.
+        self.count: Callable[[Any], None] | None = None
+        # When the time of the fit is up.
+        self.deadline = math.inf
+        # Whether a fit is measured: on the first process.
+        self.measures = False
+        self.validated = self.saved = 0.0
+        self._last_validation: float | None = None
+        self._run: Run | None = None
+        self._times: StepTimes | None = None
+        self._began = self._speed_due = self._sample_due = 0.0
+        self._aside_since: float | None = None
+        self._samples = self._tokens = self._counted = self._size = 0
+        self._sizes_known = False
+        self._history: deque[_Totals] = deque()
+        self._told: _Totals | None = None
+        self._batches_of_epoch = math.inf
+        self._says = False
+        # Of the device's waiting, among the host's: a busy device does not wait.
+        self._waits_of_device = (0.0, 0.0)
+        self._useful: tuple[int, Arrival] | None = None
+        self._useful_share: float | None = None
+        self._counter: Any = None
+        self._flops: list[int] = []
+        self._sample: _Sample | None = None
+        self._sample_from = self._sample_before = _Counters(0, 0.0, 0.0, 0.0)
+
+    # -- of the loop
+
+    def begin(self, run: Run, make_step: Callable[[], Callable[..., Any]], *, says: bool = True) -> None:
+        """Begin to measure a fit.
+
+        Args:
+            run: the run.
+            make_step: returns the function that trains on one batch.
+            says: tell the user if it will take long.
+
+        """
+        if not run.runtime.is_global_zero:
+            return
+        self._run, self._began, self.due, self.measures = run, time.perf_counter(), 0.0, True
+        self._says = says and not run.as_lightning
+        if run.record.writes or run.runtime.device.type == "cuda":
+            self._times = StepTimes(run, make_step)
+
+    def after_batch(self, plan: StepFunctions, *, completes: bool, is_last: bool) -> None:
+        """Do what is due after a batch: write a line, begin or end to time a step.
+
+        Args:
+            plan: the functions of a step.
+            completes: whether an optimizer has stepped after the batch.
+            is_last: whether it is the last of its epoch.
+
+        """
+        run, times, now = self._run, self._times, time.perf_counter()
+        assert run is not None
+        if not self._history:
+            self._begin_counting(run)
+            self.due = self._sample_due = now + _FIRST_SECONDS
+            self._speed_due = now + _SECONDS
+            return
+        if times is not None and times.running:
+            if not completes:
+                times.next_batch()
+                return
+            self._end_sample(run, times)
+        elif self._counter is not None:
+            if not completes:
+                return
+            self.stop_counting(complete=True)
+        if times is not None:
+            self._take_sample(run, times)
+        gap = max(_SECONDS, _SHARE * (now - self._began))
+        if now >= self._speed_due:
+            self._write_speed(run)
+            self._speed_due = now + gap
+        if self._says and now - self._began > _SAYS_AFTER_SECONDS:
+            self._says = False
+            self._say_how_long(now)
+        self.due = self._speed_due
+        if times is None:
+            return
+        self.due = min(self.due, self._sample_due)
+        # A timed step begins with the wait for its first batch.
+        if now < self._sample_due or not completes or is_last:
+            return
+        self._sample_due = now + gap
+        if not times.possible():
+            return
+        if self._counts_now(run, now):
+            self._counter = run.operation_counter()
+            self._counter.__enter__()
+        else:
+            self._begin_sample(run, plan, times)
+        self.due = 0.0
+
+    def _say_how_long(self, now: float) -> None:
+        """Say that a fit takes long, while there is time to do something about it."""
+        left = self.seconds_left()
+        if left is None or now - self._began + left < _LONG_FIT_SECONDS:
+            return
+        today, program = datetime.now(), os.path.basename(sys.argv[0] if sys.argv else "")
+        advise = f"hasten advise {program if program.endswith('.py') else 'program.py'}"
+        ends = moment(today + timedelta(seconds=left), today)
+        rank_zero_info(
+            f"This fit takes about {about(now - self._began + left)}: it ends {ends}. To find out what makes it "
+            f"faster: {advise}"
+        )
+
+    def drop_sample(self) -> None:
+        """The functions of a step are chosen again, or the epoch is over: what was timed of a step is lost."""
+        if self._times is not None:
+            self._times.drop()
+        self.stop_counting()
+
+    def end_epoch(self) -> None:
+        """Note how many batches the epoch had."""
+        self.drop_sample()
+        if self._run is not None and self._run.progress.last_batch:
+            self._batches_of_epoch = self._run.progress.batch
+
+    def end(self) -> None:
+        """The fit is over: write what the last line does not have."""
+        run = self._run
+        if run is not None:
+            self.drop_sample()
+            if self._times is not None:
+                self._take_sample(run, self._times)
+            if self._history:
+                self._write_speed(run)
+            self.due, self._run, self.measures = math.inf, None, False
+
+    def fetch(self, take: Callable[[], T]) -> T:
+        """Return ``take()``, which gives a batch to a step that fetches its batches itself."""
+        clock = self._times.clock if self._times is not None and self._times.running else None
+        began = time.perf_counter()
+        if clock is not None:
+            clock.enter("data")
+        try:
+            return take()
+        finally:
+            self.waited += time.perf_counter() - began
+            if clock is not None:
+                clock.leave()
+
+    def step_aside(self) -> _Aside:
+        """A validation or a checkpoint begins: its time is not that of steps."""
+        aside = _Aside(time.perf_counter(), self.saved, self._aside_since)
+        self.stop_counting()
+        if self._aside_since is None:
+            self._aside_since = aside.began
+        if self._times is not None and self._times.running:
+            self._times.clock.enter(ASIDE)
+        return aside
+
+    def _come_back(self, aside: _Aside) -> float:
+        """Return the seconds of a validation or checkpoint that is over, without those of checkpoints within it."""
+        self._aside_since = aside.outer
+        if self._times is not None and self._times.running:
+            self._times.clock.leave()
+        return time.perf_counter() - aside.began - (self.saved - aside.saved)
+
+    def end_validation(self, aside: _Aside) -> None:
+        """The validation is over that began when ``step_aside`` was called."""
+        seconds = self._come_back(aside)
+        self.validated += seconds
+        self._last_validation = seconds
+        if self._run is not None:
+            self._run.record.add("validation", **self._position(self._run), seconds=seconds)
+
+    def end_checkpoint(self, aside: _Aside, path: object, facts: Callable[[], dict[str, Any]]) -> None:
+        """The checkpoint is saved, or being written, that began when ``step_aside`` was called.
+
+        Args:
+            aside: what that returned.
+            path: of the checkpoint.
+            facts: returns what it is saved for.
+
+        """
+        seconds, run = self._come_back(aside), self._run
+        self.saved += seconds
+        if run is not None and run.record.writes:
+            facts_of_it = {"monitor": None, "best": False, "bytes": _size_bytes(path, seconds)} | facts()
+            run.record.add("checkpoint", **self._position(run), path=str(path), seconds=seconds, **facts_of_it)
+
+    # -- for those who show it
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the fit began."""
+        return time.perf_counter() - self._began
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether enough steps are done to tell a speed."""
+        return self._run is not None and bool(self._history) and self._totals().batches > self._history[0].batches
+
+    def speed(self) -> Speed | None:
+        """Return how fast the last seconds were; None before the second step."""
+        if not self.is_measured or self._run is None:
+            return None
+        now = self._look()
+        before = next(
+            (totals for totals in reversed(self._history) if now.seconds - totals.seconds >= _RECENT_SECONDS),
+            self._history[0],
+        )
+        seconds = max(now.seconds - before.seconds, 1e-9)
+        replicas, factor = _replicas(self._run), self._waiting_factor(self._run)
+        return Speed(
+            batches=(now.batches - before.batches) / seconds,
+            samples=(now.samples - before.samples) * replicas / seconds if self._sizes_known else None,
+            tokens=None if self.count is None else (now.tokens - before.tokens) * replicas / seconds,
+            waiting=None if factor is None else min(1.0, factor * (now.waited - before.waited) / seconds),
+        )
+
+    def seconds_left(self) -> float | None:
+        """Return about how long the fit still takes, validations and checkpoints included; None if it has no end.
+
+        Before the second step it is not known, and the result is None too.
+        """
+        run = self._run
+        if run is None or not self.is_measured:
+            return None
+        now, left = self._look(), self.deadline - time.perf_counter()
+        first = self._history[0]
+        per_batch = (now.seconds - first.seconds) / max(1, now.batches - first.batches)
+        batches = self._batches_left(run)
+        if not math.isinf(batches):
+            all_batches = now.batches - first.batches
+            checkpoints = batches * self.saved / max(1, all_batches)
+            each = self._last_validation
+            if each is None:
+                each = per_batch * _VALIDATION_COST * _batches_of_validation(run)
+            validations = run.validation_schedule.left(run, batches) * each
+            if self._aside_since is not None and run.state.stage != "train":
+                validations += max(0.0, each - (time.perf_counter() - self._aside_since))
+            left = min(left, batches * per_batch + validations + checkpoints)
+        return None if math.isinf(left) else max(0.0, left)
+
+    def memory_bytes(self) -> int | None:
+        """Return the most memory that tensors had on the device; None where there is no such number."""
+        device = None if self._run is None else self._run.runtime.device
+        return None if device is None or device.type != "cuda" else torch.cuda.max_memory_allocated(device)
+
+    # -- counting
+
+    def _begin_counting(self, run: Run) -> None:
+        batch = run.logged.batch
+        tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
+        if isinstance(tokens, Tensor) and tokens.dim() == 2:
+            self.count = self._count_tokens
+            self._size, self._sizes_known = tokens.shape[0], True
+        else:
+            self._size, self._sizes_known = (0, False) if batch is None else batch_size_of(batch)
+        self._counted = run.progress.total_batches
+        self._history.append(self._totals())
+        self._told = self._history[0]
+        self._sample_before = self._counters(run)
+
+    def _count_tokens(self, batch: Any) -> None:
+        tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
+        if isinstance(tokens, Tensor):
+            self._samples += tokens.shape[0]
+            self._tokens += tokens.numel()
+
+    def _totals(self) -> _Totals:
+        run = self._run
+        assert run is not None
+        progress, batch = run.progress, run.logged.batch
+        if self.count is None:
+            # The batch at hand stands for those since the last look.
+            if batch is not None and run.state.stage == "train" and self._sizes_known:
+                self._size = batch_size_of(batch)[0]
+            self._samples += self._size * (progress.total_batches - self._counted)
+            self._counted = progress.total_batches
+        now = time.perf_counter() if self._aside_since is None else self._aside_since
+        seconds = now - self._began - self.validated - self.saved
+        return _Totals(seconds, progress.total_batches, progress.logged_step, self._samples, self._tokens, self.waited)
+
+    def _look(self) -> _Totals:
+        now, history = self._totals(), self._history
+        if now.seconds - history[-1].seconds >= _SPACING_SECONDS:
+            history.append(now)
+            while len(history) > 2 and now.seconds - history[1].seconds > _LONG_SECONDS:
+                history.popleft()
+        return now
+
+    def _waiting_factor(self, run: Run) -> float | None:
+        """Return which share of the host's waiting for data the device waited too; None if that is not known."""
+        if run.runtime.steps is not None:
+            return None
+        if run.runtime.device.type != "cuda":
+            return 1.0
+        device, host = self._waits_of_device
+        return min(1.0, device / host) if host > 0 else None
+
+    def _batches_left(self, run: Run) -> float:
+        progress, per_epoch = run.progress, run.train.limit
+        if math.isinf(per_epoch):
+            per_epoch = self._batches_of_epoch
+        epochs = run.max_epochs - progress.epoch
+        # Without an end of the epochs, an epoch without an end does not matter.
+        by_epochs = math.inf if math.isinf(epochs) else max(0.0, epochs * per_epoch - progress.batch)
+        steps = run.max_steps - progress.global_step
+        if math.isinf(steps) or not progress.global_step:
+            return by_epochs
+        done, updates = progress.total_batches, progress.global_step
+        return min(by_epochs, max(0.0, steps) * done / updates)
+
+    # -- lines of the record
+
+    @staticmethod
+    def _position(run: Run) -> dict[str, int]:
+        return {"step": max(0, run.progress.logged_step - 1), "epoch": run.progress.epoch}
+
+    def _write_speed(self, run: Run) -> None:
+        if not run.record.writes or self._told is None:
+            return
+        before, now = self._told, self._totals()
+        batches = now.batches - before.batches
+        if batches <= 0:
+            return
+        self._told = now
+        replicas, factor = _replicas(run), self._waiting_factor(run)
+        tokens = None if self.count is None else (now.tokens - before.tokens) * replicas
+        useful = self._useful_tokens(run)
+        flops, steps = self._flops_of_step(run), now.steps - before.steps
+        run.record.add(
+            "speed",
+            **self._position(run),
+            steps=steps,
+            seconds=now.seconds - before.seconds,
+            samples=(now.samples - before.samples) * replicas,
+            tokens=tokens,
+            useful_tokens=None if tokens is None or useful is None else round(tokens * useful),
+            data_seconds=None if factor is None else factor * (now.waited - before.waited),
+            lr=learning_rates(run.optimizers),
+            memory_bytes=self.memory_bytes(),
+            flops=None if flops is None else flops * steps,
+            peak_flops=run.peak_flops(),
+        )
+
+    def _useful_tokens(self, run: Run) -> float | None:
+        """Return the share of tokens that are no padding, of a batch of the interval before if the device has them."""
+        if self.count is None:
+            return None
+        if self._useful is not None and self._useful[1].ready():
+            of, arrival = self._useful
+            self._useful, self._useful_share = None, arrival.values()[0] / of
+        batch = run.logged.batch
+        if self._useful is None and isinstance(batch, Mapping):
+            real = useful_positions(batch)
+            if real is not None:
+                self._useful = real.numel(), send_to_host([real.sum()])
+                if real.device.type != "cuda":
+                    self._useful_share = self._useful[1].values()[0] / real.numel()
+                    self._useful = None
+        return self._useful_share
+
+    def _flops_of_step(self, run: Run) -> int | None:
+        own = getattr(run.module, "flops_per_batch", None)
+        if isinstance(own, int | float):
+            return int(own) * run.accumulate_grad_batches
+        return self._flops[-1] if self._flops and self._flops[-1] > 0 else None
+
+    def _counts_now(self, run: Run, now: float) -> bool:
+        """Return whether to count the operations of the next step: once, and where that changes nothing else."""
+        return (
+            not self._flops
+            and run.record.writes
+            and now - self._began > _COUNTS_AFTER_SECONDS
+            and run.compiled is None
+            and not compiles()
+            and not run.runtime.strategy.shards_parameters
+            and not isinstance(getattr(run.module, "flops_per_batch", None), int | float)
+        )
+
+    def stop_counting(self, *, complete: bool = False) -> None:
+        """The step is over, or left, whose operations were counted."""
+        if self._counter is not None:
+            counter, self._counter = self._counter, None
+            counter.__exit__(None, None, None)
+            if complete:
+                self._flops.append(int(counter.get_total_flops()))
+
+    # -- timed steps
+
+    def _begin_sample(self, run: Run, plan: StepFunctions, times: StepTimes) -> None:
+        self._sample = None  # The one before, if the device has not come to its end in a second.
+        self._sample_from = self._counters(run)
+        times.begin(plan)
+
+    def _end_sample(self, run: Run, times: StepTimes) -> None:
+        times.end()
+        now = self._counters(run)
+        # What does not happen in each step, or not evenly, is a mean over the steps since the last timed one.
+        self._sample = _Sample(
+            self._position(run), within=now.minus(self._sample_from), since=now.minus(self._sample_before)
+        )
+        self._sample_before = now
+        self._take_sample(run, times)
+
+    def _take_sample(self, run: Run, times: StepTimes) -> None:
+        """Write the line of the last timed step, once the device has come to its end."""
+        sample = self._sample
+        if sample is None or not times.clock.ready():
+            return
+        self._sample = None
+        found, within, since = times.clock.seconds(), sample.within, sample.since
+        if run.runtime.device.type == "cuda":
+            device = found.get("data", 0.0)
+            self._waits_of_device = (self._waits_of_device[0] + device, self._waits_of_device[1] + within.waited)
+        if not run.record.writes:
+            return
+        steps, factor = max(1, since.steps), self._waiting_factor(run)
+        parts = {part: found.get(part, 0.0) for part in PARTS}
+        parts["data"] = (1.0 if factor is None else factor) * since.waited / steps
+        parts["other"] = max(0.0, parts["other"] - within.published)
+        parts["logging"] += since.published / steps
+        parts["checkpoints"] = since.saved / steps
+        run.record.add("step_time", **sample.position, seconds=sum(parts.values()), parts=parts)
+
+    def _counters(self, run: Run) -> _Counters:
+        return _Counters(run.progress.logged_step, self.waited, self.published, self.saved)
+
+
+class _Aside(NamedTuple):
+    """When something began that is no step, the seconds of checkpoints until then, and what it is within."""
+
+    began: float
+    saved: float
+    outer: float | None
+
+
+class _Counters(NamedTuple):
+    """What was counted until a moment: steps, and seconds of what does not happen evenly in all steps."""
+
+    steps: int
+    waited: float
+    published: float
+    saved: float
+
+    def minus(self, before: _Counters) -> _Counters:
+        return _Counters(
+            self.steps - before.steps, self.waited - before.waited, self.published - before.published,
+            self.saved - before.saved,
+        )  # fmt: skip
+
+
+class _Sample(NamedTuple):
+    """A step that was timed: what was counted within it, and since the one before."""
+
+    position: dict[str, int]
+    within: _Counters
+    since: _Counters
+
+
+class NoRecord:
+    """A record that is written nowhere."""
+
+    writes = False
+
+    def add(self, kind: str, **fields: object) -> None:
+        """Do nothing."""
+
+
+# -- what batches and optimizers show
+
+
+def useful_positions(batch: Mapping[Any, Any]) -> Tensor | None:
+    """Return which positions of a batch of tokens are no padding; None where it does not say."""
+    tokens, mask, documents = batch.get(_TOKENS), batch.get(_MASK), batch.get("document_ids")
+    if not isinstance(tokens, Tensor):
+        return None
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        return mask != 0
+    # Of batching.pack: -1 is the padding at the end of a row.
+    return documents >= 0 if isinstance(documents, Tensor) and documents.shape == tokens.shape else None
+
+
+def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
+    """Return the learning rates by the names that LearningRateMonitor gives them, without "lr-".
+
+    Rates that are on a device are left out: nothing waits for them.
+
+    Example::
+
+        >>> learning_rates([torch.optim.SGD([torch.zeros(1)], lr=0.5)])
+        {'SGD': 0.5}
+
+    """
+    kinds = Counter(type(optimizer).__name__ for optimizer in optimizers)
+    seen: Counter[str] = Counter()
+    found: dict[str, float] = {}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        seen[kind] += 1
+        name = kind if kinds[kind] == 1 or seen[kind] == 1 else f"{kind}-{seen[kind] - 1}"
+        groups = optimizer.param_groups
+        for index, group in enumerate(groups, 1):
+            rate = group.get("lr")
+            if rate is not None and not (isinstance(rate, Tensor) and rate.device.type != "cpu"):
+                found[name if len(groups) == 1 else f"{name}/{group.get('name', f'pg{index}')}"] = float(rate)
+    return found
+
+
+def _replicas(run: Run) -> int:
+    """Return how many processes read batches of their own."""
+    return int((run.runtime.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+
+def _batches_of_validation(run: Run) -> float:
+    if not run.validation.loaded or run.validation.is_off():
+        return 0.0
+    batches = sum(run.validation.all_limits())
+    return 0.0 if math.isinf(batches) else batches
+
+
+def _size_bytes(path: Any, seconds: float) -> int | None:
+    """Return the size of a file or folder written in these last seconds; None for a URL, and while it is written."""
+    with suppress(OSError, TypeError, ValueError):
+        file = Path(path)
+        if file.stat().st_mtime < time.time() - seconds - 1.0:
+            return None
+        if file.is_dir():
+            return sum(part.stat().st_size for part in file.rglob("*") if part.is_file())
+        return file.stat().st_size
+    return None
+
+
+# -- times as text
+
+
+def time_text(seconds: float) -> str:
+    """Return a time as digits: minutes and seconds, hours, or days.
+
+    Example::
+
+        >>> time_text(75), time_text(3 * 3600 + 5), time_text(200_000)
+        ('1:15', '3:00:05', '2 days 7:33')
+
+    """
+    seconds = round(seconds)
+    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+    if days:
+        return f"{days} day{'s' * (days > 1)} {hours}:{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+
+
+def about(seconds: float) -> str:
+    """Return a long time in words, to two units.
+
+    Example::
+
+        >>> about(11_890), about(780), about(200_000)
+        ('3 h 20 min', '13 min', '2 days 8 h')
+
+    """
+    if seconds < 3600:
+        return f"{max(1, round(seconds / 60))} min"
+    if seconds < 86400:
+        minutes = 10 * round(seconds / 600)
+        return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"
+    hours = round(seconds / 3600)
+    days = f"{hours // 24} day{'s' * (hours >= 48)}"
+    return f"{days} {hours % 24} h" if hours % 24 else days
+
+
+def moment(when: datetime, now: datetime) -> str:
+    """Return a moment as someone would say it now.
+
+    Example::
+
+        >>> now = datetime(2026, 11, 23, 13, 5)
+        >>> moment(datetime(2026, 11, 23, 16, 30), now), moment(datetime(2026, 11, 27, 4, 0), now)
+        ('at 16:30', 'on Friday, 27 November, at 04:00')
+
+    """
+    clock = f"at {when:%H:%M}"
+    if when.date() == now.date():
+        return clock
+    return f"tomorrow {clock}" if when.date() - now.date() == timedelta(days=1) else f"on {when:%A, %-d %B}, {clock}"

@@ -1,0 +1,299 @@
+"""Where the time of a step goes: now and then one step runs with timed functions, and all others run without.
+
+The timed functions are made once, as those of an ordinary step are, from functions of the Runtime that tell a clock
+when they begin and end. On a CPU the clock is the host's. On a CUDA device it is a row of events, which the device
+passes in its own time: nothing waits for them, and they are read when the next step is timed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hasten.hooks import nothing, overrides
+from hasten.module import LightningModule
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+
+Call = Callable[..., Any]
+
+# The parts of a step, in the order in which they are shown.
+PARTS = (
+    "data", "transfer", "forward", "backward", "optimizer", "callbacks", "logging", "checkpoints", "other",
+)  # fmt: skip
+# Time that is no part of a step: a validation or a checkpoint.
+ASIDE = "aside"
+
+_HOOKS = (
+    "on_train_batch_start", "on_train_batch_start_without", "on_before_zero_grad", "on_before_backward",
+    "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_batch_end_without",
+    "on_train_batch_end_last",
+)  # fmt: skip
+# Methods that a module may override, which the loop looks up in each step.
+_OF_THE_MODULE = ("optimizer_zero_grad", "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step")
+
+
+class StepFunctions(Protocol):
+    """The functions of a step that are replaced by timed ones."""
+
+    @property
+    def train_step(self) -> Call: ...
+    @property
+    def transfer(self) -> Call | None: ...
+    @property
+    def step_schedulers(self) -> Call: ...
+
+
+class HostClock:
+    """Adds up the seconds of each part by the host's clock; a part within another interrupts it."""
+
+    def begin(self) -> None:
+        """Start with the part "other"."""
+        self._seconds: dict[str, float] = {}
+        self._parts = ["other"]
+        self._last = time.perf_counter()
+
+    def enter(self, part: str) -> None:
+        """Begin a part."""
+        self._add()
+        self._parts.append(part)
+
+    def leave(self) -> None:
+        """Go back to the part that was interrupted."""
+        self._add()
+        self._parts.pop()
+
+    def end(self) -> None:
+        """Stop."""
+        self._add()
+
+    def ready(self) -> bool:
+        """Return whether ``seconds`` would return at once."""
+        return True
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part."""
+        return self._seconds
+
+    def _add(self) -> None:
+        now, part = time.perf_counter(), self._parts[-1]
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+
+class DeviceClock:
+    """The same on a CUDA device: a part takes from when the device comes to its beginning until its end.
+
+    What the host does while the device is busy costs no time; what the device waits for does.
+
+    Args:
+        device: a CUDA device.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[Any] = []
+        # Each event, and the part that it ends.
+        self._marks: list[tuple[Any, str]] = []
+        self._parts = ["other"]
+
+    def begin(self) -> None:
+        """Start with the part "other"; what was not read is lost."""
+        self._free += [event for event, _ in self._marks]
+        self._marks, self._parts = [], ["other"]
+        self._mark()
+
+    def enter(self, part: str) -> None:
+        """Begin a part."""
+        self._mark()
+        self._parts.append(part)
+
+    def leave(self) -> None:
+        """Go back to the part that was interrupted."""
+        self._mark()
+        self._parts.pop()
+
+    def end(self) -> None:
+        """Stop."""
+        self._mark()
+
+    def ready(self) -> bool:
+        """Return whether the device has come to the end."""
+        return bool(self._marks) and bool(self._marks[-1][0].query())
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part; waits for the device if not ``ready``."""
+        found: dict[str, float] = {}
+        for (before, _), (event, part) in zip(self._marks, self._marks[1:], strict=False):
+            found[part] = found.get(part, 0.0) + before.elapsed_time(event) / 1000
+        return found
+
+    def _mark(self) -> None:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append((event, self._parts[-1]))
+
+
+class StepTimes:
+    """Times single steps of a fit.
+
+    Args:
+        run: the run.
+        make_step: returns the function that trains on one batch, made of what the Runtime has at that moment.
+
+    """
+
+    def __init__(self, run: Run, make_step: Callable[[], Call]) -> None:
+        self._run, self._make_step = run, make_step
+        on_cuda = run.runtime.device.type == "cuda"
+        self.clock: HostClock | DeviceClock = DeviceClock(run.runtime.device) if on_cuda else HostClock()
+        self.running = False
+        self._undo = ExitStack()
+        self._waits = False
+        # The plan whose timed functions these are.
+        self._plan: StepFunctions | None = None
+        self._timed: tuple[Call, Call | None, Call] | None = None
+
+    def possible(self) -> bool:
+        """Return whether steps can be timed: not where operations are recorded, or an engine steps."""
+        runtime, memory = self._run.runtime, self._run.memory_plan
+        return (
+            runtime.device.type in ("cpu", "cuda")
+            and runtime.steps is None
+            and not runtime.strategy.owns_step
+            # Steps that may be repeated with smaller parts keep a state.
+            and not (memory is not None and memory.may_fail)
+        )
+
+    def begin(self, plan: StepFunctions) -> None:
+        """Time the next step, which the functions of ``plan`` make."""
+        if plan is not self._plan:
+            self._timed, self._plan = self._timed_functions(plan), plan
+        assert self._timed is not None
+        undo = self._undo = ExitStack()
+        for name, timed in zip(("train_step", "transfer", "step_schedulers"), self._timed, strict=True):
+            undo.callback(setattr, plan, name, getattr(plan, name))
+            setattr(plan, name, timed)
+        self._replace_in_step(undo)
+        self.running = True
+        self.clock.begin()
+        self.next_batch()
+
+    def next_batch(self) -> None:
+        """Count the time until the next batch has come as waiting for data."""
+        self.clock.enter("data")
+        self._waits = True
+
+    def end(self) -> None:
+        """The step is over: go back to the functions that are not timed."""
+        self._came()
+        self.clock.end()
+        self._restore()
+
+    def drop(self) -> None:
+        """Go back to the functions that are not timed; what was timed of a step is lost."""
+        if self.running:
+            self._restore()
+        self._plan = None
+
+    def _restore(self) -> None:
+        self.running = False
+        self._undo.close()
+
+    # -- timed functions
+
+    def _came(self) -> None:
+        if self._waits:
+            self._waits = False
+            self.clock.leave()
+
+    def _watched(self, part: str, function: Call) -> Call:
+        enter, leave = self.clock.enter, self.clock.leave
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._waits:
+                self._came()
+            enter(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                leave()
+
+        return call
+
+    def _timed_functions(self, plan: StepFunctions) -> tuple[Call, Call | None, Call]:
+        runtime, watched = self._run.runtime, self._watched
+        bind, make_step, make_zero_grad = runtime.bind, runtime.make_step, runtime.make_zero_grad
+        with_backward, backward = runtime.with_backward, runtime.backward
+
+        def timed_backward(own: Call) -> Call:
+            # It compares the present one with that of a program's strategy.
+            timed, runtime.backward = runtime.backward, backward
+            try:
+                return watched("backward", with_backward(own))
+            finally:
+                runtime.backward = timed
+
+        with ExitStack() as undo:
+            _replace(runtime, "bind", lambda function, **how: watched("forward", bind(function, **how)), undo)
+            _replace(runtime, "make_step", lambda optimizer: watched("optimizer", make_step(optimizer)), undo)
+            _replace(runtime, "make_zero_grad", lambda optimizer: watched("optimizer", make_zero_grad(optimizer)), undo)
+            _replace(runtime, "with_backward", timed_backward, undo)
+            _replace(runtime, "backward", watched("backward", backward), undo)
+            for name in ("clip_norm", "clip_value"):
+                _replace(runtime, name, watched("optimizer", getattr(runtime, name)), undo)
+            if runtime.unscale is not None:
+                _replace(runtime, "unscale", watched("optimizer", runtime.unscale), undo)
+            step = self._make_step()
+        transfer = None if plan.transfer is None else watched("transfer", plan.transfer)
+        return watched("other", step), transfer, watched("optimizer", plan.step_schedulers)
+
+    def _replace_in_step(self, undo: ExitStack) -> None:
+        """Replace what a step looks up while it runs."""
+        run, watched = self._run, self._watched
+        hooks, module = run.hooks, run.module
+        for name in _HOOKS:
+            hook = getattr(hooks, name)
+            if hook is not nothing:
+                timed = watched("callbacks", hook)
+                undo.callback(_set_back, hooks, name, timed, hook)
+                setattr(hooks, name, timed)
+        for name in _OF_THE_MODULE:
+            if overrides(module, LightningModule, name):
+                _replace(module, name, watched("optimizer", getattr(module, name)), undo)
+        # For manual_backward, and for optimizers that a module or a closure steps.
+        _replace(run.runtime, "backward", watched("backward", run.runtime.backward), undo)
+        for optimizer in run.wrapped_optimizers:
+            undo.callback(optimizer.step_through(lambda step: watched("optimizer", step)))
+        if not compiles():
+            # A compiled function that logs would be compiled again.
+            _replace(run.logged, "record", watched("logging", run.logged.record), undo)
+
+
+def compiles() -> bool:
+    """Return whether anything was compiled in this process, which would be compiled again for other functions."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return bool(counters.get("frames"))
+
+
+def _replace(target: Any, name: str, function: Call, undo: ExitStack) -> None:
+    # In the instance's own dictionary: a module's __setattr__ would look for listeners again.
+    own = target.__dict__
+    if name in own:
+        undo.callback(own.__setitem__, name, own[name])
+    else:
+        undo.callback(own.pop, name, None)
+    own[name] = function
+
+
+def _set_back(owner: object, name: str, timed: Call, before: Call) -> None:
+    # Unless the hooks were found again within the step.
+    if getattr(owner, name) is timed:
+        setattr(owner, name, before)
