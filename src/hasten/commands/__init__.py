@@ -12,6 +12,7 @@ COMMANDS = {
     "advise": ("hasten.commands.advise", "measure which one-line switches make a program faster"),
     "consolidate": ("hasten.commands.consolidate", "make one file of a sharded checkpoint, which is a folder"),
     "demo": ("hasten.commands.demo", "train a model on real data and time each one-line switch"),
+    "eject": ("hasten.commands.eject", "write the plain PyTorch program that does the same without hasten"),
     "launch": ("hasten.commands.launch", "start a program in several processes, and restart them when one dies"),
     "migrate": ("hasten.commands.migrate", "rewrite the imports of Lightning in a folder of programs"),
     "plan": ("hasten.commands.plan", "print what a program needs on many devices, without using any"),
