@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -93,6 +94,23 @@ class PossibleUserWarning(UserWarning):
 
 
 _warned: set[str] = set()
+
+
+@contextmanager
+def messages_later() -> Iterator[None]:
+    """Keep messages quiet in the block, and let ``warn_once`` warn again after it of what it has warned in it."""
+
+    def silent(record: object) -> bool:
+        return False
+
+    before = set(_warned)
+    log.addFilter(silent)
+    try:
+        yield
+    finally:
+        log.removeFilter(silent)
+        _warned.clear()
+        _warned.update(before)
 
 
 def warn_once(key: str, message: str, category: type[Warning] = UserWarning) -> None:

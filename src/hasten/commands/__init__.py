@@ -10,6 +10,7 @@ from hasten.commands.parser import Parser
 # Command, the module that has it, one line for --help.
 COMMANDS = {
     "advise": ("hasten.commands.advise", "measure which one-line switches make a program faster"),
+    "check": ("hasten.commands.check", "find what would go wrong in a program's fit, in seconds, before it starts"),
     "consolidate": ("hasten.commands.consolidate", "make one file of a sharded checkpoint, which is a folder"),
     "demo": ("hasten.commands.demo", "train a model on real data and time each one-line switch"),
     "eject": ("hasten.commands.eject", "write the plain PyTorch program that does the same without hasten"),

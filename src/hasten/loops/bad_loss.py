@@ -270,7 +270,7 @@ class Guard:
         if self._mode == "stop":
             is_of_this_batch = bool(bad) and bad[-1][0] == self._batch[1]
             if worst == _BAD_GRADIENT or run.progress.accumulation_index == 0 or is_of_this_batch:
-                place = _first_bad(run, self._before, *self._batch, backward=worst == _BAD_GRADIENT)
+                place = first_bad(run, self._before, *self._batch, backward=worst == _BAD_GRADIENT)
         self._before.undo_statistics()
         if self._mode == "stop":
             self._end = BadLossError(
@@ -395,12 +395,12 @@ def name_layer(error: BaseException, run: Run, batch: object, batch_idx: int) ->
     """Add to an error of ``detect_anomaly=True`` which layer it was."""
     # On several processes the others are not here, and the step may wait for them.
     if "returned nan values" in str(error) and run.runtime.world_size == 1:
-        note = _first_bad(run, None, batch, batch_idx, backward=False)
+        note = first_bad(run, None, batch, batch_idx, backward=False)
         if note:
             error.add_note(note.strip())
 
 
-def _first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
+def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
     """Return a sentence that names what first was not finite when the batch is computed again; or nothing."""
     found: list[str] = []
     if (path := _bad_in(batch, "batch")) is not None:

@@ -66,6 +66,7 @@ from hasten.types import (
 )
 
 if TYPE_CHECKING:
+    from hasten.preflight.report import CheckReport
     from hasten.runtime import Runtime
 
 Result = TypeVar("Result")
@@ -253,6 +254,40 @@ class Trainer(TrainerView):
         self._loops = {}
 
     advise = advise
+
+    def check(
+        self,
+        model: LightningModule,
+        train_dataloaders: Dataloaders = None,
+        val_dataloaders: Dataloaders = None,
+        datamodule: LightningDataModule | None = None,
+    ) -> CheckReport:
+        """Check model, data and arguments in seconds, before a long fit.
+
+        Three batches are trained on and one of each other loader is evaluated, in this process. Afterwards model,
+        data, random numbers and Trainer are what they were, and nothing was written. See docs/check.md.
+
+        Args:
+            model: the module.
+            train_dataloaders: as for ``fit``; or a datamodule.
+            val_dataloaders: as for ``fit``.
+            datamodule: provides the data instead, also that of test and predict.
+
+        Returns:
+            What was found: print it for the table, or call its ``raise_if_failed()``.
+
+        Example::
+
+            >>> import hasten as L
+            >>> from hasten.demos.boring_classes import BoringModel
+            >>> trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+            >>> trainer.check(BoringModel()).ok
+            True
+
+        """
+        from hasten.preflight.check import check
+
+        return check(self, self._arguments, model, train_dataloaders, val_dataloaders, datamodule)
 
     # -- other arguments
 
