@@ -59,6 +59,10 @@ class LoggedValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.shared = SharedValues(runtime)
+        # (step, epoch, values): called with every row of a fit that goes to the loggers, and what they do not get.
+        self.on_row: Callable[[int, int, Mapping[str, float]], object] | None = None
+        # Values of an epoch that are not for the loggers, by stage.
+        self._not_for_loggers: dict[str, float] = {}
         # What evaluation steps logged, where several processes reduce it at the end.
         self._rows: list[LoggedStep] = []
         self._loader_idx: int | None = None
@@ -265,7 +269,7 @@ class LoggedValues:
         entries = [
             (logged, logged.step_name)
             for logged in self.of_stage("train")
-            if logged.on_step and (logged.prog_bar or (logged.logger and to_loggers))
+            if logged.on_step and (to_loggers or logged.prog_bar)
             # Each process refreshes its bar by its own clock: nothing may be exchanged for that.
             and (to_loggers or not self.shared.reduces(logged))
             and logged.value is not None
@@ -332,7 +336,7 @@ class LoggedValues:
                     self.loss_report.logged(name.hook, stage, name.name, value)
                 if name.prog_bar:
                     self.bar_values[name.name] = value
-            self._write_row({name.name: value for name, value in values if name.logger}, step, None)
+            self._write_row({name.name: value for name, value in values if name.logger}, {}, step, None)
 
     def logged_on_steps(self) -> list[str]:
         """Return the names of the training values meant for the loggers' rows of steps."""
@@ -374,15 +378,16 @@ class LoggedValues:
         while self._pending and (wait or self._pending[0].arrival.ready()):
             arrival, entries, step, epoch = self._pending.pop(0)
             row: dict[str, float] = {}
+            others: dict[str, float] = {}
             for (logged, name), value in zip(entries, arrival.values(), strict=True):
                 self._check_loss(logged, name, value, step, epoch)
                 if logged.prog_bar:
                     self.bar_values[name] = value
-                if logged.logger and step >= 0:
-                    row[name] = value
+                if step >= 0 and logged is not self._loss:
+                    (row if logged.logger else others)[name] = value
                 if epoch is not None and self.shared.reduces(logged):
                     self.callback_values[logged.base_name] = self.callback_values[name] = value
-            self._write_row(row, step, epoch)
+            self._write_row(row, others, step, epoch)
 
     def _check_loss(self, logged: LoggedValue, name: str, value: float, step: int, epoch: int | None) -> None:
         if self.loss_report is None:
@@ -394,7 +399,10 @@ class LoggedValues:
         elif not math.isfinite(value) and "loss" in name.lower():
             self.loss_report.logged(logged.row.name, str(logged.row.stage), name, value)
 
-    def _write_row(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+    def _write_row(self, values: dict[str, float], others: Mapping[str, float], step: int, epoch: int | None) -> None:
+        """Hand ``values`` to the loggers, and with ``others`` to the history."""
+        if self.on_row is not None and epoch is not None and (values or others):
+            self.on_row(step, epoch, {**values, **others})
         if not values:
             return
         self.logger_values.update(values)
@@ -432,6 +440,8 @@ class LoggedValues:
                 self.bar_values[name] = value
             if logged.logger:
                 by_loader[loader_idx][name] = row[name] = self.logger_values[name] = value
+            else:
+                self._not_for_loggers[name] = value
             logged.weight = None  # Computed: the epoch's last hooks may log more and close it again.
         return by_loader, row
 
@@ -447,7 +457,8 @@ class LoggedValues:
 
     def log_epoch(self, values: dict[str, float], step: int, epoch: int) -> None:
         """Write the values of an epoch as one row."""
-        self._write_row(values, step, epoch)
+        others, self._not_for_loggers = self._not_for_loggers, {}
+        self._write_row(values, others, step, epoch)
 
     def _latest_step_values(self, stage: str) -> dict[str, float]:
         """Read the last step's values: callbacks may need them after the epoch is reset."""

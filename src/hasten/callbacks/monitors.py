@@ -179,6 +179,7 @@ def _number(value: Any) -> float:
 def _log_to_all(trainer: Trainer, values: dict[str, float], step: int) -> None:
     for logger in trainer.loggers:
         logger.log_metrics(dict(values), step=step)
+    trainer.note_row(values, step)
 
 
 def _updates(trainer: Trainer) -> int:
@@ -276,6 +277,7 @@ class DeviceStatsMonitor(Callback):
             for logger in trainer.loggers:
                 separator = logger.group_separator
                 logger.log_metrics({f"{name}{separator}{key}": stats[key] for key in stats}, step=step)
+            trainer.note_row({f"{name}.{key}": value for key, value in stats.items()}, step)
 
     def _stats(self, trainer: Trainer) -> dict[str, float]:
         device = trainer.strategy.root_device

@@ -32,10 +32,13 @@ def sanity_check(run: Run) -> None:
     run.enter(RunningStage.SANITY_CHECKING)
     run.hooks.on_sanity_check_start()
     # Training must not depend on whether the check ran.
+    # What it logs is not of this fit.
+    on_row, run.logged.on_row = run.logged.on_row, None
     with isolate_rng(), run.validation.limited_to(steps):
         if not run.validation.is_off():
             check_takes_loader(run.module, "validation", len(run.validation.load()))
             run.watch("run_evaluation", evaluate)(run, run.validation)
+    run.logged.on_row = on_row
     run.evaluated.clear()
     run.hooks.on_sanity_check_end()
     run.logged.forget_callback_values()

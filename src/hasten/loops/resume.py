@@ -144,6 +144,7 @@ class RunState:
         # Where the weights are averages, those that training continues with.
         if run.averages.training_weights is not None:
             own["training_weights"] = [runtime.strategy.stored(weight) for weight in run.averages.training_weights]
+        own["history"] = run.history.state_dict()
         return {**checkpoint, "hasten": own}
 
     def _restore_training(self, checkpoint: dict[str, Any], source: str) -> None:
@@ -162,6 +163,8 @@ class RunState:
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
         own = checkpoint.get("hasten") or {}
+        if own.get("history") is not None:
+            run.history.load_state_dict(own["history"])
         if own:
             if own["gradients"] is not None:
                 contents.restore_gradients(

@@ -24,7 +24,9 @@ from hasten.loops.user_code import FirstEpoch
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.averaged import AveragedWeights
-from hasten.record.pace import NoRecord, Pace
+from hasten.record.file import NoRecord
+from hasten.record.history import History
+from hasten.record.pace import Pace
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -218,9 +220,10 @@ class Run:
     resumed_guard: dict[str, Any] | None = None
     # How long the first batches were waited for.
     stalls: StallMonitor = field(default_factory=StallMonitor)
-    # How fast it trains, and where it is written.
+    # How fast it trains; everything logged; and what the run notes about itself in a file, where one is written.
     pace: Pace = field(default_factory=Pace)
-    record: Any = field(default_factory=NoRecord)
+    history: History = field(default_factory=History)
+    record: NoRecord = field(default_factory=NoRecord)
     first_epoch: FirstEpoch = field(default_factory=FirstEpoch)
     # What micro_batch="auto" and memory="auto" found to fit into memory.
     memory_plan: MemoryPlan | None = None

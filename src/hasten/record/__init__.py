@@ -1,1 +1,1 @@
-"""The record of a run: how fast it is, where its time goes, and what it logs."""
+"""What a run notes about itself: everything logged, its speed, its checkpoints, and where it ran."""

@@ -551,15 +551,6 @@ class _Sample(NamedTuple):
     since: _Counters
 
 
-class NoRecord:
-    """A record that is written nowhere."""
-
-    writes = False
-
-    def add(self, kind: str, **fields: object) -> None:
-        """Do nothing."""
-
-
 # -- what batches and optimizers show
 
 

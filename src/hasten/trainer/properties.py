@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from hasten.module.datamodule import LightningDataModule
     from hasten.optim import LRSchedulerConfig
     from hasten.precision.base import Precision
+    from hasten.record.history import History
 
 
 class _InStage:
@@ -88,6 +90,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     state: TrainerState
     _progress: Progress
     _logged: LoggedValues
+    _history: History
     _callbacks: WatchedList[Callback]
     _loggers: list[Any]
     _loops: dict[str, Any]
@@ -326,6 +329,38 @@ class TrainerView(RuntimeView, TrainerSettings):
     def sync_step_values(self) -> None:
         """Reduce the values that training steps logged with ``sync_dist=True``; all processes must call it."""
         self._logged.sync_step_values()
+
+    @property
+    def history(self) -> History:
+        """Everything that the last fit has logged, by step and by epoch, with or without a logger; see ``History``.
+
+        During the fit, it has the rows that have arrived on the host. With several processes, each has the values
+        that it logged itself; those reduced with ``sync_dist=True`` are the same on all.
+
+        Example::
+
+            >>> import hasten as L
+            >>> L.Trainer(accelerator="cpu", logger=False).history
+            History: nothing was logged
+
+        """
+        self._logged.deliver()
+        return self._history
+
+    @history.setter
+    def history(self, history: History) -> None:
+        self._history = history
+
+    def note_row(self, values: Mapping[str, float], step: int) -> None:
+        """Add values that a callback sends to the loggers itself to the history; nothing outside of a fit.
+
+        Args:
+            values: numbers by name.
+            step: the step, as loggers count them.
+
+        """
+        if self._logged.on_row is not None:
+            self._logged.on_row(step, self._progress.epoch, values)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:

@@ -43,12 +43,14 @@ from hasten.module.datamodule import LightningDataModule
 from hasten.optim.backward import to_clip
 from hasten.profilers.base import PassThroughProfiler, Profiler
 from hasten.profilers.base import resolve as resolve_profiler
+from hasten.record.history import History
 from hasten.resolve import runtime as resolve_runtime
 from hasten.seed import set_deterministic
 from hasten.speed.auto import advise, choose_speed
 from hasten.trainer import limited_runs, parts, requeue
 from hasten.trainer.profiling import LOOP, profiled
 from hasten.trainer.properties import TrainerView
+from hasten.trainer.recording import recorded
 from hasten.types import (
     AcceleratorLike,
     CompileLike,
@@ -238,6 +240,7 @@ class Trainer(TrainerView):
         self.state = TrainerState()
         self._progress = Progress()
         self._logged = LoggedValues(self._runtime)
+        self._history = History()
         self._hooks: Hooks | None = None
         self._run: Run | None = None
         self._should_stop = False
@@ -599,23 +602,25 @@ class Trainer(TrainerView):
             run = self._run = self._make_run(module, given, stop)
             run.number = stop.number = number
             watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
-            try:
-                self._between_batches = True
-                checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
-                with watched, profiled(run, self.profiler, lambda: self.log_dir):
-                    prepare(run, self._callbacks, self._datamodule, checkpoint)
-                    result: Result = run.watch(LOOP, body)(run)
-                    self._finish(run)
-            except Stopped as stopped:
-                self._leave(run, stopped.signal_number)
-            except KeyboardInterrupt as interrupt:
-                # A second Ctrl-C, or one raised by the user's code: the current batch is incomplete.
-                self._between_batches = False
-                self._abort(run, interrupt)
-                parts.leave_program(signals.SIGINT, interrupt)
-            except BaseException as error:
-                self._abort(run, error)
-                raise
+            with recorded(self, run) as begin_record:
+                try:
+                    self._between_batches = True
+                    checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
+                    with watched, profiled(run, self.profiler, lambda: self.log_dir):
+                        prepare(run, self._callbacks, self._datamodule, checkpoint)
+                        begin_record()
+                        result: Result = run.watch(LOOP, body)(run)
+                        self._finish(run)
+                except Stopped as stopped:
+                    self._leave(run, stopped.signal_number)
+                except KeyboardInterrupt as interrupt:
+                    # A second Ctrl-C, or one raised by the user's code: the current batch is incomplete.
+                    self._between_batches = False
+                    self._abort(run, interrupt)
+                    parts.leave_program(signals.SIGINT, interrupt)
+                except BaseException as error:
+                    self._abort(run, error)
+                    raise
             if stop.signal in also:
                 rank_zero_info("The signal to requeue the job came when the run was over: the program goes on.")
             elif stop.signal is not None:

@@ -1,0 +1,129 @@
+"""Record: what a fit notes about itself, one JSON object a line, in ``run.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hasten._lib.rank_zero import rank_zero_warn
+
+FILE_NAME = "run.jsonl"
+FORMAT = 1
+# Lines are written about this often: a reader sees a run that goes on, and training does not wait for the disk.
+FLUSH_SECONDS = 2.0
+_JSON = json.JSONEncoder(allow_nan=False, default=str)
+
+
+class NoRecord:
+    """A record that is written nowhere.
+
+    Example::
+
+        >>> NoRecord().add("row", step=0, epoch=0, values={"loss": 0.5})
+
+    """
+
+    writes = False
+
+    def add(self, kind: str, **fields: object) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+class Record(NoRecord):
+    """The lines of a fit, appended to a file.
+
+    A process that is killed loses the lines of the last two seconds. If the file cannot be written (the disk is full,
+    the folder was removed), a warning says so once, and the fit goes on without its record.
+
+    Args:
+        path: the file; made when the first lines are written.
+
+    Example::
+
+        >>> import tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.jsonl")
+        >>> record = Record(path)
+        >>> record.add("row", step=9, epoch=0, values={"loss": math.nan})
+        >>> record.flush()
+        >>> json.loads(open(path).read())["values"]
+        {'loss': 'nan'}
+
+    """
+
+    writes = True
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._lines: list[dict[str, Any] | Callable[[], dict[str, Any]]] = []
+        self._next = 0.0
+
+    def add(self, kind: str, **fields: object) -> None:
+        """Add a line; it is written with the next ones.
+
+        Args:
+            kind: what it is about: "start", "row", "speed", ...
+            **fields: plain data.
+
+        """
+        now = time.time()
+        self.add_line({"kind": kind, "time": now, **fields})
+        if now >= self._next:
+            self.flush()
+
+    def add_line(self, line: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
+        """Add a whole line, or a function that makes it when it is written."""
+        if self.writes:
+            self._lines.append(line)
+
+    def flush(self) -> None:
+        """Write the lines that are waiting."""
+        self._next = time.time() + FLUSH_SECONDS
+        if not self._lines or not self.writes:
+            return
+        lines, self._lines = self._lines, []
+        text = "".join(_encode(line() if callable(line) else line) for line in lines)
+        try:
+            self._write(text.encode())
+        except OSError as error:
+            self.writes = False
+            rank_zero_warn(
+                f"The record of this run cannot be written to {self.path}: {error.strerror}. Training goes on without "
+                "it; `hasten report` will show the run up to here."
+            )
+
+    def _write(self, data: bytes) -> None:
+        # Not created again where somebody has removed the folder of the run.
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # The line that an earlier attempt was writing when it was killed.
+                data = b"\n" + data
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+
+
+def _encode(line: dict[str, Any]) -> str:
+    try:
+        return _JSON.encode(line) + "\n"
+    except ValueError:
+        return _JSON.encode(_finite(line)) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value

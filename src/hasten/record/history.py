@@ -1,0 +1,371 @@
+"""History: everything that a fit has logged, by step and by epoch."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from hasten._lib import check
+from hasten._lib.names import did_you_mean
+from hasten._lib.optional import need
+
+if TYPE_CHECKING:
+    import os
+
+# What each row has beside its values.
+_PLACE = ("step", "epoch", "time")
+# Rows that a notebook and ``print`` show at each end.
+_SHOWN = 5
+
+
+class Series(Sequence[float]):
+    """The values of one name, oldest first, with where each was logged.
+
+    Args:
+        name: the name.
+        steps: the step of each value, as loggers count them.
+        epochs: the epoch of each value.
+        times: when each value was noted, in seconds since 1970.
+        values: the values.
+
+    Example::
+
+        >>> series = Series("loss", steps=[9, 19], epochs=[0, 0], times=[0.0, 1.0], values=[0.5, 0.25])
+        >>> series[-1], min(series), series.steps
+        (0.25, 0.25, [9, 19])
+
+    """
+
+    def __init__(
+        self, name: str, *, steps: list[int], epochs: list[int], times: list[float], values: list[float]
+    ) -> None:
+        self.name, self.steps, self.epochs, self.times, self.values = name, steps, epochs, times, values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[float]: ...
+    def __getitem__(self, index: int | slice) -> float | list[float]:
+        return self.values[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self.values == (other.values if isinstance(other, Series) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        return numpy.array(self.values, dtype=dtype)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{value:.4g}" for value in self.values[-_SHOWN:])
+        dots = "..., " if len(self) > _SHOWN else ""
+        return f"Series({self.name!r}, {len(self)} values: [{dots}{shown}])"
+
+
+class History(Sequence[dict[str, Any]]):
+    """Everything that a fit has logged, as rows; without a logger, too.
+
+    A row is a dict with ``step``, ``epoch``, ``time`` (seconds since 1970) and the values logged there. There is one
+    each time values go to the loggers: every ``log_every_n_steps`` steps, and at the end of training and validation
+    epochs. ``history["val_loss"]`` gives the values of one name. A fit that continues from a checkpoint has the rows of
+    the runs before.
+
+    Example::
+
+        >>> history = History()
+        >>> history.add(step=49, epoch=0, values={"loss": 0.5})
+        >>> history.add(step=99, epoch=1, values={"loss": 0.25, "lr": 0.1})
+        >>> history["loss"].values
+        [0.5, 0.25]
+        >>> [(row["step"], row.get("lr")) for row in history]
+        [(49, None), (99, 0.1)]
+
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._epochs, self._times = array("q"), array("q"), array("d")
+        # By name: in which rows, and the values there.
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+
+    def add(self, *, step: int, epoch: int, values: Mapping[str, float], time: float | None = None) -> None:
+        """Add values; those of the step and epoch of the last row become part of it.
+
+        Args:
+            step: the step, as loggers count them.
+            epoch: the epoch.
+            values: numbers by name.
+            time: when, in seconds since 1970; now by default.
+
+        """
+        row = len(self._steps) - 1
+        same = row >= 0 and self._steps[row] == step and self._epochs[row] == epoch
+        if same:
+            same = not any(name in self._columns and self._columns[name][0][-1] == row for name in values)
+        if not same:
+            row += 1
+            self._steps.append(step)
+            self._epochs.append(epoch)
+            self._times.append(_now() if time is None else time)
+        for name, value in values.items():
+            if name not in self._columns:
+                self._columns[name] = (array("q"), array("d"))
+            rows, column = self._columns[name]
+            rows.append(row)
+            column.append(value)
+
+    # -- reading
+
+    def keys(self) -> list[str]:
+        """Return the names that were logged, in the order in which they first were."""
+        return list(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, key: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, key: str) -> Series: ...
+    def __getitem__(self, key: int | slice | str) -> dict[str, Any] | list[dict[str, Any]] | Series:
+        if isinstance(key, str):
+            return self._series(key)
+        if isinstance(key, slice):
+            return [self._row(index) for index in range(*key.indices(len(self)))]
+        index = key + len(self) if key < 0 else key
+        if not 0 <= index < len(self):
+            raise IndexError(f"trainer.history[{key}]: there are {len(self)} rows.")
+        return self._row(index)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._columns if isinstance(key, str) else any(row == key for row in self)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        following = dict.fromkeys(self._columns, 0)
+        for index in range(len(self)):
+            row = self._place(index)
+            for name, (rows, column) in self._columns.items():
+                at = following[name]
+                if at < len(rows) and rows[at] == index:
+                    row[name] = column[at]
+                    following[name] = at + 1
+            yield row
+
+    def _place(self, index: int) -> dict[str, Any]:
+        return {"step": self._steps[index], "epoch": self._epochs[index], "time": self._times[index]}
+
+    def _row(self, index: int) -> dict[str, Any]:
+        row = self._place(index)
+        for name, (rows, column) in self._columns.items():
+            at = bisect.bisect_left(rows, index)
+            if at < len(rows) and rows[at] == index:
+                row[name] = column[at]
+        return row
+
+    def _series(self, name: str) -> Series:
+        if name in _PLACE:
+            places: dict[str, Sequence[Any]] = {"step": self._steps, "epoch": self._epochs, "time": self._times}
+            every = list(places[name])
+            return Series(
+                name, steps=list(self._steps), epochs=list(self._epochs), times=list(self._times), values=every
+            )
+        if name not in self._columns:
+            known = f" Logged were: {', '.join(self._columns)}." if self._columns else " Nothing was logged."
+            raise KeyError(
+                f"trainer.history[{name!r}]: no value of this name.{did_you_mean(name, self._columns)}{known}"
+            )
+        rows, column = self._columns[name]
+        return Series(
+            name,
+            steps=[self._steps[row] for row in rows],
+            epochs=[self._epochs[row] for row in rows],
+            times=[self._times[row] for row in rows],
+            values=list(column),
+        )
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` with one line for each row, and nan where a name was not logged.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+
+        Example::
+
+            >>> history = History()
+            >>> history.add(step=49, epoch=0, values={"loss": 0.5})
+            >>> list(history.to_pandas().columns)
+            ['step', 'epoch', 'time', 'loss']
+
+        """
+        pandas = need("pandas", purpose="trainer.history.to_pandas()")
+        columns: dict[str, Any] = {name: list(self._series(name)) for name in _PLACE}
+        for name, (rows, column) in self._columns.items():
+            values = [math.nan] * len(self)
+            for row, value in zip(rows, column, strict=True):
+                values[row] = value
+            columns[name] = values
+        return pandas.DataFrame(columns)
+
+    def plot(
+        self,
+        *names: str,
+        x: Literal["step", "epoch", "time"] = "step",
+        smooth: float | None = None,
+        output: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Draw values with matplotlib; in a notebook the figure is shown.
+
+        Args:
+            names: which values; by default all.
+            x: "step", "epoch" or "time", the seconds since the first row.
+            smooth: below 1, the weight of what came before in an exponential mean; from 2 on, the number of values in a
+                moving mean. The values themselves stay visible. Default: no smoothing.
+            output: a file to write: png, pdf or svg, by its suffix.
+
+        Returns:
+            the ``matplotlib.figure.Figure``.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            KeyError: nothing was logged under a name.
+            ValueError: ``x``, ``smooth`` or the suffix of ``output`` is wrong, or nothing was logged.
+
+        Example::
+
+            >>> history = History()
+            >>> history.add(step=49, epoch=0, values={"loss": 0.5})
+            >>> history.add(step=99, epoch=1, values={"loss": 0.25})
+            >>> history.plot("loss").axes[0].get_xlabel()
+            'Step'
+
+        """
+        from hasten.report import curves
+
+        check.one_of("trainer.history.plot", "x", x, ("step", "epoch", "time"))
+        if output is not None:
+            curves.check_format(Path(output))
+        began = self._times[0] if self._times else 0.0
+        shown = []
+        for name in names or self._columns:
+            series = self._series(name)
+            place: dict[str, list[Any]] = {"step": series.steps, "epoch": series.epochs}
+            shown.append(curves.Curve(name, place.get(x) or [one - began for one in series.times], series.values))
+        figure = curves.draw(shown, x=x, smooth=smooth)
+        if output is not None:
+            curves.save(figure, output)
+        return figure
+
+    # -- showing
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "History: nothing was logged"
+        first = f"History: {len(self)} rows, step {self._steps[0]} to {self._steps[-1]}"
+        lines = [first]
+        width = max(map(len, self._columns))
+        for name, (_, column) in self._columns.items():
+            lines.append(f"  {name:<{width}}  last {column[-1]:<10.4g} {_extremes(column)}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        if not len(self):
+            return "<p>History: nothing was logged</p>"
+        head = "".join(f"<th>{escape(title)}</th>" for title in ("value", "last", "smallest", "largest", "curve"))
+        body = "".join(
+            f"<tr><td>{escape(name)}</td><td>{column[-1]:.4g}</td><td>{_least(column):.4g}</td>"
+            f"<td>{_most(column):.4g}</td><td>{_sparkline(column)}</td></tr>"
+            for name, (_, column) in self._columns.items()
+        )
+        began = datetime.fromtimestamp(self._times[0]).strftime("%Y-%m-%d %H:%M")
+        caption = f"{len(self)} rows, step {self._steps[0]} to {self._steps[-1]}, from {began}"
+        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows as two tensors, because a checkpoint with many small ones takes long to save.
+
+        ``ints`` has steps, epochs, and for each name in which rows it is; ``floats`` has times, and for each name its
+        values. ``lengths`` is the number of rows, then that of the values of each name.
+        """
+        ints, floats = self._steps + self._epochs, self._times[:]
+        for rows, column in self._columns.values():
+            ints += rows
+            floats += column
+        return {
+            "names": list(self._columns),
+            "lengths": [len(self), *(len(column) for _, column in self._columns.values())],
+            "ints": _tensor(ints, torch.int64),
+            "floats": _tensor(floats, torch.float64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned; rows that are there are dropped."""
+        rows, *lengths = state["lengths"]
+        steps, epochs, *places = state["ints"].split([rows, rows, *lengths])
+        times, *columns = state["floats"].split([rows, *lengths])
+        self._steps, self._epochs = array("q", steps.tolist()), array("q", epochs.tolist())
+        self._times = array("d", times.tolist())
+        self._columns = {
+            name: (array("q", place.tolist()), array("d", column.tolist()))
+            for name, place, column in zip(state["names"], places, columns, strict=True)
+        }
+
+
+def _now() -> float:
+    return time.time()
+
+
+def _tensor(values: array[Any], dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+
+
+def _finite(column: Sequence[float]) -> list[float]:
+    return [value for value in column if math.isfinite(value)]
+
+
+def _least(column: Sequence[float]) -> float:
+    return min(_finite(column), default=math.nan)
+
+
+def _most(column: Sequence[float]) -> float:
+    return max(_finite(column), default=math.nan)
+
+
+def _extremes(column: Sequence[float]) -> str:
+    return f"smallest {_least(column):<10.4g} largest {_most(column):.4g}"
+
+
+def _sparkline(column: Sequence[float], width: int = 120, height: int = 24) -> str:
+    """Return a small curve as SVG; the colors are those of the page."""
+    values = _finite(column)
+    if len(values) < 2:
+        return ""
+    stride = max(1, len(values) // (2 * width))
+    values = values[::stride]
+    low, high = min(values), max(values)
+    span = high - low or 1.0
+    points = " ".join(
+        f"{1 + index * (width - 2) / (len(values) - 1):.1f},{height - 2 - (value - low) / span * (height - 4):.1f}"
+        for index, value in enumerate(values)
+    )
+    return (
+        f'<svg width="{width}" height="{height}" role="img" aria-label="curve">'
+        f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
+    )
