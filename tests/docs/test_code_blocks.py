@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -21,6 +22,7 @@ import pytest
 
 import hasten as L
 from hasten.commands import COMMANDS
+from hasten.commands.run import parse_program
 from tests.docs.blocks import ELSEWHERE, LANGUAGES, ROOT, Block, blocks_in, blocks_of, commands_of, pages
 
 PAGES = {page: blocks_of(page) for page in pages()}
@@ -95,11 +97,13 @@ def check_command(line: str) -> None:
         return
     assert words[1] in COMMANDS, line
     module = importlib.import_module(COMMANDS[words[1]][0])
-    if hasattr(module, "parser"):
-        out = io.StringIO()
-        with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
-            code = exit_code(lambda: module.parser().parse_args(words[2:]))
-        assert code == 0, f"{line}\n{out.getvalue()}"
+    parser = module.make_parser()
+    of_program = any(action.dest == "program" for action in parser._actions)
+    read = functools.partial(parse_program, parser) if of_program else parser.parse
+    out = io.StringIO()
+    with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
+        code = exit_code(lambda: read(words[2:]))
+    assert code == 0, f"{line}\n{out.getvalue()}"
 
 
 def run_block(block: Block, names: dict[str, Any], run_by_name: set[str]) -> None:

@@ -17,15 +17,7 @@ from hasten.eject.source import PACKAGES, EjectError
 
 def main(arguments: Sequence[str]) -> int:
     """Eject a program; return the exit code."""
-    parser = Parser(
-        prog="hasten eject",
-        description=(
-            "Print a plain PyTorch program that trains what PROGRAM trains, to the same bits, without importing "
-            "hasten. PROGRAM runs up to its first Trainer.fit, with the arguments behind its name; nothing is trained. "
-            "-o stands before PROGRAM or after its arguments."
-        ),
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there instead of printing it")
+    parser = make_parser()
     words, output = list(arguments), None
     if len(words) >= 3 and words[-2] in ("-o", "--output"):
         # Where people write it: after the program and its arguments.
@@ -52,6 +44,21 @@ def main(arguments: Sequence[str]) -> int:
         print(f"hasten eject: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
+    parser = Parser(
+        prog="hasten eject",
+        description=(
+            "Print a plain PyTorch program that trains what PROGRAM trains, to the same bits, without importing "
+            "hasten. PROGRAM runs up to its first Trainer.fit, with the arguments behind its name; nothing is trained. "
+            "-o stands before PROGRAM or after its arguments."
+        ),
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there instead of printing it")
+    run.add_program(parser)
+    return parser
 
 
 class _FitSeen(SystemExit):
