@@ -14,6 +14,34 @@ _PACKAGES = {
     "yaml": "PyYAML",
 }
 
+# The extra of hasten that has a module, by the module's name. docs/install.md describes them.
+EXTRAS = {
+    "bitsandbytes": "bitsandbytes",
+    "comet_ml": "comet",
+    "deepspeed": "deepspeed",
+    "docstring_parser": "cli",
+    "jinja2": "report",
+    "jsonargparse": "cli",
+    "libcst": "migrate",
+    "matplotlib": "plots",
+    "mlflow": "mlflow",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "plotly": "report",
+    "psutil": "stats",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "schedulefree": "schedulefree",
+    "shtab": "completion",
+    "sklearn": "demo",
+    "tensorboard": "tensorboard",
+    "torch_xla": "tpu",
+    "torchao": "fp8",
+    "transformer_engine": "transformer-engine",
+    "transformers": "demo",
+    "wandb": "wandb",
+}
+
 
 def installed(name: str) -> bool:
     """Return whether a module can be imported, without importing it."""
@@ -41,6 +69,8 @@ def need(name: str, *, purpose: str) -> ModuleType:
             raise
         top = name.split(".")[0]
         package = _PACKAGES.get(top, top)
+        extra = f" (or: pip install 'hasten[{EXTRAS[top]}]')" if top in EXTRAS else ""
         raise ModuleNotFoundError(
-            f"{purpose} needs the package {package}, which is not installed. Run: pip install {package}", name=top
+            f"{purpose} needs the package {package}, which is not installed. Run: pip install {package}{extra}",
+            name=top,
         ) from error
