@@ -27,7 +27,7 @@ LOG = logging.getLogger("mkdocs.hooks.site")
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "README.md": "index.md",
+    "README.md": "readme.md",
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
 }
@@ -140,12 +140,12 @@ def with_links_of_the_site(text: str, source: str, page: str) -> str:
 
 
 def without_links_of_the_host(text: str) -> str:
-    """Return the text of a changelog whose titles do not link to pages of the host of the repository."""
+    """Return a text from outside ``docs/``, without links to pages of the repository's host, and with its pictures."""
     titles = re.findall(r"^\[([^\]\n]+)\]: \.\./\.\./.*\n?", text, flags=re.MULTILINE)
     text = re.sub(r"^\[[^\]\n]+\]: \.\./\.\./.*\n?", "", text, flags=re.MULTILINE)
     for title in titles:
         text = text.replace(f"[{title}]", title)
-    return text
+    return re.sub(r'(src|srcset)="docs/', r'\1="', text)
 
 
 def text_of(path: str) -> str:
@@ -234,14 +234,14 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for each file outside ``docs/`` that a page links to."""
     texts = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
-    texts |= {path: (ROOT / path).read_text(encoding="utf-8") for path in PAGES if path != "README.md"}
-    wanted = set(PAGES) - {"README.md"}
+    texts |= {path: (ROOT / path).read_text(encoding="utf-8") for path in PAGES}
+    wanted = set(PAGES)
     for source, text in texts.items():
         for link in links_of(text):
             path = place(source, link[2])
             if path is not None and not path.startswith("docs/") and (ROOT / path).exists():
                 wanted.add(path)
-    for path in sorted(wanted - {"README.md"}):
+    for path in sorted(wanted):
         page = page_of(path)
         if path in PAGES:
             content = without_links_of_the_host(with_links_of_the_site(texts[path], path, page))

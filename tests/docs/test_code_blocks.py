@@ -40,14 +40,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder to run in, where modules that a page writes can be imported; one thread, and no seed left."""
     import torch
 
+    from hasten.speed import levers
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     threads, modules, main = torch.get_num_threads(), set(sys.modules), sys.modules["__main__"]
     torch.set_num_threads(1)
+    registered = {lever.name for lever in levers.known_levers()}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield tmp_path
+    for lever in levers.known_levers():
+        if lever.name not in registered:
+            levers.unregister(lever.name)
     if "hasten.compat" in sys.modules:
         sys.modules["hasten.compat"].uninstall()  # A program of Lightning ended with an error.
     torch.set_num_threads(threads)

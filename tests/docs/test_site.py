@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.docs import measured
+from tests.docs.measured import table
 from tests.rules.test_public_signatures import MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,18 @@ def test_the_reference_has_each_public_name(site: tuple[Path, list[str]]) -> Non
     assert sorted(names - anchors) == [], "add the module to REFERENCE in scripts/site.py"
 
 
+def test_the_measured_factors_are_those_of_the_results() -> None:
+    assert table() in measured.PAGE.read_text(encoding="utf-8"), "run: python -m tests.docs.measured --write"
+    speeds = {row["line"]: row["speed"] for row in measured.ladder("ladder_docstrings.json")}
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    bars = r"<code>([^<]+)</code></span><span class=\"bar\" style=\"width:([\d.]+)%\"></span>.*?>([\d.]+)\u00d7"
+    shown = re.findall(bars, home)
+    assert len(shown) == 5
+    for line, width, speed in shown:
+        assert f"{speeds[f'L.Trainer({line})']:.2f}" == speed
+        assert float(width) == pytest.approx(100 * float(speed) / max(speeds.values()), abs=0.1)
+
+
 def test_docstrings_become_markdown() -> None:
     script()  # Adds scripts/ to the path.
     from docstrings import in_markdown
@@ -112,7 +126,7 @@ def script() -> Any:
 def test_links_to_files_of_the_repository_lead_to_their_pages(caplog: pytest.LogCaptureFixture) -> None:
     text = "[a](../src/hasten/loops/fit.py) [b](speed.md#top) [c](../README.md) `[d](../no)` [e](https://x.org/../y)"
     assert script().with_links_of_the_site(text, "docs/plan.md", "plan.md") == (
-        "[a](files/src/hasten/loops/fit.py.md) [b](speed.md#top) [c](index.md) `[d](../no)` [e](https://x.org/../y)"
+        "[a](files/src/hasten/loops/fit.py.md) [b](speed.md#top) [c](readme.md) `[d](../no)` [e](https://x.org/../y)"
     )
     deeper = script().with_links_of_the_site(
         "[a](../../tests/models.py) [b](../plan.md)", "docs/start/a.md", "start/a.md"
