@@ -263,11 +263,11 @@ MISTAKES = [
     error("an index that an embedding has no row for", "training_step", "an embedding of 5 rows",
           lambda: check(net(parts={"words": nn.Embedding(5, 2)},
                             forward=lambda self, x: self.words(torch.full((len(x),), 9))))),
-    warning("softmax before `cross_entropy`", "loss", "each row sums to 1",
+    warning("softmax before `cross_entropy`", "loss", "gets the result of a softmax",
             lambda: check(net(forward=lambda self, x: self.layers(x).softmax(1)))),
     warning("probabilities for `nll_loss`", "loss", "nll_loss gets positive numbers",
             lambda: check(step(lambda self, batch: F.nll_loss(self(batch[0]).softmax(1), batch[1])))),
-    warning("sigmoid before `binary_cross_entropy_with_logits`", "loss", "as after a sigmoid",
+    warning("sigmoid before `binary_cross_entropy_with_logits`", "loss", "gets the result of a sigmoid",
             lambda: check(step(lambda self, batch: F.binary_cross_entropy_with_logits(
                 self(batch[0]).sigmoid(), torch.ones(len(batch[0]), 2))), loader(batch_size=8))),
     warning("`mse_loss` of two shapes", "loss", "target size",

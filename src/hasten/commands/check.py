@@ -84,7 +84,8 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
     from hasten.fabric import Fabric
     from hasten.loops.evaluate import evaluate, predict
     from hasten.module.datamodule import LightningDataModule
-    from hasten.preflight.report import CheckReport, CheckRow
+    from hasten.preflight.check import alone
+    from hasten.preflight.report import CheckReport, CheckRow, Rows
     from hasten.preflight.said import innermost, row_of_error
     from hasten.trainer import Trainer
 
@@ -124,7 +125,7 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
                     return evaluate(run, run.data_of(name)[0])
 
             stage: Any = name
-            return trainer.prepared_run(stage, model, {name: data}, datamodule, body)
+            return alone(trainer, Rows()).prepared_run(stage, model, {name: data}, datamodule, body)
 
         return call
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import os
 import time
@@ -125,9 +124,10 @@ class Check:
             rows.skipped("steps", "fit would stop before its first batch, see the errors")
             return
         if any(map(is_lazy, [*self.module.parameters(), *self.module.buffers()])):
-            # A layer that gets its shape from the first batch cannot lose it again.
-            self.module = copy.deepcopy(self.module)
-        own = self._single_process_trainer()
+            why = "the model has lazy layers, which could not lose the shapes again that they get from a batch"
+            rows.skipped("steps", f"{why}. Run one batch through it first: model(batch)")
+            return
+        own = alone(trainer, rows)
         self._fit(own)
         if "validate" not in self.seen.evaluated:
             self._validate(own)
@@ -143,45 +143,6 @@ class Check:
             look()
         except Exception as error:
             self.rows.skipped(name, f"this part of the check failed: {type(error).__name__}: {error}")
-
-    # -- a Trainer for the check
-
-    def _single_process_trainer(self) -> Trainer:
-        """Return a Trainer with the user's arguments, in this process alone and without what takes long."""
-        trainer, rows = self.trainer, self.rows
-        speed = self.arguments.speed
-        changes: dict[str, Any] = {
-            "speed": None,
-            "profiler": None,
-            "detect_anomaly": False,
-            "on_bad_loss": "warn",
-            "allocator": None,
-        }
-        if speed.compile is not None:
-            changes["compile"] = None
-            rows.skipped("compile", "compiling takes longer than a check: the steps ran as they are written")
-        for name in ("batch_size", "num_workers"):
-            if getattr(speed, name) == "auto":
-                changes[name] = None
-                rows.skipped(name, f"{name}='auto' is found by fit; the check used that of the loader")
-        if speed.resident:
-            changes["resident"] = False
-            rows.skipped("resident", "the check read batches from the loader, not from memory")
-        if type(trainer.strategy).__module__.startswith("hasten.") and trainer.strategy.name != "single_device":
-            device = trainer.strategy.root_device
-            on_one = [device.index] if device.type == "cuda" and device.index is not None else 1
-            plugins = trainer.given_arguments.get("plugins")
-            kept = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
-            changes |= {
-                "strategy": "auto",
-                "devices": on_one,
-                "num_nodes": 1,
-                "sync_batchnorm": False,
-                "uneven": "stop",
-                "plugins": [one for one in kept if not isinstance(one, ClusterEnvironment)] or None,
-            }
-        with _without(_OF_SEVERAL):
-            return trainer.with_arguments(**changes)
 
     # -- the stages
 
@@ -213,7 +174,10 @@ class Check:
         length = self.length = Length.of(run)
         self._guarded("optimizer", lambda: training.check_optimizers(run, length, rows))
         if not readable:
-            rows.skipped("training_step", "its data cannot be read, see above")
+            rows.skipped("training_step", "its data was not read, see there")
+            return
+        if run.train.is_off():
+            rows.skipped("training_step", "limit_train_batches=0")
             return
         self._limit(run)
         probe.watch_gradients(run.module)
@@ -247,7 +211,10 @@ class Check:
     def _check_end(self, run: Run, length: Length) -> None:
         """Warn of data that ended before its length."""
         trained, due = self.seen.trained, min(TRAIN_BATCHES, length.batches)
-        if run.progress.last_batch and trained < due and len(run.train.streams()) == 1:
+        if not trained:
+            if "train" in self.seen.batches:
+                self.rows.skipped("training_step", "on_train_batch_start returned -1, which skips the epoch")
+        elif run.progress.last_batch and trained < due and len(run.train.streams()) == 1:
             batches = f"{trained} batch{'es' if trained != 1 else ''}"
             self.rows.warning(
                 "train data",
@@ -256,13 +223,12 @@ class Check:
             )
 
     def _limit(self, run: Run) -> None:
-        """Have a run train for one short epoch, and validate after it."""
+        """Have a run train for one short epoch, after which the watch stops it, and validate after it."""
         given = run.train.limit
         run.accumulate_grad_batches = min(run.accumulate_grad_batches, 2)
         run.change_arguments(
             dataclasses.replace(
                 run.arguments,
-                max_epochs=run.progress.epochs_done + 1,
                 min_epochs=None,
                 max_steps=-1,
                 min_steps=None,
@@ -376,6 +342,49 @@ class Check:
                 self.rows.ok(f"{stage} batch{which}", text)
             if stage in self.seen.outputs:
                 self.rows.ok(STEP_OF[stage], f"returned {self.seen.outputs[stage]}")
+
+
+def alone(trainer: Trainer, rows: Rows) -> Trainer:
+    """Return a Trainer with the same arguments, in this process alone and without what takes long.
+
+    Args:
+        trainer: that of the user.
+        rows: where to say what is left out.
+
+    """
+    given = trainer.given_arguments
+    changes: dict[str, Any] = {
+        "speed": None,
+        "profiler": None,
+        "detect_anomaly": False,
+        "on_bad_loss": "warn",
+        "allocator": None,
+    }
+    if given.get("compile"):
+        changes["compile"] = None
+        rows.skipped("compile", "compiling takes longer than a check: the steps ran as they are written")
+    for name in ("batch_size", "num_workers"):
+        if given.get(name) == "auto":
+            changes[name] = None
+            rows.skipped(name, f"{name}='auto' is found by fit; the check used that of the loader")
+    if given.get("resident"):
+        changes["resident"] = False
+        rows.skipped("resident", "the check read batches from the loader, not from memory")
+    if type(trainer.strategy).__module__.startswith("hasten.") and trainer.strategy.name != "single_device":
+        device = trainer.strategy.root_device
+        on_one = [device.index] if device.type == "cuda" and device.index is not None else 1
+        plugins = given.get("plugins")
+        kept = plugins if isinstance(plugins, list) else [plugins] if plugins is not None else []
+        changes |= {
+            "strategy": "auto",
+            "devices": on_one,
+            "num_nodes": 1,
+            "sync_batchnorm": False,
+            "uneven": "stop",
+            "plugins": [one for one in kept if not isinstance(one, ClusterEnvironment)] or None,
+        }
+    with _without(_OF_SEVERAL):
+        return trainer.with_arguments(**changes)
 
 
 @contextmanager

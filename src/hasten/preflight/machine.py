@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,11 @@ _NEEDED = re.compile(r"^([A-Za-z0-9_.-]+)\s*\(?([^;)]*)\)?\s*(;.*)?$")
 def check_versions(rows: Rows) -> None:
     """Compare the installed packages with what hasten needs."""
     wrong = []
-    for needed in importlib.metadata.requires("hasten") or []:
+    needs: list[str] = []
+    # Without it, hasten runs from a folder that was not installed.
+    with suppress(importlib.metadata.PackageNotFoundError):
+        needs = importlib.metadata.requires("hasten") or []
+    for needed in needs:
         found = _NEEDED.match(needed)
         if found is None or "extra" in (found[3] or ""):
             continue

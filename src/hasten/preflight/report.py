@@ -124,13 +124,20 @@ class CheckReport:
         yield ""
         names = self._name_width()
         indent = " " * (_STATUS_WIDTH + names)
-        for row in self.rows:
+        for index, row in enumerate(self.rows):
+            if index and self._problems_begin(index):
+                yield ""
             text = wrapped(row.seen, width - len(indent))
             yield f"{row.status:<{_STATUS_WIDTH}}{row.name:<{names}}{text[0]}"
             yield from (indent + line for line in text[1:])
             yield from (indent + line for line in _remedy(row, width - len(indent)))
         yield ""
         yield self.summary
+
+    def _problems_begin(self, index: int) -> bool:
+        """Return whether a row is a problem and the one before it is not."""
+        problems = ("warning", "error")
+        return self.rows[index].status in problems and self.rows[index - 1].status not in problems
 
     def _name_width(self) -> int:
         return max((len(row.name) for row in self.rows), default=0) + 2
@@ -160,7 +167,9 @@ class CheckReport:
         shown.append("\n\n")
         names = self._name_width()
         indent = " " * (_STATUS_WIDTH + names)
-        for row in self.rows:
+        for index, row in enumerate(self.rows):
+            if index and self._problems_begin(index):
+                shown.append("\n")
             color = _COLOR[row.status]
             quiet = "bright_black" if row.status == "not checked" else ""
             shown.append(f"{row.status:<{_STATUS_WIDTH}}", style=f"bold {color}" if not quiet else color)
@@ -185,7 +194,7 @@ class CheckReport:
             if row.place:
                 seen += f" <span style='color:#6e7781'>({html.escape(row.place)})</span>"
             if row.line:
-                seen += f"<br><code style='white-space:pre-wrap'>{html.escape(row.line)}</code>"
+                seen += f"<br><code style='white-space:pre-wrap'>&rarr; {html.escape(row.line)}</code>"
             rows.append(
                 f"<tr><td {cell}><b style='color:{color}'>{row.status}</b></td>"
                 f"<td {cell}>{html.escape(row.name)}</td><td {cell}>{seen}</td></tr>"

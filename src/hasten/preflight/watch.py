@@ -170,6 +170,10 @@ class StepWatch(Callback):
             # Modules that step by hand, or whose data goes on behind its limit.
             trainer.should_stop = True
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the run after an epoch."""
+        trainer.should_stop = True
+
     # -- evaluation
 
     def on_validation_batch_start(
@@ -305,7 +309,7 @@ def first_bad_place(thing: object, path: str) -> str | None:
 def _described(outputs: object) -> str:
     if isinstance(outputs, Mapping) and set(outputs) == {"loss"}:
         return f"loss {describe_batch(outputs['loss'])}"
-    return describe_batch(outputs) if outputs is not None else "nothing"
+    return "nothing" if outputs is None or outputs == {} else describe_batch(outputs)
 
 
 class _SavedForBackward:
@@ -358,11 +362,11 @@ class _Losses(TorchFunctionMode):
         elif function is _F.embedding:
             _look_at_indices(*_two(args, kwargs, "weight"))
         elif function is _F.binary_cross_entropy_with_logits:
-            values = _two(args, kwargs, "target")[0]
-            if isinstance(values, Tensor) and _are_probabilities(values):
+            values, _ = _two(args, kwargs, "target")
+            if _made_by(values, "Sigmoid"):
                 self._seen.losses.append(
-                    ("warning", "binary_cross_entropy_with_logits gets numbers between 0 and 1 only, as after a "
-                     "sigmoid, and applies the sigmoid itself.", "Leave out the sigmoid before the loss.")
+                    ("warning", "binary_cross_entropy_with_logits gets the result of a sigmoid, and applies one "
+                     "itself.", "Leave out the sigmoid before the loss.")
                 )  # fmt: skip
         return function(*args, **kwargs)
 
@@ -376,10 +380,10 @@ def _look_at_labels(seen: Seen, name: str, values: Any, labels: Any, kwargs: Map
     if not isinstance(values, Tensor) or not isinstance(labels, Tensor) or values.dim() == 0:
         return
     classes = int(values.shape[1] if values.dim() > 1 else values.shape[0])
-    if name == "cross_entropy" and values.dim() == 2 and classes > 1 and _sum_to_one(values):
+    if name == "cross_entropy" and _made_by(values, "Softmax"):
         seen.losses.append(
-            ("warning", "cross_entropy gets probabilities: each row sums to 1, as after a softmax, and cross_entropy "
-             "applies the softmax itself.", "Leave out the softmax before the loss, or use nll_loss on log_softmax.")
+            ("warning", "cross_entropy gets the result of a softmax, and applies one itself.",
+             "Leave out the softmax before the loss, or use nll_loss on log_softmax.")
         )  # fmt: skip
     if name == "nll_loss" and values.is_floating_point() and values.numel() and bool((values > 1e-6).any()):
         seen.losses.append(
@@ -422,14 +426,23 @@ def _look_at_indices(indices: Any, weight: Any) -> None:
         )
 
 
-@torch.no_grad()
-def _sum_to_one(values: Tensor) -> bool:
-    if not values.is_floating_point() or not values.numel() or bool((values < 0).any()):
-        return False
-    return bool(torch.allclose(values.float().sum(1), torch.ones((), device=values.device), atol=1e-3))
+# Functions that change the shape of a result, not its numbers.
+_RESHAPES = {
+    "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Alias", "ToCopy", "Transpose",
+    "Permute", "T",
+}  # fmt: skip
 
 
-@torch.no_grad()
-def _are_probabilities(values: Tensor) -> bool:
-    # A few numbers may be between 0 and 1 by chance.
-    return values.numel() >= 16 and bool(((values >= 0) & (values <= 1)).all())
+def _made_by(values: Any, function: str) -> bool:
+    """Return whether a tensor is the result of a function, such as "Sigmoid", as autograd has it."""
+    node = getattr(values, "grad_fn", None)
+    for _ in range(4):
+        if node is None:
+            return False
+        name = type(node).__name__.partition("Backward")[0]
+        if name == function:
+            return True
+        if name not in _RESHAPES or not node.next_functions:
+            return False
+        node = node.next_functions[0][0]
+    return False
