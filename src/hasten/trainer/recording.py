@@ -82,7 +82,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         raise
     finally:
         progress = run.progress
-        run.record.add("end", step=progress.global_step, epoch=progress.current_epoch, reason=reason, message=message)
+        run.record.add("end", step=progress.logged_step, epoch=progress.current_epoch, reason=reason, message=message)
         run.record.flush()
         git.read()
         logged.on_row = None
@@ -114,7 +114,7 @@ def _facts(trainer: Trainer, run: Run) -> dict[str, Any]:
     batches = run.train.limit if run.train.loaded else None
     loaders = run.train.loaders if run.train.loaded else []
     return {
-        "step": progress.global_step,
+        "step": progress.logged_step,
         "epoch": progress.current_epoch,
         "resumed_from": trainer.ckpt_path if run.resumed_at >= 0 else None,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
