@@ -1,4 +1,4 @@
-"""The command line: ``hasten COMMAND``. Each command is a file in this package, imported when it is used."""
+"""The command line: ``hasten COMMAND``. Each command is a module, imported when it is used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ COMMANDS = {
     "advise": ("hasten.commands.advise", "measure which one-line switches make a program faster"),
     "check": ("hasten.commands.check", "find what would go wrong in a program's fit, in seconds, before it starts"),
     "consolidate": ("hasten.commands.consolidate", "make one file of a sharded checkpoint, which is a folder"),
-    "demo": ("hasten.commands.demo", "train a model on real data and time each one-line switch"),
+    "demo": ("hasten.demo.command", "train a model on real data and time each one-line switch"),
     "eject": ("hasten.commands.eject", "write the plain PyTorch program that does the same without hasten"),
+    "env": ("hasten.commands.env", "print what a bug report needs: versions, processor, memory, GPUs"),
     "launch": ("hasten.commands.launch", "start a program in several processes, and restart them when one dies"),
     "migrate": ("hasten.commands.migrate", "rewrite the imports of Lightning in a folder of programs"),
     "plan": ("hasten.commands.plan", "print what a program needs on many devices, without using any"),
