@@ -30,6 +30,7 @@ _QUIETLY: dict[str, Any] = {
     "plugins": None,
     "sync_batchnorm": False,
     "logger": False,
+    "callbacks": [],
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,

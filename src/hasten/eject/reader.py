@@ -64,6 +64,11 @@ SIGNATURES = {
     "EMAWeightAveraging": ("decay", "update_every_n_steps"),
     "StochasticWeightAveraging": ("swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy"),
 }  # fmt: skip
+# Arguments of these that stand in the same place here.
+POSITIONAL = {
+    "EarlyStopping": 3, "ModelCheckpoint": 1, "GradientAccumulationScheduler": 1, "BackboneFinetuning": 1,
+    "StochasticWeightAveraging": 4,
+}  # fmt: skip
 # Callbacks that only show or measure something.
 ONLY_SHOW = frozenset(
     {
@@ -262,6 +267,8 @@ class UseReader:
         use, source = self.use, self.source
         use.classes.add(name)
         known = SIGNATURES[name]
+        if len(call.positional) > POSITIONAL.get(name, 0):
+            source.refuse(call.node, f"{name}: name its arguments, as in {name}({known[-1]}=...)")
         for argument, value in call.named.items():
             if argument not in (*known, *QUIET):
                 source.refuse(

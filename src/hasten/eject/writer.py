@@ -254,10 +254,10 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
         "output": use.output,
         "accumulates": accumulates and not manual,
         "clip": clip,
+        "finishes": bool(clip)
+        or bool((hooks | callback_hooks) & {"on_before_optimizer_step", "configure_gradient_clipping"}),
         "clip_arguments": _clip_arguments(given),
-        "clipped": "model.parameters()"
-        if facts.all_parameters and not use.classes & {"BackboneFinetuning"}
-        else '[p for group in optimizer.param_groups for p in group["params"]]',
+        "all_parameters": facts.all_parameters and "BackboneFinetuning" not in use.classes,
         "step": f"model.training_step({', '.join(('batch', 'batch_idx')[: takes.get('training_step', 2)])})",
         "model_hooks": hooks,
         "callback_hooks": callback_hooks,
@@ -393,7 +393,7 @@ def _log_summary(use: Use) -> str:
         return "what counts is the mean over all samples"
     if not use.evaluation_logs and not use.train_epoch_logs:
         return "the latest counts"
-    return "the latest counts in training steps, elsewhere the mean over all samples"
+    return "the latest counts in training steps, elsewhere the mean"
 
 
 def _train_outputs(manual: bool, use: Use) -> str:
@@ -596,7 +596,7 @@ def _summary(facts: Facts, accumulates: bool, clips: bool, precision: str, valid
     if not facts.automatic:
         parts = ["its training_step for each batch of each epoch"]
     elif accumulates:
-        parts = ["forward and backward for each batch, a step for each window of batches"]
+        parts = ["forward and backward for each batch, a step for each window"]
     if validates:
         parts.append("then validation")
     return ", ".join(parts)
