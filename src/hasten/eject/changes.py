@@ -115,6 +115,9 @@ class Changes:
             return
         if isinstance(parent, ast.Attribute) and source.hasten_name(parent) is not None:
             return
+        if source.is_type(node):
+            source.replace(node, "Any")
+            return
         new = {MODEL: "Module" if self.filled["module"] else "torch.nn.Module", DATA: "object"}.get(name, name)
         if name == MODEL and not isinstance(parent, ast.ClassDef) and not self.filled["module"]:
             new = "torch.nn.Module"

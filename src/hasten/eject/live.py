@@ -18,11 +18,15 @@ from hasten.eject.facts import Facts, gather
 from hasten.eject.program import ejected
 from hasten.eject.reader import ONLY_SHOW, SIGNATURES
 from hasten.eject.source import EjectError
+from hasten.module import LightningModule
 from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
 
 if TYPE_CHECKING:
     from hasten.trainer import Trainer
 
+# Modules of names for annotations, which do not say where they come from.
+_TYPES = ("typing", "hasten.types")
 # Attributes of hasten's callbacks that have another name than the argument.
 _STORED = {
     "swa_lrs": "_swa_lrs",
@@ -108,7 +112,8 @@ def _around(trainer: Trainer, facts: Facts, data: dict[str, Any]) -> str:
     imported = sorted(one.partition("(")[0] for one in own if one.partition("(")[0] in SIGNATURES)
     imports = f"from hasten.callbacks import {', '.join(imported)}\n" if imported else ""
     return (
-        f"{parts.imports_text()}\nimport hasten as hasten_\n{imports}\n\n{parts.text()}\n\n"
+        f"from __future__ import annotations\n{parts.imports_text()}\nimport hasten as hasten_\n{imports}\n\n"
+        f"{parts.text()}\n\n\n"
         f"def train({parameters}):\n"
         '    """Train a model, as the session did that this program was written in: it does not know its data."""\n'
         f"    trainer = hasten_.Trainer({', '.join(arguments)})\n"
@@ -164,30 +169,39 @@ class _Definitions:
         if isinstance(value, ModuleType):
             self._imports[name] = f"import {value.__name__}" + ("" if value.__name__ == name else f" as {name}")
             return
-        home = getattr(value, "__module__", None)
+        home, own_name = str(getattr(value, "__module__", None)), getattr(value, "__name__", name)
         is_definition = isinstance(value, type) or inspect.isroutine(value)
-        if is_definition and home == user.__module__:
+        if is_definition and (home == user.__module__ or _derives_from_hasten(value)):
             self.need(name, value)
-        elif is_definition and home is not None and getattr(sys.modules.get(home), value.__name__, None) is value:
-            as_name = "" if value.__name__ == name else f" as {name}"
-            self._imports[name] = f"from {home} import {value.__name__}{as_name}"
+        elif is_definition and getattr(sys.modules.get(home), own_name, None) is value:
+            as_name = "" if own_name == name else f" as {name}"
+            # The public place of a name: torch.utils.data, not torch.utils.data.dataloader.
+            while getattr(sys.modules.get(home.rpartition(".")[0]), own_name, None) is value:
+                home = home.rpartition(".")[0]
+            self._imports[name] = f"from {home} import {own_name}{as_name}"
+        elif of_types := next((one for one in _TYPES if getattr(sys.modules.get(one), name, None) is value), ""):
+            self._imports[name] = f"from {of_types} import {name}"
         elif name not in self._seen and _is_plain(value):
             self._seen.add(name)
             self._texts.append(f"{name} = {value!r}")
         elif name not in self._seen:
-            found = getattr(sys.modules.get("typing"), name, None)
-            if found is not value:
-                raise EjectError(
-                    f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known. Put the program "
-                    "into a file and use `hasten eject`."
-                )
-            self._imports[name] = f"from typing import {name}"
+            raise EjectError(
+                f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known. Put the program into a "
+                "file and use `hasten eject`."
+            )
 
     def imports_text(self) -> str:
         return "\n".join(dict.fromkeys(self._imports.values()))
 
     def text(self) -> str:
         return "\n\n\n".join(self._texts)
+
+
+def _derives_from_hasten(value: Any) -> bool:
+    """Return whether a value is a class of the user's that is a LightningModule, a datamodule or a callback."""
+    if not isinstance(value, type) or value.__module__.startswith("hasten."):
+        return False
+    return issubclass(value, (LightningModule, LightningDataModule, Callback))
 
 
 def _is_plain(value: Any) -> bool:

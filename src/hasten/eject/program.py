@@ -44,7 +44,12 @@ def _assembled(body: str, generated: list[str], comments: list[str], name: str) 
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     present = {alias.asname or alias.name for node in imports for alias in node.names}
     needed = writer.used_by(text) | ({"SimpleNamespace"} if "SimpleNamespace(" in body else set())
-    lines = {"Path": "from pathlib import Path", "SimpleNamespace": "from types import SimpleNamespace"}
+    needed |= {"Any"} & loaded_names(tree)
+    lines = {
+        "Any": "from typing import Any",
+        "Path": "from pathlib import Path",
+        "SimpleNamespace": "from types import SimpleNamespace",
+    }
     added = [lines.get(one, f"import {one}") for one in sorted(needed - present)]
     notes = [f"# {note}." for note in comments]
     banner = [f"# -- the training loop of {name}: what hasten did for it", *notes]

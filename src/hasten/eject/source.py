@@ -93,6 +93,14 @@ class Source:
             return None
         return ".".join([self.imported[node.id], *reversed(parts)]).rsplit(".", 1)[-1]
 
+    def is_type(self, node: ast.AST) -> bool:
+        """Return whether a name of hasten's is one for annotations."""
+        base = node
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        full = self.imported.get(base.id, "") if isinstance(base, ast.Name) else ""
+        return ".types" in full or (isinstance(node, ast.Attribute) and ".types." in self.segment(node))
+
     def uses(self) -> Iterator[tuple[ast.expr, str]]:
         """Yield each longest expression that names something of hasten, with its last part."""
         for node in ast.walk(self.tree):

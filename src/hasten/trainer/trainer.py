@@ -48,6 +48,7 @@ from hasten.resolve import runtime as resolve_runtime
 from hasten.seed import set_deterministic
 from hasten.speed.auto import advise, choose_speed
 from hasten.trainer import limited_runs, parts, requeue
+from hasten.trainer.eject import eject
 from hasten.trainer.profiling import LOOP, profiled
 from hasten.trainer.properties import TrainerView
 from hasten.trainer.recording import recorded
@@ -257,6 +258,7 @@ class Trainer(TrainerView):
         self._loops = {}
 
     advise = advise
+    eject = eject
 
     def check(
         self,
