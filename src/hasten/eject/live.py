@@ -186,12 +186,19 @@ class _Definitions:
             self._texts.append(f"{name} = {value!r}")
         elif name not in self._seen:
             raise EjectError(
-                f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known. Put the program into a "
-                "file and use `hasten eject`."
+                f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known. Put the program into "
+                "a file and use `hasten eject`."
             )
 
     def imports_text(self) -> str:
-        return "\n".join(dict.fromkeys(self._imports.values()))
+        """Return the imports, with all names of a module in one line."""
+        lines: dict[str, list[str]] = {}
+        for one in dict.fromkeys(self._imports.values()):
+            start, _, name = one.partition(" import ")
+            lines.setdefault(start if name and " as " not in name else one, []).append(name)
+        joined = {start: ", ".join(sorted(names, key=str.lower)) for start, names in lines.items()}
+        return "\n".join(f"{start} import {names}" if " import " not in start and start.startswith("from") else start
+                         for start, names in joined.items())  # fmt: skip
 
     def text(self) -> str:
         return "\n\n\n".join(self._texts)
