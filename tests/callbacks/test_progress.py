@@ -69,13 +69,15 @@ for name in sys.argv[1:]:
 # For each bar, regular expressions of its lines: training, validation, test and prediction; and an epoch in lines.
 LOOKS = {
     "TQDMProgressBar": (
-        r"Epoch 1: 100%.* 400/400 .*(val_loss=0.250.*loss=399|loss=399.*val_loss=0.250)",
+        r"Epoch 1/1: 100%\|█+\| 400/400  (step 800  )?(loss=399.0  val_loss=0.250|val_loss=0.250  loss=399.0)  "
+        r"\S+ samples/s  (data wait \d+%  )?took 0:\d\d$",
         ("Validation DataLoader 0: 100%", "Testing DataLoader 1: 100%", "Predicting DataLoader 0: 100%"),
-        r"Epoch \d: +\d+%",
-        "Epoch {}",
+        r"Epoch \d/1: +\d+%",
+        "Epoch {}/1",
     ),
     "RichProgressBar": (
-        r"Epoch 1/1 .* 400/400 .*\d:\d\d:\d\d • 0:00:00 \d+\.\d\dit/s loss: 399.000 val_loss: 0.250$",
+        r"Epoch 1/1 .* 400/400 \d:\d\d:\d\d • took 0:\d\d \S+ samples/s "
+        r"(loss: 399.000 val_loss: 0.250|val_loss: 0.250 loss: 399.000)( data wait \d+%)?$",
         ("Validation DataLoader 0 .* 30/30 ", "Testing DataLoader 1 .* 7/7 ", "Predicting DataLoader 0 .* 5/5 "),
         r"Epoch \d/1",
         "Epoch {}/1",
@@ -168,14 +170,14 @@ def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
     lines = [line for line in shown.splitlines() if re.match(r"Epoch|printed|Val|Test|Pred", line)]
     stages = ("Validation DataLoader 0: 30/30", "Testing DataLoader 0: 10/10", "Testing DataLoader 1: 7/7")
     evaluations = [*stages, "Predicting DataLoader 0: 5/5"]
-    found = [line.split(" [")[0].replace("100% ", "") for line in lines]
+    found = [re.split(r" \[|  step", line)[0].replace("100% ", "") for line in lines]
     for *_, epoch in LOOKS.values():
         training = [line for i in (0, 1) for line in (f"printed {i}", f"{epoch.format(i)}: 400/400")]
         assert found[:8] == [*training, *evaluations]
         del found[:8]
     assert found == []
     assert "val_loss=0.250" in lines[1]
-    assert re.search(r"\[\d\d:\d\d<00:00, +[0-9.]+it/s, ", lines[1])
+    assert re.search(r"  step 400  .*  \S+ samples/s  .*0:\d\d left$", lines[1])
 
 
 # -- in this process; rich on a terminal that is a string
@@ -207,7 +209,7 @@ def epoch_line(terminal: io.StringIO) -> str:
 
 @pytest.mark.parametrize(
     ("epochs", "line", "rich_line"),
-    [(3, "Epoch 0: 7it [", r"Epoch 0/2 .* 7/-- .*• -:--:--"), (-1, "Epoch 0: 100% 7/7 [", r"Epoch 0  .* 7/7 ")],
+    [(3, "Epoch 0/2: 7it  step 7/7", r"Epoch 0/2 .* 7/-- "), (-1, "Epoch 0: 100% 7/7  step 7/7", r"Epoch 0  .* 7/7 ")],
 )
 def test_a_length_that_is_unknown_or_limited_by_steps(
     capsys: pytest.CaptureFixture[str], epochs: int, line: str, rich_line: str
@@ -238,7 +240,7 @@ def test_long_epochs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str
 
     fit(Late())
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" [")[0] for line in lines] == ["Epoch 0:  50% 2/4", "Epoch 0: 100% 4/4"]
+    assert [line.split("  step")[0] for line in lines] == ["Epoch 0/0:  50% 2/4", "Epoch 0/0: 100% 4/4"]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,12 @@ def test_values_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert epoch_line(terminal).endswith("half: 5.0e-01; whole: 42; text: yes; other: None")
 
 
-def test_the_version_of_the_logger_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_version_of_the_logger_is_shown_where_lightning_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(TQDMProgressBar(), logger=CSVLogger(tmp_path, version=17))
+    assert "v_num" not in capsys.readouterr().out
+    monkeypatch.setattr("hasten.elsewhere.alias._active", True)
     fit(TQDMProgressBar(), logger=CSVLogger(tmp_path, version=17))
     assert "v_num=17" in capsys.readouterr().out
 
@@ -341,7 +348,7 @@ def test_columns_and_colours_can_be_chosen() -> None:
 
     terminal = Terminal()
     fit(rich_bar(terminal, Mine))
-    assert "at 4 of 4" in screen(terminal.getvalue())
+    assert "at 4 of 4 loss: -0.300" in screen(terminal.getvalue())
     theme = RichProgressBarTheme(description="bold red", batch_progress="green", metrics="blue")
     terminal = Terminal()
     console = {"file": terminal, "force_terminal": True, "width": 120, "color_system": "standard"}
@@ -353,7 +360,7 @@ def test_columns_and_colours_can_be_chosen() -> None:
 def test_a_notebook_without_widgets_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("hasten.callbacks.rich_progress.installed", lambda name: False)
     fit(RichProgressBar(console_kwargs={"force_jupyter": True}))
-    assert "Epoch 0/0: 100% 4/4 [" in capsys.readouterr().out
+    assert "Epoch 0/0: 100% 4/4  step 4" in capsys.readouterr().out
 
 
 def test_the_tasks_can_be_read() -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import warn_once
+from hasten.callbacks.progress_line import ProgressLine, ValidationBar, notebook_line, shown
+from hasten.callbacks.tqdm_bar import LINE_INTERVAL_SECONDS as LINE_INTERVAL_SECONDS
+from hasten.callbacks.tqdm_bar import Tqdm as Tqdm
 from hasten.elsewhere import alias
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
@@ -26,6 +27,8 @@ from hasten.machine.host import in_notebook
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
@@ -254,7 +257,8 @@ class DrawnProgressBar(ProgressBar):
         return bar
 
     def _epoch_description(self, trainer: Trainer) -> str:
-        return f"Epoch {trainer.current_epoch}"
+        last = None if alias.active() else trainer.max_epochs
+        return f"Epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
 
     def _messages_above(self, bar: Any) -> None:
         """Show log messages for the terminal above ``bar`` until ``_redirected`` is closed."""
@@ -301,8 +305,11 @@ class DrawnProgressBar(ProgressBar):
         if self._leave:
             bar.close()
 
-    def on_train_end(self, *_: object) -> None:
-        self._bar("train").close()
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        bar = self._bar("train")
+        if not self._leave and draws(bar) and hasattr(bar, "line_state"):
+            self._show_train_state(trainer, pl_module, ended=True)
+        bar.close()
         self._redirected.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -329,6 +336,9 @@ class DrawnProgressBar(ProgressBar):
         self._close(self._evaluation)
         if self._evaluation == "val" and not trainer.sanity_checking:
             self._show_train_state(trainer, pl_module)
+            bar = self._bars.get("train")
+            if hasattr(bar, "line_state") and not trainer.is_last_batch:
+                _write_line(bar)  # At the end of an epoch there is one anyway.
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -397,14 +407,26 @@ class DrawnProgressBar(ProgressBar):
             return
         bar.n = n
         if metrics is not None:
-            bar.set_postfix(metrics, refresh=False)
+            self._describe(bar, metrics)
         bar.refresh()
         self._next_refresh = time.monotonic() + self._refresh_seconds
 
-    def _show_train_state(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _describe(self, bar: Any, metrics: dict[str, Any], *, ended: bool = False) -> None:
+        """Show the values of ``get_metrics``, and what is known of the fit where a bar has room for it."""
+        state = getattr(bar, "line_state", None)
+        if state is not None:
+            # It is in the folder's name, and says nothing of the training.
+            if "v_num" in metrics and "v_num" not in self.trainer.current_run.logged.bar_values:
+                metrics = {name: value for name, value in metrics.items() if name != "v_num"}
+            state.values, state.look = metrics, functools.partial(shown, self.trainer, metrics, ended=ended)
+        bar.set_postfix(metrics, refresh=False)
+
+    def _show_train_state(self, trainer: Trainer, pl_module: LightningModule, *, ended: bool = False) -> None:
         bar = self._bars.get("train")
         if bar is not None and not bar.disable and trainer.state.fn == TrainerFn.FITTING:
-            self._refresh(bar, max(self._train_batches[0], bar.n), self.get_metrics(trainer, pl_module))
+            bar.n = max(self._train_batches[0], bar.n)
+            self._describe(bar, self.get_metrics(trainer, pl_module), ended=ended)
+            self._refresh(bar, bar.n)
 
 
 class _AboveBar(io.TextIOBase):
@@ -443,11 +465,6 @@ def _write_line(bar: Any) -> None:
 def draws(bar: object) -> bool:
     """Return whether a bar is drawn over itself, rather than written as lines."""
     return bool(getattr(bar, "_draws", True))
-
-
-# Seconds between two lines, where a bar cannot be drawn over itself.
-LINE_INTERVAL_SECONDS = 30.0
-_NUMBER_WIDTH = 5
 
 
 class TQDMProgressBar(DrawnProgressBar):
@@ -512,14 +529,20 @@ class TQDMProgressBar(DrawnProgressBar):
 
     def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of training."""
-        return self._make(self.train_description, leave=True, smoothing=0)
+        options: dict[str, Any] = {"leave": True, "smoothing": 0}
+        if alias.active() or self.BAR_FORMAT is not TQDMProgressBar.BAR_FORMAT:
+            return self._make(self.train_description, **options)
+        return self._make(self.train_description, text=ProgressLine, widget=notebook_line, **options)
 
     def init_predict_tqdm(self) -> tqdm[Any]:
         """Return the bar of prediction."""
         return self._make(self.predict_description, leave=True, smoothing=0)
 
     def init_validation_tqdm(self) -> tqdm[Any]:
-        """Return the bar of validation: below that of training, or alone."""
+        """Return the bar of validation: within the line of training, below another bar of training, or alone."""
+        line, fits = self._bars.get("train"), self.trainer.state.fn == TrainerFn.FITTING
+        if fits and line is not None and hasattr(line, "line_state"):
+            return ValidationBar(line, self.validation_description.lower())  # type: ignore[return-value]
         inside = self.trainer.state.fn != TrainerFn.VALIDATING
         return self._make(self.validation_description, leave=not inside, position=int(inside))
 
@@ -527,7 +550,15 @@ class TQDMProgressBar(DrawnProgressBar):
         """Return the bar of the test."""
         return self._make(self.test_description, leave=True)
 
-    def _make(self, description: str, *, position: int = 0, **options: Any) -> tqdm[Any]:
+    def _make(
+        self,
+        description: str,
+        *,
+        position: int = 0,
+        text: type[Tqdm] | None = None,
+        widget: Callable[..., tqdm[Any]] | None = None,
+        **options: Any,
+    ) -> tqdm[Any]:
         options |= {
             "desc": description,
             "position": 2 * self._process_position + position,
@@ -539,102 +570,9 @@ class TQDMProgressBar(DrawnProgressBar):
         if in_notebook() and installed("ipywidgets"):
             from tqdm.notebook import tqdm as widgets
 
-            return widgets(**options)
-        return Tqdm(**options)
+            return widgets(**options) if widget is None else widget(**options)
+        # Looked up here: programs replace it.
+        return (Tqdm if text is None else text)(**options)
 
     def _open(self, name: str) -> Any:
         return getattr(self, f"init_{name}_tqdm")()
-
-
-class Tqdm(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar whose numbers keep their width, and which writes whole lines to files and pipes.
-
-    Args:
-        *args: as for ``tqdm``.
-        **kwargs: as for ``tqdm``; in files and pipes, ``leave=False`` writes no line at the end.
-
-    Example::
-
-        >>> Tqdm.format_num(0.5)
-        '0.500'
-
-    """
-
-    # The callback refreshes bars; tqdm's monitor thread would only cost time.
-    monitor_interval: ClassVar[int] = 0
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self._draws = _is_terminal(kwargs.get("file") or sys.stderr)
-        self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
-        self._shown: tuple[Any, ...] | None = None
-        super().__init__(*args, **kwargs)  # type: ignore[call-overload]
-
-    @staticmethod
-    def format_num(n: float | str) -> str:
-        """Return a number with a fixed width where possible, so that the bar does not flicker."""
-        text = n if isinstance(n, str) else tqdm.format_num(n)
-        if not isinstance(n, (float, str)) or "e" in text:
-            return text
-        if "." not in text and len(text) < _NUMBER_WIDTH:
-            try:
-                float(text)
-            except ValueError:
-                return text
-            text += "."
-        return text + "0" * (_NUMBER_WIDTH - len(text))
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Draw the bar; without a terminal write a line, at most one each ``LINE_INTERVAL_SECONDS``."""
-        if self._draws:
-            super().display(msg, pos)
-            return
-        now = time.monotonic()
-        if now >= self._next_line:
-            self._next_line = now + LINE_INTERVAL_SECONDS
-            self.write_line()
-
-    def write_line(self) -> None:
-        """Write the state of the bar as a line, unless the previous line was the same."""
-        if self.disable or self._draws:
-            return
-        state = (self.n, self.total, self.desc, self.postfix)
-        if state != self._shown:
-            self._shown = state
-            # With zero columns, tqdm draws no bar and does not cut the line.
-            looks = {"ncols": 0, "bar_format": None, "prefix": (self.desc or "").removesuffix(": ")}
-            self.fp.write(self.format_meter(**{**self.format_dict, **looks}) + "\n")
-            self.fp.flush()
-
-    def clear(self, nolock: bool = False) -> None:
-        """Remove the bar from the screen; a line stays."""
-        if self._draws:
-            super().clear(nolock)
-
-    def close(self) -> None:
-        """End the bar; without a terminal its last state is written as a line."""
-        if not self._draws and not self.disable:
-            if self.leave and self.n:
-                self.write_line()
-            leave, self.leave = self.leave, False
-            super().close()
-            self.leave = leave
-            return
-        super().close()
-
-    def moveto(self, n: int) -> None:
-        """Move the cursor of a terminal."""
-        if self._draws:
-            super().moveto(n)
-
-
-# A lock between threads, instead of tqdm's lock between processes, which starts a helper process.
-Tqdm.set_lock(threading.RLock())
-
-
-def _is_terminal(stream: object) -> bool:
-    if in_notebook():
-        return True
-    try:
-        return bool(stream.isatty())  # type: ignore[attr-defined]
-    except (AttributeError, ValueError):  # not a file, or a closed one
-        return False

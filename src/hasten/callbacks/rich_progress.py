@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed, need
-from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, Tqdm, convert_inf
+from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, convert_inf
+from hasten.callbacks.progress_line import LineState, ProgressLine
+from hasten.callbacks.tqdm_bar import Tqdm
+from hasten.elsewhere import alias
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn, Task
@@ -178,13 +181,14 @@ class RichProgressBar(DrawnProgressBar):
         inside = name in ("sanity", "validation") and self.trainer.state.fn == "fit"
         description = getattr(self, f"{'sanity_check' if name == 'sanity' else name}_description")
         if self.is_disabled or not self._start_display():
-            return Tqdm(
+            kind = ProgressLine if name == "train" and not alias.active() else Tqdm
+            return kind(
                 desc=description,
                 disable=self.is_disabled,
                 file=None if self._console is None else self._console.file,
                 leave=not inside,
             )
-        bar = RichBar(self, description, leave=not inside)
+        bar = RichBar(self, description, leave=not inside, shows_fit=name == "train" and not alias.active())
         self._shown.append(bar)
         return bar
 
@@ -258,13 +262,15 @@ class RichBar:
     disable = False
     _draws = True
 
-    def __init__(self, owner: RichProgressBar, description: str, *, leave: bool) -> None:
+    def __init__(self, owner: RichProgressBar, description: str, *, leave: bool, shows_fit: bool = False) -> None:
         self._owner = owner
         self._leave = leave
         self._description = description
         self._initial = self.n = 0
         self.total: float | None = None
         self.postfix: Any = None
+        if shows_fit:
+            self.line_state = LineState()
         self.id = owner.progress.add_task(description, total=None, metrics={}, initial=0, visible=False)
 
     @property
@@ -315,6 +321,7 @@ class RichBar:
             completed=self.n,
             description=self._description,
             metrics=self.postfix or {},
+            shown=None if (state := getattr(self, "line_state", None)) is None else state.look(),
             visible=True,
         )
         progress.refresh()
@@ -360,6 +367,9 @@ def batches_text(task: Task) -> str:
 def time_text(task: Task) -> str:
     """Return the time of a bar, elapsed and remaining."""
     elapsed = task.finished_time if task.finished else task.elapsed
+    if (about := task.fields.get("shown")) is not None and about.left:
+        begun = "-:--:--" if elapsed is None else str(timedelta(seconds=int(elapsed)))
+        return f"{begun} • {about.left}"
     times = (
         "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
         for seconds in (elapsed, task.time_remaining)
@@ -369,6 +379,8 @@ def time_text(task: Task) -> str:
 
 def speed_text(task: Task) -> str:
     """Return the batches a second of a bar."""
+    if (about := task.fields.get("shown")) is not None and about.speed:
+        return str(about.speed)
     speed = task.finished_speed or task.speed
     if speed is None and task.elapsed:
         speed = (task.completed - task.fields.get("initial", 0)) / task.elapsed
@@ -384,8 +396,11 @@ def metrics_text(task: Task, delimiter: str, number_format: str) -> str:
         number_format: how a number is written, as for ``format``.
 
     """
-    texts = []
-    for name, value in task.fields.get("metrics", {}).items():
+    texts, about = [], task.fields.get("shown")
+    values = dict(task.fields.get("metrics", {}))
+    if about is not None and about.loss is not None:
+        values = {"loss": about.loss, **values}
+    for name, value in values.items():
         text = str(value)
         # Whole numbers, such as the logger's version, stay whole.
         if not isinstance(value, str | int):
@@ -394,4 +409,6 @@ def metrics_text(task: Task, delimiter: str, number_format: str) -> str:
             except (TypeError, ValueError):  # not a number, or of another kind
                 pass
         texts.append(f"{name}: {text}")
+    if about is not None:
+        texts += [text for text in (about.waiting, about.memory) if text]
     return delimiter.join(texts)

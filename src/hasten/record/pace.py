@@ -286,16 +286,13 @@ class Pace:
         """Seconds since the fit began."""
         return time.perf_counter() - self._began
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether enough steps are done to tell a speed."""
-        return self._run is not None and bool(self._history) and self._totals().batches > self._history[0].batches
-
     def speed(self) -> Speed | None:
         """Return how fast the last seconds were; None before the second step."""
-        if not self.is_measured or self._run is None:
+        if self._run is None or not self._history:
             return None
         now = self._look()
+        if now.batches <= self._history[0].batches:
+            return None
         before = next(
             (totals for totals in reversed(self._history) if now.seconds - totals.seconds >= _RECENT_SECONDS),
             self._history[0],
@@ -315,10 +312,12 @@ class Pace:
         Before the second step it is not known, and the result is None too.
         """
         run = self._run
-        if run is None or not self.is_measured:
+        if run is None or not self._history:
             return None
         now, left = self._look(), self.deadline - time.perf_counter()
         first = self._history[0]
+        if now.batches <= first.batches:
+            return None
         per_batch = (now.seconds - first.seconds) / max(1, now.batches - first.batches)
         batches = self._batches_left(run)
         if not math.isinf(batches):
@@ -327,7 +326,7 @@ class Pace:
             each = self._last_validation
             if each is None:
                 each = per_batch * _VALIDATION_COST * _batches_of_validation(run)
-            validations = run.validation_schedule.left(run, batches) * each
+            validations = run.validation_schedule.left(run, batches) * each if batches and each else 0.0
             if self._aside_since is not None and run.state.stage != "train":
                 validations += max(0.0, each - (time.perf_counter() - self._aside_since))
             left = min(left, batches * per_batch + validations + checkpoints)
