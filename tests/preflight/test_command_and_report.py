@@ -181,6 +181,28 @@ def test_what_was_not_checked_has_its_reason(make: Callable[[], CheckReport], na
     assert report.ok
 
 
+class Images(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.norm(x.unflatten(1, (2, 2, 2))).flatten(1))
+
+
+class IgnoresSome(Classifier):
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), torch.where(y == 0, 255, y), ignore_index=255)
+
+
+@pytest.mark.parametrize("make", [Images, IgnoresSome])
+def test_what_is_right_is_not_said(make: Callable[[], Any]) -> None:
+    """One image of several pixels has statistics, and labels that are ignored have no output."""
+    report = quiet().check(make(), loader(41, shuffle=True), loader())
+    assert not report.errors + report.warnings, str(report)
+
+
 def test_data_that_is_read_once_is_all_there_afterwards() -> None:
     once, given = Once(), batches()
     assert quiet().check(Classifier(), DataLoader(once, 4)).ok

@@ -298,6 +298,7 @@ MISTAKES = [
     error("manual optimization without `manual_backward`", "gradients", "self.manual_backward(loss)",
           lambda: check(ManualWithoutBackward())),
     # Optimizers and schedules.
+    error("data that `resident=True` has no memory for", "resident", "are free", lambda: large_data()),
     error("no `configure_optimizers`", "call", "has no configure_optimizers()",
           lambda: check(optimizer(L.LightningModule.configure_optimizers))),
     error("`configure_optimizers` returns something else", "configure_optimizers", "Return an optimizer",
@@ -447,6 +448,15 @@ def old_torch() -> CheckReport:
     real = importlib.metadata.version
     old = lambda name: "2.1.0" if name == "torch" else real(name)  # noqa: E731
     return patched(importlib.metadata, "version", old, lambda: check(Net()))
+
+
+def large_data() -> CheckReport:
+    import hasten.preflight.cost
+
+    def make() -> CheckReport:
+        return check(Net(), resident=True, memory="auto")
+
+    return patched(hasten.preflight.cost, "available_memory_bytes", lambda: 1500, make)
 
 
 def little_memory() -> CheckReport:

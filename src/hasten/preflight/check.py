@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
     from hasten.types import Dataloaders
 
+_NOT_COMPILED = "compiling takes longer than a check: the steps ran as they are written"
 # Set by launchers; a check of a run of several processes takes place in one.
 _OF_SEVERAL = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS")
 
@@ -63,7 +65,7 @@ def check(
     for loader in _loaders_in(given.values()):
         saved.save(loader, values=False)
     try:
-        with listening(rows):
+        with listening(rows), _as_written(module, rows):
             Check(trainer, arguments, module, given, datamodule, rows).run()
     finally:
         saved.restore()
@@ -72,6 +74,18 @@ def check(
     device = trainer.strategy.root_device
     title = f"Check of {type(module).__name__} on {device}, in {seconds:.1f} s"
     return CheckReport(rows.by_status(), title)
+
+
+def _as_written(module: Any, rows: Rows) -> AbstractContextManager[object]:
+    """Return a context in which parts that the program compiles run as they are written."""
+    # Nothing is compiled where nobody has imported the compiler, which takes seconds.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    parts = module.modules() if isinstance(module, torch.nn.Module) else ()
+    if any(hasattr(part, "_orig_mod") for part in parts):
+        rows.skipped("compile", _NOT_COMPILED)
+    as_written: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return as_written
 
 
 def _loaders_in(given: Iterable[Any]) -> Iterator[Any]:
@@ -171,7 +185,7 @@ class Check:
         readable = True
         for source in sources:
             readable &= loaders.check_loaders(run, source, rows)
-        length = self.length = Length.of(run)
+        length = self.length = Length.of(run, int(self.trainer.world_size))
         self._guarded("optimizer", lambda: training.check_optimizers(run, length, rows))
         if not readable:
             rows.skipped("training_step", "its data was not read, see there")
@@ -196,6 +210,8 @@ class Check:
             probe.close()
             self.logged |= set(run.logged.callback_metrics())
             self._guarded("loss", lambda: training.check_step(run, seen, rows))
+            self._guarded("train data", lambda: loaders.check_last_batch(run, seen, length, rows))
+            self._guarded("resident", lambda: cost.check_resident(self.trainer, run, seen, rows))
             self._guarded("labels", lambda: loaders.check_labels(run, seen, rows))
             if seen.trained:
                 self._guarded("memory", lambda: cost.check_memory(run, seen, rows))
@@ -362,7 +378,7 @@ def alone(trainer: Trainer, rows: Rows) -> Trainer:
     }
     if given.get("compile"):
         changes["compile"] = None
-        rows.skipped("compile", "compiling takes longer than a check: the steps ran as they are written")
+        rows.skipped("compile", _NOT_COMPILED)
     for name in ("batch_size", "num_workers"):
         if given.get(name) == "auto":
             changes[name] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten.preflight.plan import Length
     from hasten.preflight.watch import Seen
+    from hasten.trainer import Trainer
 
 # Of the memory of a device; above it, other batches or fragments may not fit.
 _NEARLY_FULL = 0.92
@@ -54,6 +55,29 @@ def check_memory(run: Run, seen: Seen, rows: Rows) -> None:
         rows.ok("memory", f"a step needs about {amount(need)} ({shown}); {amount(free)} are free")
 
 
+def check_resident(trainer: Trainer, run: Run, seen: Seen, rows: Rows) -> None:
+    """Compare the size of the training data with the memory that ``resident`` would hold it in."""
+    asked = trainer.given_arguments.get("resident")
+    samples, size = sum(_samples(loader) for loader in run.train.streams()), seen.sizes.get("train", 0)
+    if not asked or not samples or not size or seen.first_batch is None:
+        return
+    of_batch = sum(leaf.nbytes for leaf in leaves(seen.first_batch[0]) if isinstance(leaf, torch.Tensor))
+    need, on_device = of_batch / size * samples, asked == "device" and run.runtime.device.type == "cuda"
+    free = torch.cuda.mem_get_info(run.runtime.device)[0] if on_device else available_memory_bytes()
+    text = f"{samples} samples of {amount(of_batch / size)} are {amount(need)}"
+    if free is not None and need > free:
+        rows.error("resident", f"{text}, and {amount(free)} are free.", "Leave resident out, or num_workers='auto'")
+    elif free is not None:
+        rows.ok("resident", f"{text}; {amount(free)} are free")
+
+
+def _samples(loader: Any) -> int:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError, NotImplementedError):
+        return 0
+
+
 def step_bytes(run: Run, seen: Seen) -> dict[str, int]:
     """Return what a step holds, in bytes: weights, gradients, states of the optimizers, and what backward needs."""
     weights = {id(tensor): tensor for tensor in (*run.module.parameters(), *run.module.buffers())}
@@ -81,8 +105,9 @@ def say_time(length: Length, seen: Seen, rows: Rows) -> None:
     if math.isinf(length.batches):
         rows.ok("time", f"{duration(seconds)} a batch; the length of an epoch is not known")
         return
-    epoch = seconds * length.batches
-    text = f"about {duration(epoch)} for an epoch of {length.batches:.0f} batches, without validation and waiting"
+    batches = math.ceil(length.batches / length.processes)
+    epoch = seconds * batches
+    text = f"about {duration(epoch)} for an epoch of {batches} batches, without validation and waiting"
     if math.isfinite(length.epochs) and length.epochs > 1:
         text += f"; {duration(epoch * length.epochs)} for {length.epochs:.0f} epochs"
     rows.ok("time", text)

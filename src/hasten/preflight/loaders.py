@@ -22,6 +22,7 @@ from hasten.preflight.said import innermost, row_of_error, split_advice
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.preflight.plan import Length
     from hasten.preflight.watch import Seen
 
 # How long the first batch of worker processes is waited for.
@@ -45,8 +46,6 @@ def check_loaders(run: Run, source: StageData, rows: Rows) -> bool:
         if not isinstance(loader, DataLoader):
             continue
         _check_order(run, source, name, loader, rows)
-        if source.stage == "train":
-            _check_last_batch(run, name, loader, rows)
         if loader.num_workers > 0:
             readable &= _check_workers(name, loader, rows)
     return readable
@@ -133,28 +132,31 @@ def _divides(dataset: object) -> bool:
     return bool(names & {"get_worker_info", "worker_info"})
 
 
-def _check_last_batch(run: Run, name: str, loader: DataLoader[Any], rows: Rows) -> None:
-    norms = [part for part in run.module.modules() if isinstance(part, _BatchNorm) and part.training]
-    size, count = loader.batch_size, _samples(loader)
-    if not norms or not size or not count or is_iterable(loader):
-        return
-    length = length_of(loader)
-    cut = length is not None and run.train.limit < length
-    layer = next(key for key, part in run.module.named_modules() if part is norms[0])
-    if size == 1:
-        rows.warning(
-            name,
-            f"batch_size=1 and {type(norms[0]).__name__} ({layer}): the statistics of one sample say nothing, and "
-            "batch norm of a vector raises.",
-            "DataLoader(..., batch_size=32), or nn.GroupNorm",
-        )
-    elif count % size == 1 and not loader.drop_last and not cut:
-        rows.error(
-            name,
-            f"The last batch of {count} samples has one sample, and {layer} ({type(norms[0]).__name__}) cannot train "
-            "on one: Expected more than 1 value per channel.",
-            "DataLoader(..., drop_last=True)",
-        )
+def check_last_batch(run: Run, seen: Seen, length: Length, rows: Rows) -> None:
+    """Check that batch norm can train on the last batch of an epoch."""
+    norms = [
+        (name, layer)
+        for name, (layer, args, _) in seen.calls.items()
+        if isinstance(layer, _BatchNorm) and args and _one_value_each(args[0]) and layer in set(run.module.modules())
+    ]
+    for loader in run.train.streams() if norms else ():
+        if not isinstance(loader, DataLoader) or is_iterable(loader) or not loader.batch_size or loader.drop_last:
+            continue
+        count, batches = _samples(loader), length_of(loader)
+        reads_all = batches is not None and length.batches >= batches and length.processes == 1
+        if count % loader.batch_size == 1 and reads_all:
+            name, layer = norms[0]
+            rows.error(
+                _NAME["train"],
+                f"The last batch of {count} samples has one sample, and {name} ({type(layer).__name__}) cannot train "
+                "on one: Expected more than 1 value per channel.",
+                "DataLoader(..., drop_last=True)",
+            )
+
+
+def _one_value_each(inputs: Any) -> bool:
+    """Return whether a sample has one value for each channel, as after a linear layer."""
+    return isinstance(inputs, Tensor) and inputs.dim() > 1 and inputs.numel() == inputs.shape[0] * inputs.shape[1]
 
 
 # -- worker processes
@@ -336,12 +338,12 @@ def check_labels(run: Run, seen: Seen, rows: Rows) -> None:
     """Compare all labels of the training data, where they are in memory, with the outputs of the last layer."""
     if seen.targets is None or seen.first_batch is None:
         return
-    labels, classes = seen.targets
+    labels, classes, ignored = seen.targets
     for loader in run.train.streams():
         values = _all_labels(getattr(loader, "dataset", None), labels, seen.first_batch[0])
         if values is None or not values.numel():
             continue
-        wrong = ((values < 0) & (values != -100)) | (values >= classes)
+        wrong = ((values < 0) & (values != ignored)) | ((values >= classes) & (values != ignored))
         if bool(wrong.any()):
             index = int(wrong.flatten().nonzero()[0])
             value = int(values.flatten()[index])

@@ -121,12 +121,12 @@ def check_intervals(
 ) -> None:
     """Check when a fit logs and validates."""
     every = arguments.log_every_n_steps
-    if trainer.loggers and every and logged and every > length.total_steps:
-        steps = int(length.total_steps)
+    steps = length.total_steps / length.processes
+    if trainer.loggers and every and logged and every > steps:
         rows.warning(
             "logging",
-            f"Values of steps go to the loggers every {every} steps, and the fit has {steps}: none gets there.",
-            f"Trainer(log_every_n_steps={max(1, steps // 10)})",
+            f"Values of steps go to the loggers every {every} steps, and the fit has {int(steps)}: none gets there.",
+            f"Trainer(log_every_n_steps={max(1, int(steps) // 10)})",
         )
     if length.validations == 0 and not run.validation.is_off():
         rows.warning(
@@ -154,9 +154,11 @@ def check_places(trainer: Trainer, run: Run, length: Length, rows: Rows) -> None
     for callback in checkpoints:
         place = callback.dirpath or checkpoint_files.default_folder(trainer)
         _check_folder("checkpoints", place, rows, size=size, kept=_kept(callback, length))
-    for logger in trainer.loggers:
+    in_default = any(callback.dirpath is None for callback in checkpoints)
+    # The default folder of checkpoints is in that of the first logger.
+    for logger in trainer.loggers[in_default:]:
         folder = getattr(logger, "save_dir", None)
-        if folder and not checkpoints:
+        if folder:
             _check_folder("logs", os.fspath(folder), rows, size=0, kept=1)
 
 

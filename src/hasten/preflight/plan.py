@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a fit; infinite where it is not known.
+    """The length of a fit in one process; infinite where it is not known.
 
     Args:
         batches: training batches of an epoch.
@@ -20,7 +20,7 @@ class Length:
         epochs: epochs of the fit.
         total_steps: optimizer steps of the fit.
         validations: how often the fit validates.
-        validation_batches: of one validation.
+        processes: that share the batches in the fit itself.
 
     """
 
@@ -29,11 +29,17 @@ class Length:
     epochs: float
     total_steps: float
     validations: float
-    validation_batches: float
+    processes: int = 1
 
     @classmethod
-    def of(cls, run: Run) -> Length:
-        """Return the length of the fit that a run is the beginning of."""
+    def of(cls, run: Run, processes: int = 1) -> Length:
+        """Return the length of the fit that a run is the beginning of.
+
+        Args:
+            run: the run, in one process.
+            processes: of the fit itself.
+
+        """
         batches = float(run.train.limit)
         steps = math.ceil(batches / run.accumulate_grad_batches) if math.isfinite(batches) else math.inf
         epochs = float(run.max_epochs)
@@ -53,5 +59,4 @@ class Length:
                 validations = in_epoch * (epochs // every)
         elif validates:
             validations = math.inf
-        of_validation = sum(run.validation.all_limits()) if validates else 0.0
-        return cls(batches, float(steps), epochs, total, validations, of_validation)
+        return cls(batches, float(steps), epochs, total, validations, processes)

@@ -50,7 +50,7 @@ _REMEDIES: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
         r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)",
         lambda m: f"The layer takes {m[3]} features and gets {m[2]}: nn.Linear({m[2]}, {m[4]}).",
     ),
-    (r"Expected more than 1 value per channel", lambda m: "DataLoader(..., drop_last=True)"),
+    (r"Expected more than 1 value per channel", lambda m: "DataLoader(..., drop_last=True), or a larger batch_size"),
     (r"expected scalar type Long|for target with class probabilities", lambda m: "y.long() for labels of classes"),
     (r"Double and Float|Float and Double|found Double|DoubleTensor", lambda m: "x.float() in the dataset"),
     (r"expected scalar type|must have the same dtype|should be the same", lambda m: "x.to(self.dtype)"),

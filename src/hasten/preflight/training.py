@@ -92,6 +92,10 @@ def check_schedulers(run: Run, length: Length, rows: Rows) -> None:
         return
     for config in run.schedulers:
         by_step = config.interval == "step"
+        if by_step and length.processes > 1:
+            # Which number of steps a program counts on depends on the number of processes that it sees.
+            rows.skipped("learning rate", f"{type(config.scheduler).__name__} steps with the batches of one process")
+            continue
         count = (length.total_steps if by_step else length.epochs) // config.frequency
         if not math.isfinite(count):
             continue

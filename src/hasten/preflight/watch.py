@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hasten._lib.tree import children
+from hasten._lib.tree import children, leaves
 from hasten.logged_value import batch_size_of, is_metric
 from hasten.loops.user_code import describe_batch
 from hasten.module.callback import Callback
@@ -45,7 +45,7 @@ class Seen:
         kept_bytes: what a forward keeps for its backward, parameters not counted; None if it was not measured.
         calls: layer, arguments and keywords of its first call in a step, by its name.
         losses: sentences about calls of loss functions: (status, what was seen, what to write).
-        targets: the labels of the first cross entropy, and the number of classes.
+        targets: the labels of the first cross entropy, the number of classes, and the label that is ignored.
         evaluated: the stages whose steps have run.
         trained: training batches done.
 
@@ -66,7 +66,7 @@ class Seen:
         self.kept_bytes: int | None = None
         self.calls: dict[str, tuple[nn.Module, Any, Any]] = {}
         self.losses: list[tuple[str, str, str]] = []
-        self.targets: tuple[Tensor, int] | None = None
+        self.targets: tuple[Tensor, int, int] | None = None
         self.evaluated: set[str] = set()
         self.trained = 0
         self.bad_function = ""
@@ -249,7 +249,8 @@ class StepWatch(Callback):
         seen = self._seen
         found = seen.batches.setdefault(stage, [])
         if len(found) <= loader:
-            found.append(describe_batch(batch))
+            where = next((f" on {leaf.device}" for leaf in leaves(batch) if isinstance(leaf, Tensor)), "")
+            found.append(describe_batch(batch) + where)
         size, is_certain = batch_size_of(batch)
         if is_certain:
             seen.sizes.setdefault(stage, size)
@@ -358,7 +359,8 @@ class _Losses(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _CROSS_ENTROPY:
-            _look_at_labels(self._seen, function.__name__, *_two(args, kwargs, "target"), kwargs)
+            ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+            _look_at_labels(self._seen, function.__name__, *_two(args, kwargs, "target"), ignored)
         elif function is _F.embedding:
             _look_at_indices(*_two(args, kwargs, "weight"))
         elif function is _F.binary_cross_entropy_with_logits:
@@ -376,7 +378,7 @@ def _two(args: Any, kwargs: Mapping[str, Any], second: str) -> tuple[Any, Any]:
     return (given[0], given[1]) if len(given) > 1 else (None, None)
 
 
-def _look_at_labels(seen: Seen, name: str, values: Any, labels: Any, kwargs: Mapping[str, Any]) -> None:
+def _look_at_labels(seen: Seen, name: str, values: Any, labels: Any, ignored: int) -> None:
     if not isinstance(values, Tensor) or not isinstance(labels, Tensor) or values.dim() == 0:
         return
     classes = int(values.shape[1] if values.dim() > 1 else values.shape[0])
@@ -392,7 +394,6 @@ def _look_at_labels(seen: Seen, name: str, values: Any, labels: Any, kwargs: Map
         )  # fmt: skip
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
         return
-    ignored = kwargs.get("ignore_index", -100)
     used = labels[labels != ignored]
     if not used.numel():
         seen.losses.append(
@@ -412,7 +413,7 @@ def _look_at_labels(seen: Seen, name: str, values: Any, labels: Any, kwargs: Map
             f"{'Use ignore_index=-1 in the loss' if low == -1 else instead}."
         )
     if seen.targets is None:
-        seen.targets = labels, classes
+        seen.targets = labels, classes, ignored
 
 
 def _look_at_indices(indices: Any, weight: Any) -> None:
