@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Pages whose blocks other tests run.
+# Pages whose Python blocks other tests run.
 ELSEWHERE = {
     "README.md": "tests/commands/test_readme.py",
     "docs/cli.md": "tests/cli/test_programs.py",
@@ -102,8 +102,10 @@ def blocks_in(text: str, page: str) -> list[Block]:
 
 
 def commands_of(block: Block) -> list[str]:
-    """Return the lines of a ``sh`` block, with continued lines joined and without comments, prompts and empty lines."""
+    """Return the commands of a ``sh`` block, or those after the prompts of a ``console`` block, without comments."""
     lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+    if block.language == "console":
+        lines = [line for line in lines if line.startswith("$ ")]
     bare = (re.sub(r"(^|\s)#.*", "", line).strip().removeprefix("$ ") for line in lines)
     return [line for line in bare if line]
 

@@ -31,7 +31,10 @@ ABOUT_ERRORS = {"docs/errors.md", "docs/tpu.md"}
 RUN_HERE = [
     page
     for page, blocks in PAGES.items()
-    if page not in ELSEWHERE and any(block.language in ("python", "sh") for block in blocks)
+    if any(
+        block.language in ("sh", "console") or (block.language == "python" and page not in ELSEWHERE)
+        for block in blocks
+    )
 ]
 
 
@@ -119,10 +122,10 @@ def run_block(block: Block, names: dict[str, Any], run_by_name: set[str]) -> Non
         return
     if block.title and "/" not in block.title:
         Path(block.title).write_text(block.text, encoding="utf-8")
-    if block.language == "sh":
+    if block.language in ("sh", "console"):
         for line in commands_of(block):
             (run_command if block.run else check_command)(line)
-    if block.language != "python" or block.title in run_by_name:
+    if block.language != "python" or block.title in run_by_name or block.page in ELSEWHERE:
         return
     if block.first:
         execute(block.first, block, names, line=block.line)
@@ -157,6 +160,18 @@ def test_each_block_names_its_language() -> None:
         if block.language not in LANGUAGES
     ]
     assert without == [], f"write one of {sorted(LANGUAGES)} after the fence; text is output"
+
+
+def test_programs_side_by_side_are_narrow() -> None:
+    wide = [
+        f"{page}: {line}"
+        for page, blocks in PAGES.items()
+        for block in blocks
+        if page.startswith("docs/start/") and block.language == "python"
+        for line in block.text.splitlines()
+        if len(line) > 70
+    ]
+    assert wide == [], "ruff format --isolated --line-length 66 docs/start/*.md"
 
 
 def test_no_fence_is_missed() -> None:

@@ -2,8 +2,9 @@
 
 import lightning.pytorch as pl
 import numpy as np
-import record
 from chemprop import data, models, nn
+
+import record
 
 pl.seed_everything(0)
 molecules = ["C" * length + end for length in range(1, 9) for end in ("O", "N", "Cl", "C=O")]

@@ -3,8 +3,9 @@
 import anndata
 import numpy as np
 import pandas as pd
-import record
 import scvi
+
+import record
 
 scvi.settings.seed = 0
 generator = np.random.default_rng(0)
