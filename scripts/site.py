@@ -109,7 +109,8 @@ def page_of(path: str) -> str:
     """Return the page, as a path in ``docs/``, that shows a file or folder of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    return PAGES.get(path) or f"files/{path or 'index'}.md"
+    # MkDocs leaves files and folders out whose names begin with a dot.
+    return PAGES.get(path) or f"files/{path.removeprefix('.') or 'index'}.md"
 
 
 def relative(page: str, source: str) -> str:

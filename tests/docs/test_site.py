@@ -64,6 +64,19 @@ def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None
     assert sorted(sources - pages) == []
 
 
+def test_links_of_the_pages_lead_to_files(site: tuple[Path, list[str]]) -> None:
+    """MkDocs checks those in Markdown; here are also those in HTML, and pictures."""
+    broken = set()
+    for page in site[0].rglob("*.html"):
+        if page.name == "404.html":
+            continue
+        for link in re.findall(r"(?:href|src|srcset)=\"([^\"#?:]+)[\"#?]", page.read_text(encoding="utf-8")):
+            target = link.partition(" ")[0]
+            if not (page.parent / target).exists():
+                broken.add((page.relative_to(site[0]).as_posix(), target))
+    assert broken == set()
+
+
 def test_no_page_loads_anything_from_elsewhere(site: tuple[Path, list[str]]) -> None:
     loads = re.compile(
         r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//[^\"]*|<link[^>]*href=\"https?://[^\"]*"

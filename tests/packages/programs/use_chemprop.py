@@ -2,9 +2,8 @@
 
 import lightning.pytorch as pl
 import numpy as np
-from chemprop import data, models, nn
-
 import record
+from chemprop import data, models, nn
 
 pl.seed_everything(0)
 molecules = ["C" * length + end for length in range(1, 9) for end in ("O", "N", "Cl", "C=O")]

@@ -1,10 +1,9 @@
 """darts: forecast a series with NBEATS and a recurrent network."""
 
 import numpy as np
+import record
 from darts import TimeSeries
 from darts.models import BlockRNNModel, NBEATSModel
-
-import record
 
 series = TimeSeries.from_values(np.sin(np.arange(120, dtype=np.float32) / 5)[:, None])
 train, validation = series[:90], series[70:]

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pandas as pd
+import record
 from deeptab.configs import TrainerConfig
 from deeptab.models import MLPLSS, FTTransformerRegressor, ResNetClassifier
-
-import record
 
 generator = np.random.default_rng(0)
 frame = pd.DataFrame({"x": generator.normal(size=96), "y": generator.normal(size=96), "kind": np.arange(96) % 3})

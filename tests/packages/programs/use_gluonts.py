@@ -2,12 +2,11 @@
 
 import numpy as np
 import pandas as pd
+import record
 import torch
 from gluonts.dataset.common import ListDataset
 from gluonts.torch.model.deepar import DeepAREstimator
 from gluonts.torch.model.simple_feedforward import SimpleFeedForwardEstimator
-
-import record
 
 series = [np.sin(np.arange(100) / step).astype("float32") + 2 for step in (3, 7)]
 data = ListDataset([{"start": pd.Period("2024-01-01", "D"), "target": one} for one in series], freq="D")

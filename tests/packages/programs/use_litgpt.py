@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import record
 import torch
 from litgpt import LLM, Config
 from litgpt.args import EvalArgs, TrainArgs
@@ -13,8 +14,6 @@ from litgpt.finetune.lora import setup as tune
 from litgpt.pretrain import setup as pretrain
 from litgpt.prompts import Default
 from tokenizers import Tokenizer, models, pre_tokenizers
-
-import record
 
 torch.compile = lambda model: model  # Minutes for a model of this size.
 

@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 import numpy as np
+import record
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -10,8 +11,6 @@ from matgl.graph.data import MGLDataLoader, MGLDataset, collate_fn_graph, collat
 from matgl.models import M3GNet, MEGNet
 from matgl.utils.training import ModelLightningModule, PotentialLightningModule
 from pymatgen.core import Lattice, Structure
-
-import record
 
 pl.seed_everything(0)
 generator = np.random.default_rng(0)

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pandas as pd
+import record
 from neuralforecast import NeuralForecast
 from neuralforecast.models import MLP, NHITS
-
-import record
 
 days = pd.date_range("2024-01-01", periods=80)
 frame = pd.concat(

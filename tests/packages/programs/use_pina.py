@@ -1,6 +1,7 @@
 """pina: a physics-informed network for Poisson's equation, with refinement, metrics, checkpoints and a test."""
 
 import lightning.pytorch as pl
+import record
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pina import Trainer
@@ -9,8 +10,6 @@ from pina.model import FeedForward
 from pina.optim import TorchOptimizer
 from pina.problem.zoo import Poisson2DSquareProblem
 from pina.solver import PINN
-
-import record
 
 pl.seed_everything(0)
 problem = Poisson2DSquareProblem()

@@ -1,10 +1,9 @@
 """pykeen: embeddings of a knowledge graph, trained on its own data set in both of the package's ways."""
 
 import pytorch_lightning as pl
+import record
 import torch
 from pykeen.contrib.lightning import LCWALitModule, SLCWALitModule
-
-import record
 
 results = {}
 for kind, options in ((LCWALitModule, {"model": "mure"}), (SLCWALitModule, {"model": "transe"})):

@@ -3,12 +3,11 @@
 import lightning.pytorch as pl
 import numpy as np
 import pandas as pd
+import record
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from pytorch_forecasting import QuantileLoss, TemporalFusionTransformer, TimeSeriesDataSet
-
-import record
 
 pl.seed_everything(0)
 frame = pd.DataFrame(

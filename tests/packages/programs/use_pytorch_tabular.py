@@ -2,11 +2,10 @@
 
 import numpy as np
 import pandas as pd
+import record
 from pytorch_tabular import TabularModel
 from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 from pytorch_tabular.models import CategoryEmbeddingModelConfig
-
-import record
 
 generator = np.random.default_rng(0)
 frame = pd.DataFrame({"x": generator.normal(size=96), "y": generator.normal(size=96), "kind": np.arange(96) % 3})

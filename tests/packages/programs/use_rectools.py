@@ -3,11 +3,10 @@
 import numpy as np
 import pandas as pd
 import pytorch_lightning as pl
+import record
 from rectools import Columns
 from rectools.dataset import Dataset
 from rectools.models import BERT4RecModel, SASRecModel
-
-import record
 
 generator = np.random.default_rng(0)
 rows = [

@@ -3,6 +3,7 @@
 import lightning
 import numpy as np
 import pandas as pd
+import record
 from lightning.pytorch.callbacks import ModelCheckpoint
 from replay.data import FeatureHint, FeatureSource, FeatureType
 from replay.data.nn import ParquetModule, TensorFeatureInfo, TensorFeatureSource, TensorSchema
@@ -12,8 +13,6 @@ from replay.nn.lightning.optimizer import OptimizerFactory
 from replay.nn.lightning.scheduler import LRSchedulerFactory
 from replay.nn.sequential import SasRec
 from replay.nn.transform.template import make_default_sasrec_transforms
-
-import record
 
 ITEMS, LENGTH = 12, 8
 lightning.seed_everything(0)

@@ -1,13 +1,12 @@
 """rl4co: a traveling salesman solved with REINFORCE and a rollout baseline, and with PPO under manual optimization."""
 
 import lightning.pytorch as pl
+import record
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rl4co.envs import TSPEnv
 from rl4co.models import PPO, AttentionModel, AttentionModelPolicy
 from rl4co.utils.trainer import RL4COTrainer
-
-import record
 
 pl.seed_everything(0)
 env = TSPEnv(generator_params={"num_loc": 6})

@@ -3,9 +3,8 @@
 import anndata
 import numpy as np
 import pandas as pd
-import scvi
-
 import record
+import scvi
 
 scvi.settings.seed = 0
 generator = np.random.default_rng(0)

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytorch_lightning as pl
+import record
 import scipy.integrate
 import torch
-
-import record
 
 scipy.integrate.simps = scipy.integrate.simpson  # Renamed in scipy since the last release of swyft.
 import swyft  # noqa: E402

@@ -1,13 +1,12 @@
 """torch-geometric: graphs classified by a convolutional network, with the package's own data module and a reload."""
 
 import lightning.pytorch as pl
+import record
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningDataset
 from torch_geometric.nn import GCN, global_mean_pool
-
-import record
 
 
 class Classifier(pl.LightningModule):
