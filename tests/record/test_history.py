@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import warnings
@@ -17,6 +18,7 @@ import hasten as L
 from hasten.callbacks import LearningRateMonitor, ModelCheckpoint
 from hasten.loggers import CSVLogger
 from hasten.record.file import Record
+from hasten.record.history import History
 from tests.models import quiet
 
 STEPS = 8
@@ -131,6 +133,27 @@ def test_reading_it_says_what_is_wrong_and_shows_what_is_there() -> None:
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
     assert "<polyline" in html
+
+
+def test_its_checkpoint_is_small_and_exact() -> None:
+    history = History()
+    for step in range(4000):
+        values = {"loss": float(numpy.float32(1 / (step + 1))), "lr": 0.25, "tokens": float(2**25 + step)}
+        history.add(step=step, epoch=step // 1000, values=values | ({"val": math.nan} if step % 1000 == 999 else {}))
+    file = io.BytesIO()
+    torch.save(history.state_dict(), file)
+    # 12 bytes for the place of a row; 4 for each value that float32 holds, or else 8.
+    assert file.tell() < 4000 * (12 + 4 + 4 + 8) + 10_000
+    restored = History()
+    restored.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert repr(rows_of(restored)) == repr(rows_of(history))
+    assert restored["val"].steps == [999, 1999, 2999, 3999]
+    assert restored["epoch"] == history["epoch"]
+    assert "at step" in repr(restored)
+    assert "0.00025" in repr(restored)
+    empty = History()
+    empty.load_state_dict(History().state_dict())
+    assert not empty
 
 
 def test_it_is_drawn(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _PLACE = ("step", "epoch", "time")
 # Rows that a notebook and ``print`` show at each end.
 _SHOWN = 5
+_DTYPES = {"i": torch.int32, "q": torch.int64, "d": torch.float64}
 
 
 class Series(Sequence[float]):
@@ -98,7 +99,7 @@ class History(Sequence[dict[str, Any]]):
     """
 
     def __init__(self) -> None:
-        self._steps, self._epochs, self._times = array("q"), array("q"), array("d")
+        self._steps, self._epochs, self._times = array("q"), array("i"), array("d")
         # By name: in which rows, and the values there.
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
@@ -123,7 +124,7 @@ class History(Sequence[dict[str, Any]]):
             self._times.append(_now() if time is None else time)
         for name, value in values.items():
             if name not in self._columns:
-                self._columns[name] = (array("q"), array("d"))
+                self._columns[name] = (array("i"), array("d"))
             rows, column = self._columns[name]
             rows.append(row)
             column.append(value)
@@ -276,55 +277,81 @@ class History(Sequence[dict[str, Any]]):
     def __repr__(self) -> str:
         if not len(self):
             return "History: nothing was logged"
-        first = f"History: {len(self)} rows, step {self._steps[0]} to {self._steps[-1]}"
-        lines = [first]
-        width = max(map(len, self._columns))
-        for name, (_, column) in self._columns.items():
-            lines.append(f"  {name:<{width}}  last {column[-1]:<10.4g} {_extremes(column)}")
-        return "\n".join(lines)
+        table = [("", "last", "smallest", "at step", "largest", "at step"), *map(self._summary, self._columns)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                (
+                    f"{row[0]:<{widths[0]}}",
+                    *(f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True)),
+                )
+            )
+            for row in table
+        ]
+        return "\n  ".join([f"History: {self._extent()}", *lines])
 
     def _repr_html_(self) -> str:
         if not len(self):
             return "<p>History: nothing was logged</p>"
-        head = "".join(f"<th>{escape(title)}</th>" for title in ("value", "last", "smallest", "largest", "curve"))
-        body = "".join(
-            f"<tr><td>{escape(name)}</td><td>{column[-1]:.4g}</td><td>{_least(column):.4g}</td>"
-            f"<td>{_most(column):.4g}</td><td>{_sparkline(column)}</td></tr>"
-            for name, (_, column) in self._columns.items()
-        )
+        right = 'style="text-align: right; padding: 2px 10px; font-variant-numeric: tabular-nums"'
+        left = 'style="text-align: left; padding: 2px 10px"'
+        titles = ("last", "smallest", "at step", "largest", "at step")
+        head = f"<th {left}></th>" + "".join(f"<th {right}>{title}</th>" for title in titles) + "<th></th>"
+        body = []
+        for name, (_, column) in self._columns.items():
+            texts = self._summary(name)[1:]
+            cells = "".join(f"<td {right}>{text}</td>" for text in texts)
+            body.append(f"<tr><td {left}>{escape(name)}</td>{cells}<td>{_sparkline(column)}</td></tr>")
         began = datetime.fromtimestamp(self._times[0]).strftime("%Y-%m-%d %H:%M")
-        caption = f"{len(self)} rows, step {self._steps[0]} to {self._steps[-1]}, from {began}"
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        caption = f'<caption style="text-align: left; padding: 2px 10px">{self._extent()}, from {began}</caption>'
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+    def _extent(self) -> str:
+        rows, steps, epochs = len(self), self._steps, self._epochs
+        where = f"step {steps[0]}" if rows == 1 else f"step {steps[0]} to {steps[-1]}"
+        return f"{rows} row{'s' * (rows > 1)}, {where}, epoch {epochs[0]}" + f" to {epochs[-1]}" * (
+            epochs[-1] > epochs[0]
+        )
+
+    def _summary(self, name: str) -> tuple[str, ...]:
+        """Return a name, its last value, and its smallest and largest one with their steps."""
+        rows, column = self._columns[name]
+        finite = [index for index, value in enumerate(column) if math.isfinite(value)]
+        least, most = (
+            min(finite, key=column.__getitem__, default=None),
+            max(finite, key=column.__getitem__, default=None),
+        )
+        ends = [
+            text
+            for index in (least, most)
+            for text in (("", "") if index is None else (f"{column[index]:.4g}", str(self._steps[rows[index]])))
+        ]
+        return (name, f"{column[-1]:.4g}", *ends)
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows as two tensors, because a checkpoint with many small ones takes long to save.
-
-        ``ints`` has steps, epochs, and for each name in which rows it is; ``floats`` has times, and for each name its
-        values. ``lengths`` is the number of rows, then that of the values of each name.
-        """
-        ints, floats = self._steps + self._epochs, self._times[:]
-        for rows, column in self._columns.values():
-            ints += rows
-            floats += column
+        """Return the rows as tensors: 12 bytes a row, and 4 for each value that float32 holds."""
+        epochs, counts = torch.unique_consecutive(_tensor(self._epochs), return_counts=True)
         return {
-            "names": list(self._columns),
-            "lengths": [len(self), *(len(column) for _, column in self._columns.values())],
-            "ints": _tensor(ints, torch.int64),
-            "floats": _tensor(floats, torch.float64),
+            "step": _small(_tensor(self._steps)),
+            # Copies: their memory is as large as the input's.
+            "epoch": {"epoch": epochs.clone(), "rows": counts.clone()},
+            "time": _tensor(self._times),
+            "values": {
+                name: {**_runs(_tensor(rows)), "value": _small(_tensor(column))}
+                for name, (rows, column) in self._columns.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned; rows that are there are dropped."""
-        rows, *lengths = state["lengths"]
-        steps, epochs, *places = state["ints"].split([rows, rows, *lengths])
-        times, *columns = state["floats"].split([rows, *lengths])
-        self._steps, self._epochs = array("q", steps.tolist()), array("q", epochs.tolist())
-        self._times = array("d", times.tolist())
+        epoch = state["epoch"]
+        self._steps = _array("q", state["step"])
+        self._epochs = _array("i", epoch["epoch"].repeat_interleave(epoch["rows"]))
+        self._times = _array("d", state["time"])
         self._columns = {
-            name: (array("q", place.tolist()), array("d", column.tolist()))
-            for name, place, column in zip(state["names"], places, columns, strict=True)
+            name: (_array("i", _rows(column)), _array("d", column["value"])) for name, column in state["values"].items()
         }
 
 
@@ -332,24 +359,44 @@ def _now() -> float:
     return time.time()
 
 
-def _tensor(values: array[Any], dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+def _tensor(values: array[Any]) -> Tensor:
+    dtype = _DTYPES[values.typecode]
+    # The array may grow while a checkpoint is written in the background.
+    return torch.frombuffer(values, dtype=dtype).clone() if values else torch.empty(0, dtype=dtype)
+
+
+def _array(code: str, values: Tensor) -> array[Any]:
+    made = array(code, bytes(array(code).itemsize * len(values)))
+    if made:
+        torch.frombuffer(made, dtype=_DTYPES[code]).copy_(values)
+    return made
+
+
+def _small(values: Tensor) -> Tensor:
+    """Return ``values`` in half the bytes, if that holds them exactly."""
+    small = values.to(torch.float32 if values.is_floating_point() else torch.int32)
+    return small if torch.equal(small.to(values.dtype).nan_to_num(0.5), values.nan_to_num(0.5)) else values
+
+
+def _runs(rows: Tensor) -> dict[str, Tensor]:
+    """Return ascending ``rows`` as first rows and lengths of what is without gaps, if that is shorter."""
+    starts = torch.cat([torch.ones(1, dtype=torch.bool), rows.diff() != 1]).nonzero()[:, 0]
+    if 2 * len(starts) >= len(rows):
+        return {"row": rows}
+    lengths = torch.cat([starts, torch.tensor([len(rows)])]).diff()
+    return {"first": rows[starts], "length": lengths.to(torch.int32)}
+
+
+def _rows(column: Mapping[str, Tensor]) -> Tensor:
+    if "row" in column:
+        return column["row"]
+    first, length = column["first"], column["length"]
+    begins = (length.cumsum(0) - length).repeat_interleave(length)
+    return first.repeat_interleave(length) + torch.arange(int(length.sum())) - begins
 
 
 def _finite(column: Sequence[float]) -> list[float]:
     return [value for value in column if math.isfinite(value)]
-
-
-def _least(column: Sequence[float]) -> float:
-    return min(_finite(column), default=math.nan)
-
-
-def _most(column: Sequence[float]) -> float:
-    return max(_finite(column), default=math.nan)
-
-
-def _extremes(column: Sequence[float]) -> str:
-    return f"smallest {_least(column):<10.4g} largest {_most(column):.4g}"
 
 
 def _sparkline(column: Sequence[float], width: int = 120, height: int = 24) -> str:
