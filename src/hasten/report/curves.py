@@ -80,8 +80,8 @@ def draw(
     Args:
         curves: what to draw. Runs differ in color and marker, training and validation in the dashes of their lines.
         x: what ``Curve.x`` is. Over epochs, values of the same epoch are averaged.
-        smooth: below 1, the weight of what came before in an exponential mean, such as 0.9; from 2 on, the number of
-            values in a moving mean around each one. The values themselves are drawn faintly behind. Curves of few
+        smooth: below 1, the weight of neighbors in an exponential mean, such as 0.9; from 2 on, the number of values in
+            a moving mean around each one (``smoothed``). The values themselves are drawn faintly behind. Curves of few
             values, such as one for each of ten epochs, stay as they are (``can_smooth``). Default: no smoothing.
         log: a logarithmic vertical axis.
         dark: light lines for a dark page.
@@ -149,15 +149,18 @@ def check_smooth(smooth: float | None) -> None:
 
 
 def smoothed(y: Sequence[float], smooth: float) -> list[float]:
-    """Return the exponential mean of values (``smooth`` below 1), or their mean in a window around each.
+    """Return the mean of values around each one.
 
-    The exponential mean starts at the first value: it is divided by the weights it has seen, as in Adam. Values that
-    are not finite stay as they are and do not enter the mean.
+    Below 1, ``smooth`` is the weight of a neighbor: the one after it counts ``smooth`` times as much, and so on. Both sides
+    count, so the curve does not lag behind as a mean of earlier values does. From 2 on, it is the number of values in a
+    window. Values that are not finite stay as they are and do not enter the mean.
 
     Example::
 
         >>> smoothed([4.0, 0.0, 2.0], 3)
         [2.0, 2.0, 1.0]
+        >>> smoothed([4.0, 0.0, 2.0], 0.5)
+        [2.5714285714285716, 1.5, 1.7142857142857142]
 
     """
     if smooth >= 1:
@@ -167,21 +170,30 @@ def smoothed(y: Sequence[float], smooth: float) -> list[float]:
             near = [each for each in y[max(0, place - half) : place + half + 1] if math.isfinite(each)]
             found.append(sum(near) / len(near) if math.isfinite(value) else value)
         return found
-    mean = weight = 0.0
+    before, after = _decaying_sums(y, smooth), _decaying_sums(y[::-1], smooth)[::-1]
+    return [
+        # Both sums contain the value itself.
+        (left + right - value) / (left_weight + right_weight - 1) if math.isfinite(value) else value
+        for value, (left, left_weight), (right, right_weight) in zip(y, before, after, strict=True)
+    ]
+
+
+def _decaying_sums(y: Sequence[float], weight: float) -> list[tuple[float, float]]:
+    """Return for each value the weighted sum of it and those before it, and the sum of the weights."""
+    total = weights = 0.0
     found = []
     for value in y:
-        if not math.isfinite(value):
-            found.append(value)
-            continue
-        mean, weight = smooth * mean + (1 - smooth) * value, smooth * weight + (1 - smooth)
-        found.append(mean / weight)
+        total, weights = weight * total, weight * weights
+        if math.isfinite(value):
+            total, weights = total + value, weights + 1
+        found.append((total, weights))
     return found
 
 
 def can_smooth(y: Sequence[float], smooth: float) -> bool:
-    """Return whether a curve has values enough: three windows of them; a weight of 0.9 reaches over ten values.
+    """Return whether a curve has values enough: three windows of them, where a weight of 0.9 reaches over 20 values.
 
-    Over fewer, an exponential mean shows where the curve began rather than where it is.
+    Means of fewer values would show another curve, not the same one without noise.
 
     Example::
 
@@ -189,7 +201,7 @@ def can_smooth(y: Sequence[float], smooth: float) -> bool:
         (False, True)
 
     """
-    window = smooth if smooth >= 1 else 1 / (1 - smooth)
+    window = smooth if smooth >= 1 else 2 / (1 - smooth)
     return len(y) >= 3 * window - 1e-6
 
 
@@ -298,7 +310,7 @@ class _Drawing:
             figsize=(wide, (3.7 if columns == 1 else 2.75) * rows + (0.3 if entries and not beside else 0)),
             layout="constrained",
         )
-        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.05)
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.05, wspace=0.03, hspace=0.06)
         for place, (title, panel) in enumerate(self.panels.items()):
             axes = figure.add_subplot(rows, columns, place + 1)
             self._panel(axes, title, panel, bottom=place + columns >= count)
@@ -315,13 +327,20 @@ class _Drawing:
             if max(finite) <= 0:
                 raise ValueError(f"{panel[0][1].name!r} has no value above 0, which a logarithmic axis needs.")
             axes.set_yscale("log", nonpositive="mask")
+            decades = math.log10(max(finite) / min(value for value in finite if value > 0))
+            plain = ticker.FuncFormatter(lambda value, _: f"{value:g}")
+            # Over few decades, powers of ten alone would leave the axis almost without numbers.
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,)))
+            axes.yaxis.set_major_formatter(plain)
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         for variant, curve in panel:
             self._curve(axes, variant, curve)
         axes.set_title(title, loc="left", pad=8)
         if bottom:
             axes.set_xlabel(_X_LABELS.get(self.x, f"Time ({self.unit})"))
         whole = self.x != "time"
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=whole, steps=[1, 2, 2.5, 5, 10]))
+        steps = [1, 2, 2.5, 5, 10] if whole else [1, 2, 5, 10]
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=6, integer=whole, steps=steps))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
         axes.grid(visible=False, axis="x")
         if not self.log:

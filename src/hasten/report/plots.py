@@ -12,7 +12,8 @@ from pathlib import Path
 
 from hasten._lib.optional import need
 
-_KINDS = {
+# The losses and the accuracies among logged names, and their titles.
+KINDS = {
     "loss": (re.compile(r"loss", re.IGNORECASE), "Loss"),
     "acc": (re.compile(r"(^|[_/.\- ])(acc|accuracy)($|[_/.\- \d])", re.IGNORECASE), "Accuracy"),
 }
@@ -60,7 +61,7 @@ def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | 
     rows = _read(source)
     folder = source.parent if output is None else Path(output)
     written: list[Path] = []
-    for kind, (pattern, title) in _KINDS.items():
+    for kind, (pattern, title) in KINDS.items():
         curves = curves_of(rows, pattern)
         if curves:
             folder.mkdir(parents=True, exist_ok=True)
