@@ -27,7 +27,7 @@ from hasten.commands import COMMANDS, main
         ("demo --limit 9", "'9' is not a whole number of at least 10."),
         ("demo --row-seconds 0", "'0' is not a number above 0."),
         ("demo --learning-rate nan", "'nan' is not a number above 0."),
-        ("plot", "LOGDIR"),
+        ("plot", "name a run: hasten plot lightning_logs/version_0"),
         ("consolidate", "FOLDER"),
         ("consolidate a --weight-only", "Did you mean '--weights-only'?"),
         ("--print-completion zhs", "'zhs' (choose from "),

@@ -18,7 +18,7 @@ COMMANDS = {
     "launch": ("hasten.commands.launch", "start a program in several processes, and restart them when one dies"),
     "migrate": ("hasten.commands.migrate", "rewrite the imports of Lightning in a folder of programs"),
     "plan": ("hasten.commands.plan", "print what a program needs on many devices, without using any"),
-    "plot": ("hasten.commands.plot", "draw loss and accuracy by epoch from a folder of logs"),
+    "plot": ("hasten.commands.plot", "draw what runs have logged, one or several side by side"),
     "run": ("hasten.commands.run", "run a program written for Lightning, unchanged"),
 }
 

@@ -13,6 +13,7 @@ from hasten.commands.parser import Parser
 
 if TYPE_CHECKING:
     from hasten.record.read import RecordedRun
+    from hasten.report.curves import Axis
 
 _PICTURES = (".png", ".pdf", ".svg")
 
@@ -93,17 +94,17 @@ def _by_epoch(options: argparse.Namespace) -> list[Path]:
         return []
 
     import hasten
-    from hasten.report.plots import find_metrics
+    from hasten.record.read import read_run
 
     (run,) = options.runs
+    # Another logger than CSVLogger writes no metrics.csv, and some fits log neither loss nor accuracy.
+    recorded = read_run(run)
     try:
-        find_metrics(run)
-    except FileNotFoundError:
-        # Runs with another logger than CSVLogger have a record.
-        if options.output is not None or not any(Path(run).rglob("run.jsonl")):
+        return hasten.plot_logs(run, options.output)
+    except (FileNotFoundError, ValueError):
+        if options.output is not None or not recorded.keys():
             raise
         return []
-    return hasten.plot_logs(run, options.output)
 
 
 def _compared(options: argparse.Namespace) -> Path:
@@ -122,7 +123,7 @@ def _compared(options: argparse.Namespace) -> Path:
     for run in runs:
         for problem in run.problems:
             _say(f"{run.folder}: {problem}")
-    x = options.x or "step"
+    x: Axis = options.x or "step"
     curves = curves_of_runs(runs, keys=options.key, x=x, say=_say)
     if options.smooth and not any(can_smooth(curve.y, options.smooth) for curve in curves):
         _say(f"--smooth {options.smooth:g}: no curve has values enough, all are drawn as they are.")

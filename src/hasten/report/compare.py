@@ -38,7 +38,7 @@ def curves_of_runs(
         say: gets a line for each run without one of the values, and for values left out.
 
     Raises:
-        ValueError: no run has a value of one of these names, or none has any value.
+        ValueError: no run has a value of one of these names, none has any value, or epochs or times were not written.
 
     """
     names = run_names([run.folder for run in runs])
@@ -55,8 +55,6 @@ def curves_of_runs(
                 say(f"{run.folder} has no {key!r}.")
                 continue
             places, values = run.series(key, x=x)
-            if not places and x != "step":
-                say(f"{run.folder} has {key!r} without {'epochs' if x == 'epoch' else 'times'}.")
             curves.append(Curve(key, places, values, name))
     return curves
 

@@ -151,9 +151,9 @@ def check_smooth(smooth: float | None) -> None:
 def smoothed(y: Sequence[float], smooth: float) -> list[float]:
     """Return the mean of values around each one.
 
-    Below 1, ``smooth`` is the weight of a neighbor: the one after it counts ``smooth`` times as much, and so on. Both sides
-    count, so the curve does not lag behind as a mean of earlier values does. From 2 on, it is the number of values in a
-    window. Values that are not finite stay as they are and do not enter the mean.
+    Below 1, ``smooth`` is the weight of a neighbor: the one after it counts ``smooth`` times as much, and so on. Both
+    sides count, so the curve does not lag behind as a mean of earlier values does. From 2 on, it is the number of
+    values in a window. Values that are not finite stay as they are and do not enter the mean.
 
     Example::
 
@@ -344,7 +344,7 @@ class _Drawing:
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
         axes.grid(visible=False, axis="x")
         if not self.log:
-            axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+            axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
             if finite and max(map(abs, finite)) >= 1000:
                 axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: number(value)))
             elif finite and 0 < max(map(abs, finite)) < 1e-3:
