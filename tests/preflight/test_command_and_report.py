@@ -196,10 +196,25 @@ class IgnoresSome(Classifier):
         return nn.functional.cross_entropy(self(x), torch.where(y == 0, 255, y), ignore_index=255)
 
 
-@pytest.mark.parametrize("make", [Images, IgnoresSome])
-def test_what_is_right_is_not_said(make: Callable[[], Any]) -> None:
-    """One image of several pixels has statistics, and labels that are ignored have no output."""
-    report = quiet().check(make(), loader(41, shuffle=True), loader())
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield dataset(1)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "train", "arguments"),
+    [
+        # One image of several pixels has statistics.
+        (Images, lambda: loader(41, shuffle=True), {}),
+        # Labels that are ignored have no output.
+        (IgnoresSome, lambda: loader(41, shuffle=True), {}),
+        # An epoch without an end.
+        (Classifier, lambda: DataLoader(Endless(), 4), {"max_steps": 50, "max_epochs": -1, "val_check_interval": 10}),
+    ],
+)
+def test_what_is_right_is_not_said(make: Callable[[], Any], train: Callable[[], Any], arguments: Any) -> None:
+    report = quiet(enable_checkpointing=True, **arguments).check(make(), train(), loader())
     assert not report.errors + report.warnings, str(report)
 
 

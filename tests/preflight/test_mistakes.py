@@ -363,6 +363,8 @@ MISTAKES = [
             lambda: check(Net(), loader(), loader(shuffle=False))),
     warning("a logging interval longer than the fit", "logging", "none gets there",
             lambda: check(Net(), logger=True, max_epochs=2)),
+    warning("a fit shorter than `every_n_epochs` of `ModelCheckpoint`", "checkpoints", "saves nothing",
+            lambda: check(Net(), enable_checkpointing=True, callbacks=CALLBACKS.ModelCheckpoint(every_n_epochs=5))),
     warning("a fit that never validates", "validation", "never validates",
             lambda: check(validated(), loader(), loader(shuffle=False), check_val_every_n_epoch=5)),
     error("`val_check_interval` longer than an epoch", "validation", "an epoch has 10 batches",
@@ -372,6 +374,8 @@ MISTAKES = [
     error("no data", "train_dataloader", "there is no data", lambda: quiet().check(Net())),
     warning("training data in a fixed order", "train data", "shuffle=False",
             lambda: check(Net(), loader(shuffle=False))),
+    warning("validation on training samples", "validation data", "10 of the 20 validation samples",
+            lambda: overlapping()),
     warning("shuffled validation data", "validation data", "shuffle=True",
             lambda: check(validated(), loader(), loader())),
     error("`drop_last` leaves no batch", "train data", "drop_last=True. ",
@@ -448,6 +452,12 @@ def old_torch() -> CheckReport:
     real = importlib.metadata.version
     old = lambda name: "2.1.0" if name == "torch" else real(name)  # noqa: E731
     return patched(importlib.metadata, "version", old, lambda: check(Net()))
+
+
+def overlapping() -> CheckReport:
+    data = dataset(40)
+    first, second = torch.utils.data.Subset(data, range(30)), torch.utils.data.Subset(data, range(20, 40))
+    return check(validated(), DataLoader(first, 4, shuffle=True), DataLoader(second, 4))
 
 
 def large_data() -> CheckReport:

@@ -185,6 +185,7 @@ class Check:
         readable = True
         for source in sources:
             readable &= loaders.check_loaders(run, source, rows)
+        self._guarded("validation data", lambda: loaders.check_overlap(run, rows))
         length = self.length = Length.of(run, int(self.trainer.world_size))
         self._guarded("optimizer", lambda: training.check_optimizers(run, length, rows))
         if not readable:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from hasten._lib.tree import leaves
 from hasten.data.loader_parts import is_iterable, length_of, samplers_of, shut_down, with_attributes
@@ -27,6 +35,8 @@ if TYPE_CHECKING:
 
 # How long the first batch of worker processes is waited for.
 WORKER_SECONDS = 60
+# Indices of datasets are compared up to this number.
+_MOST_COMPARED = 2_000_000
 _NAME = {"train": "train data", "validate": "validation data", "test": "test data", "predict": "predict data"}
 
 
@@ -108,7 +118,9 @@ def _check_order(run: Run, source: StageData, name: str, loader: DataLoader[Any]
         return
     samplers = samplers_of(loader)
     shuffles = any(isinstance(sampler, RandomSampler) for sampler in samplers)
-    in_order = any(isinstance(sampler, SequentialSampler) for sampler in samplers)
+    # A batch sampler of the program may order batches in its own way.
+    plain = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
+    in_order = plain and any(isinstance(sampler, SequentialSampler) for sampler in samplers)
     overfits = bool(run.arguments.overfit_batches)
     if source.stage == "train" and in_order and not overfits and _samples(loader) > (loader.batch_size or 1):
         rows.warning(
@@ -116,6 +128,42 @@ def _check_order(run: Run, source: StageData, name: str, loader: DataLoader[Any]
         )
     if source.stage != "train" and shuffles and not overfits:
         rows.warning(name, "An evaluation shuffles its samples: shuffle=True.", "DataLoader(..., shuffle=False)")
+
+
+def check_overlap(run: Run, rows: Rows) -> None:
+    """Warn of training samples that validation reads, too."""
+    if run.validation.is_off() or run.train.is_off() or run.arguments.overfit_batches:
+        return
+    for one in run.validation.streams():
+        for other in run.train.streams():
+            shared, count = _shared(getattr(one, "dataset", None), getattr(other, "dataset", None))
+            if shared:
+                rows.warning(
+                    "validation data",
+                    f"{shared} of the {count} validation samples are training samples: their loss says nothing about "
+                    "new data.",
+                    "torch.utils.data.random_split(dataset, [0.9, 0.1]), with the parts in one loader each",
+                )
+                return
+
+
+def _shared(one: object, other: object) -> tuple[int, int]:
+    """Return how many samples two datasets share, as far as that can be seen, and how many the first has."""
+    whole, indices = _part(one)
+    of_other, others = _part(other)
+    if whole is None or whole is not of_other or isinstance(whole, IterableDataset):
+        return 0, 0
+    count = len(whole)
+    if count > _MOST_COMPARED:
+        return 0, 0
+    first = range(count) if indices is None else indices
+    second = range(count) if others is None else others
+    return len(set(first) & set(second)), len(first)
+
+
+def _part(dataset: Any) -> tuple[Any, Any]:
+    """Return a dataset and the indices of the part of it that is used; None for all."""
+    return (dataset.dataset, list(map(int, dataset.indices))) if type(dataset) is Subset else (dataset, None)
 
 
 def _divides(dataset: object) -> bool:
@@ -367,6 +415,9 @@ def _all_labels(dataset: Any, labels: Tensor, batch: Any) -> Tensor | None:
             if isinstance(part, Tensor) and part.dtype == labels.dtype and torch.equal(part, labels):
                 return tensor
         return None
+    if type(dataset) is Subset:
+        inner = _all_labels(dataset.dataset, labels, batch)
+        return None if inner is None else inner[torch.as_tensor(dataset.indices)]
     found = getattr(dataset, "targets", None)
     if isinstance(found, (list, tuple)) and found and type(found[0]) is int:
         found = torch.tensor(found)

@@ -150,6 +150,14 @@ def check_intervals(
 def check_places(trainer: Trainer, run: Run, length: Length, rows: Rows) -> None:
     """Check that the folders of checkpoints and loggers can be written, and are large enough."""
     checkpoints = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
+    for callback in checkpoints:
+        if callback.every_n_epochs > length.epochs:
+            rows.warning(
+                "checkpoints",
+                f"ModelCheckpoint(every_n_epochs={callback.every_n_epochs}): the fit is shorter ({length.epochs:.0f}), "
+                "and saves nothing at the end of an epoch.",
+                "ModelCheckpoint(every_n_epochs=1)",
+            )
     size = checkpoint_bytes(run)
     for callback in checkpoints:
         place = callback.dirpath or checkpoint_files.default_folder(trainer)

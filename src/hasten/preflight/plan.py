@@ -44,7 +44,7 @@ class Length:
         steps = math.ceil(batches / run.accumulate_grad_batches) if math.isfinite(batches) else math.inf
         epochs = float(run.max_epochs)
         total = min(steps * epochs if math.isfinite(steps) else math.inf, float(run.max_steps))
-        if math.isfinite(total) and steps:
+        if math.isfinite(total) and math.isfinite(steps) and steps:
             epochs = min(epochs, math.ceil(total / steps))
         validates = not run.validation.is_off()
         schedule = run.validation_schedule

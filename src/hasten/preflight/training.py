@@ -205,7 +205,10 @@ def check_step(run: Run, seen: Seen, rows: Rows) -> None:
     if run.optimizers and finite:
         finite &= _check_gradients(run, seen, rows)
     if finite and seen.loss is not None:
-        rows.ok("loss", f"{float(seen.loss.sum()):.4g} on the first batch; layers, loss and gradients are finite")
+        classes = seen.targets[1] if seen.targets is not None else 0
+        chance = f" (ln {classes} = {math.log(classes):.4g} is chance)" if classes > 1 else ""
+        value = float(seen.loss.sum())
+        rows.ok("loss", f"{value:.4g} on the first batch{chance}; layers, loss and gradients are finite")
 
 
 def _check_loss(run: Run, seen: Seen, rows: Rows) -> bool:
