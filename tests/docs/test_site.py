@@ -108,6 +108,8 @@ def test_the_measured_factors_are_those_of_the_results() -> None:
     bars = r"<code>([^<]+)</code></span><span class=\"bar\" style=\"width:([\d.]+)%\"></span>.*?>([\d.]+)\u00d7"
     shown = re.findall(bars, home)
     assert len(shown) == 5
+    step = {row["case"]: row["ratio"] for row in measured.ladder("overhead.json")}["default"]
+    assert f"took {step:.2f} times as long" in (ROOT / "docs" / "start" / "pytorch.md").read_text(encoding="utf-8")
     for line, width, speed in shown:
         assert f"{speeds[f'L.Trainer({line})']:.2f}" == speed
         assert float(width) == pytest.approx(100 * float(speed) / max(speeds.values()), abs=0.1)
