@@ -33,9 +33,9 @@ def test_what_matters_least_is_left_out_first_and_no_line_is_too_long() -> None:
     texts = [part.split("=")[0] for part in ALL.split("  ")[3:]]
     order = sorted(texts, key=lambda text: next(index for index, line in enumerate(lines) if text in line))
     assert order == [
-        "4:12 left", "loss", "data wait 12%", "train_acc", "val_loss", "13.2k samples/s", "step 2412", "GPU 3.1 GB",
+        "4:12 left", "loss", "train_acc", "data wait 12%", "val_loss", "13.2k samples/s", "step 2412", "GPU 3.1 GB",
     ]  # fmt: skip
-    assert lines[80 - 20].endswith("  412/1000  loss=0.482  data wait 12%  4:12 left")
+    assert lines[80 - 20].endswith("|  412/1000  loss=0.482  train_acc=0.871  4:12 left")
     assert lines[0] == "Epoch 2/9:  41%  41"
     # Where the number of batches is not known.
     assert (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hasten as L
 from hasten.record import pace
 from hasten.record.pace import learning_rates, useful_positions
-from hasten.record.step_times import PARTS
+from hasten.record.step_times import PARTS, DeviceClock
 from tests.models import Classifier, Manual, loader, quiet
 
 BATCHES = 24
@@ -194,6 +194,51 @@ def test_waiting_for_data_is_measured_in_all_steps() -> None:
     trainer.fit(Fetches(), Slow())
     assert trainer.current_run.pace.waited >= 0.07
     assert all(line["parts"]["forward"] < 0.01 <= line["parts"]["data"] for line in lines.of("step_time"))
+
+
+class Event:
+    """An event of a device that is always two seconds behind the host."""
+
+    now, made = 0.0, 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        Event.made += 1
+
+    def record(self, stream: object) -> None:
+        self.at = Event.now + 2.0
+
+    def query(self) -> bool:
+        return Event.now >= self.at
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.query()
+        assert later.query(), "the device was waited for"
+        return 1000 * (later.at - self.at)
+
+
+def test_on_a_gpu_the_parts_are_read_when_the_device_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock = DeviceClock(torch.device("cuda", 0))
+    assert not clock.ready()
+    for _ in range(3):
+        clock.begin()
+        for part, seconds in (("data", 1.0), ("forward", 2.0)):
+            clock.enter(part)
+            Event.now += seconds
+            if part == "forward":
+                clock.enter("logging")
+                Event.now += 0.25
+                clock.leave()
+            clock.leave()
+        Event.now += 0.5
+        clock.end()
+        assert not clock.ready()
+        Event.now += 2.0
+        assert clock.ready()
+        assert clock.seconds() == pytest.approx({"other": 0.5, "data": 1.0, "forward": 2.0, "logging": 0.25})
+    assert Event.made == 8  # The same events, again and again.
 
 
 class Tokens(L.LightningModule):

@@ -167,7 +167,9 @@ def line_text(
     loss = "" if about.loss is None else f"loss={value_text(about.loss)}"
     # (how much it matters, text), in the order in which they are shown.
     fields: list[tuple[float, str]] = [(1, about.step), (9, loss)]
-    fields += [(7 - index / (len(values) + 1), f"{name}={text}") for index, (name, text) in enumerate(values.items())]
+    texts = [f"{name}={text}" for name, text in values.items()]
+    # Of many values, the first matters more than why it is slow.
+    fields += [(7 - index / len(texts) if index else 8.5, text) for index, text in enumerate(texts)]
     fields += [(5, about.speed), (8, about.waiting), (0, about.memory), (10, about.left)]
     fields = [(matters, text) for matters, text in fields if text]
     share = None if not total else min(1.0, n / total)
