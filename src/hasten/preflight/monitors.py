@@ -206,11 +206,11 @@ def _check_folder(name: str, folder: str, rows: Rows, *, size: int, kept: float)
         rows.skipped(name, f"{folder}: how many of {amount(size)} are kept depends on the length of the fit")
         return
     need = size * kept
-    what = f"{kept:.0f} checkpoints of about {amount(size)}" if size else "the logs"
+    what = f"{kept:.0f} checkpoints of about {amount(size)}" if size else "it can be written"
     if need + _SPARE_BYTES > free:
         rows.error(
             name,
-            f"{folder} has {amount(free)} free, and {what} need {amount(need)}.",
+            f"{folder} has {amount(free)} free{f', and {what} need {amount(need)}' if size else ''}.",
             "ModelCheckpoint(save_top_k=1, save_weights_only=True), or a dirpath on a larger disk",
         )
     else:
@@ -220,7 +220,7 @@ def _check_folder(name: str, folder: str, rows: Rows, *, size: int, kept: float)
 def shown_path(path: str) -> str:
     """Return a path as seen from the working directory, if it is below it."""
     relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+    return path if relative.startswith("..") or relative == "." else relative
 
 
 def amount(count: float) -> str:
