@@ -35,11 +35,13 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"-o {output} is the program itself. Name another file.")
     try:
         text = eject_program(path, source.decode("utf-8"), rest)
+        several = "DistributedDataParallel(" in text
         if output is None:
             print(text, end="")
         else:
             output.write_text(text, encoding="utf-8")
-            print(f"{output}: {len(text.splitlines())} lines. Run it with: python {output} {' '.join(rest)}".rstrip())
+            start = "torchrun --nproc-per-node N" if several else "python"
+            print(f"{output}: {len(text.splitlines())} lines. Run it with: {start} {output} {' '.join(rest)}".rstrip())
     except (EjectError, UnicodeDecodeError, OSError) as error:
         print(f"hasten eject: {error}", file=sys.stderr)
         return 1
@@ -77,8 +79,9 @@ def eject_program(path: Path, text: str, arguments: Sequence[str] = ()) -> str:
         EjectError: it cannot be ejected; the message says why, and where.
 
     """
-    from hasten.eject import ejected
+    from hasten.eject import check, ejected
 
+    check(text, path.name)
     facts = _first_fit(path, text, arguments)
     return ejected(text, path.name, facts, stem=path.stem)
 

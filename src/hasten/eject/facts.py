@@ -70,6 +70,7 @@ class Facts:
         data_from: "call", "datamodule" or "model".
         generator: whether the training loader has a random generator of its own.
         datamodule: the class of the datamodule.
+        processes: that train together.
         grad_enabled: whether gradients are on where ``fit`` is called.
 
     """
@@ -88,6 +89,7 @@ class Facts:
     generator: bool = False
     datamodule: type | None = None
     grad_enabled: bool = True
+    processes: int = 1
 
 
 def given_arguments(trainer: Trainer) -> dict[str, Any]:
@@ -121,6 +123,7 @@ def gather(
     if not isinstance(model, LightningModule):
         raise EjectError(f"the model is a {type(model).__name__}, not a LightningModule.")
     facts = Facts(given_arguments(trainer), type(model), grad_enabled=torch.is_grad_enabled())
+    facts.processes = trainer.world_size
     for what, given in (("training", train_dataloaders), ("validation", val_dataloaders)):
         several = isinstance(given, (CombinedLoader, Mapping)) or is_collection(given)
         if several and not (what == "validation" and isinstance(given, (list, tuple)) and len(given) < 2):

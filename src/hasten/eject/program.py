@@ -9,8 +9,33 @@ from hasten.eject import writer
 from hasten.eject.changes import Changes
 from hasten.eject.facts import Facts
 from hasten.eject.reader import UseReader
-from hasten.eject.source import Source, loaded_names, without_unused
+from hasten.eject.source import EjectError, Source, loaded_names, without_unused
 from hasten.eject.writer import Use
+
+# What makes or replaces the Trainer of a program: the program is refused before it runs.
+_OTHER_LOOPS = {
+    "Fabric": "Fabric leaves the loop to the program, which has one already",
+    "LightningCLI": "LightningCLI makes model and Trainer from the command line. Make them in the program",
+}
+
+
+def check(text: str, name: str) -> None:
+    """Refuse a program in which there is no loop to write, without running it.
+
+    Raises:
+        EjectError: the message says why, and where.
+
+    """
+    source = Source(text, name)
+    for node, used in source.uses():
+        if used in _OTHER_LOOPS:
+            source.refuse(node, _OTHER_LOOPS[used])
+    for other in ast.walk(source.tree):
+        if isinstance(other, ast.Import) and any(alias.name.split(".")[0] == "ray" for alias in other.names):
+            source.refuse(other, "Ray starts its processes. Eject the function that trains, as a program for torchrun")
+    attributes = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
+    if not attributes & {"fit", "eject"}:
+        raise EjectError(f"{name}: it does not call Trainer.fit: there is no loop to write.")
 
 
 def ejected(text: str, name: str, facts: Facts, *, stem: str) -> str:
@@ -46,6 +71,7 @@ def _assembled(body: str, generated: list[str], comments: list[str], name: str) 
     needed = writer.used_by(text) | ({"SimpleNamespace"} if "SimpleNamespace(" in body else set())
     needed |= {"Any"} & loaded_names(tree)
     lines = {
+        "dist": "import torch.distributed as dist",
         "Any": "from typing import Any",
         "Path": "from pathlib import Path",
         "SimpleNamespace": "from types import SimpleNamespace",

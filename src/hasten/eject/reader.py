@@ -69,6 +69,7 @@ POSITIONAL = {
     "EarlyStopping": 3, "ModelCheckpoint": 1, "GradientAccumulationScheduler": 1, "BackboneFinetuning": 1,
     "StochasticWeightAveraging": 4,
 }  # fmt: skip
+_DDP = frozenset({"ddp", "ddp_find_unused_parameters_true", "ddp_fork", "ddp_notebook", "ddp_spawn"})
 # Callbacks that only show or measure something.
 ONLY_SHOW = frozenset(
     {
@@ -261,7 +262,7 @@ class UseReader:
             if note not in self.comments:
                 self.comments.append(note)
         if name in ("devices", "num_nodes", "strategy") and not _is_single(name, value):
-            source.refuse(call.node, f"Trainer({name}={value!r}) has no short equivalent. Eject it for one device")
+            source.refuse(call.node, f"Trainer({name}={value!r}) has no short equivalent. Use strategy='ddp'")
 
     def _read_class(self, call: ProgramCall, name: str) -> None:
         use, source = self.use, self.source
@@ -433,6 +434,7 @@ def _is_none(call: ProgramCall, name: str) -> bool:
 
 
 def _is_single(name: str, value: object) -> bool:
-    if name == "strategy":
-        return value in (None, "auto", "single_device")
-    return value in (None, "auto", 1, "1")
+    """Return whether an argument stands for one device, or for several that DDP joins."""
+    if name != "strategy":
+        return True
+    return value in (None, "auto", "single_device") or (isinstance(value, str) and value in _DDP)

@@ -162,6 +162,9 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
     manual, takes = not facts.automatic, use.step_takes
     if manual and kinds["scaler"]:
         raise EjectError("precision='16-mixed' with manual optimization: scaling is up to the steps of training_step.")
+    ddp = facts.processes > 1 or str(given.get("strategy", "")).startswith("ddp")
+    if ddp:
+        _check_processes(facts, use, manual)
     closure = not manual and (facts.closure or "optimizer_step" in hooks)
     fits = "fit" in use.verbs
     validates = fits and facts.validates
@@ -245,7 +248,10 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
     result |= {
         "precision": precision,
         "moves": not on_cpu,
-        "device": '"cpu"' if on_cpu else '"cuda" if torch.cuda.is_available() else "cpu"',
+        "device": _device(on_cpu, ddp),
+        "ddp": ddp,
+        "ddp_options": ", find_unused_parameters=True" if "find_unused" in str(given.get("strategy")) else "",
+        "sampler_seed": "torch.initial_seed()" if use.seeds else "0",
         "manual": manual,
         "closure": closure,
         "closure_step": _closure_step(hooks),
@@ -258,7 +264,7 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
         or bool((hooks | callback_hooks) & {"on_before_optimizer_step", "configure_gradient_clipping"}),
         "clip_arguments": _clip_arguments(given),
         "all_parameters": facts.all_parameters and "BackboneFinetuning" not in use.classes,
-        "step": f"model.training_step({', '.join(('batch', 'batch_idx')[: takes.get('training_step', 2)])})",
+        "step": f"{'wrapped' if ddp else 'model.training_step'}({_taken(takes.get('training_step', 2))})",
         "model_hooks": hooks,
         "callback_hooks": callback_hooks,
         "data_hooks": use.data_hooks if facts.data_from == "datamodule" else set(),
@@ -306,7 +312,6 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
         "validates": validates,
         "leaves": leaves,
         "ends_epochs": ends_epochs,
-        "set_epoch": False,
         "checks": checks,
         "check_epochs": checks == "epoch" and val_epochs and bool(use.monitors - use.logged_in_training),
         "train_outputs": _train_outputs(manual, use),
@@ -362,6 +367,30 @@ def generated(filled: dict[str, Any]) -> list[str]:
 
 
 # -- parts
+
+
+def _taken(count: int) -> str:
+    """Return the arguments of a step that takes so many."""
+    return ", ".join(("batch", "batch_idx")[:count])
+
+
+def _device(on_cpu: bool, ddp: bool) -> str:
+    if on_cpu:
+        return '"cpu"'
+    gpu = "f\"cuda:{os.environ.get('LOCAL_RANK', 0)}\"" if ddp else '"cuda"'
+    return f'{gpu} if torch.cuda.is_available() else "cpu"'
+
+
+def _check_processes(facts: Facts, use: Use, manual: bool) -> None:
+    """Refuse what several processes would need more code for."""
+    for holds, what in (
+        (manual, "manual optimization"),
+        ("predict" in use.verbs, "Trainer.predict"),
+        (facts.length is None, "a training loader without a length"),
+        (facts.generator, "a training loader with its own generator"),
+    ):
+        if holds:
+            raise EjectError(f"{what} with several processes has no short equivalent. Eject it for one device.")
 
 
 def _closure_step(hooks: set[str]) -> str:
@@ -531,6 +560,12 @@ def _init(result: dict[str, Any], facts: Facts, use: Use, max_epochs: bool, max_
         "is_global_zero": "True", "global_rank": "0", "local_rank": "0", "world_size": "1", "sanity_checking": "False",
         "fast_dev_run": "False", "max_steps": "-1", "max_epochs": "-1",
     }  # fmt: skip
+    if result["ddp"]:
+        plain |= {
+            "is_global_zero": 'int(os.environ.get("RANK", 0)) == 0',
+            "local_rank": 'int(os.environ.get("LOCAL_RANK", 0))',
+        }
+        plain = {name: value for name, value in plain.items() if name not in ("world_size", "global_rank")}
     for name in sorted(use.of_trainer & plain.keys()):
         if not any(line.startswith(f"self.{name} =") for line in lines):
             lines.append(f"self.{name} = {plain[name]}")
@@ -579,7 +614,7 @@ def _evaluations(result: dict[str, Any], facts: Facts, use: Use) -> None:
             f"standalone_{stage}": called,
             f"hook_{stage}": short[stage],
             f"batches_{stage}": batches,
-            f"arguments_{stage}": ", ".join(("batch", "batch_idx")[:takes]),
+            f"arguments_{stage}": _taken(takes),
             f"outputs_{stage}": "outputs = " if keeps else "",
             f"returns_{stage}": called,
             f"means_{stage}": "means = " if called else "",
@@ -605,4 +640,4 @@ def _summary(facts: Facts, accumulates: bool, clips: bool, precision: str, valid
 def used_by(text: str) -> set[str]:
     """Return the modules that generated lines use, to be imported."""
     names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    return names & {"contextlib", "itertools", "json", "numpy", "os", "random", "torch", "Path"}
+    return names & {"atexit", "contextlib", "dist", "itertools", "json", "numpy", "os", "random", "torch", "Path"}
