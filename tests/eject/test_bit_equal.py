@@ -59,6 +59,13 @@ def test_every_example_is_ejected_or_refused_as_the_docs_say() -> None:
     }
 
 
+def test_the_loop_on_the_page_is_the_one_that_is_written(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "eject.md").read_text(encoding="utf-8")
+    program = page.split('```python title="train.py"\n')[1].split("```")[0]
+    loop = page.split("<!-- output -->\n```text\n")[1].split("```")[0]
+    assert loop in eject(program, tmp_path / "train.py")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_example_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(EjectError, match=re.escape(REFUSED[name])):

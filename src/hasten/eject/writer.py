@@ -314,7 +314,8 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
         "ends_epochs": ends_epochs,
         "checks": checks,
         "check_epochs": checks == "epoch" and val_epochs and bool(use.monitors - use.logged_in_training),
-        "train_outputs": _train_outputs(manual, use),
+        "loss": "share" if accumulates and not manual else "loss",
+        "train_outputs": _train_outputs(manual, use, "share" if accumulates else "loss"),
         "manual_outputs": "outputs = " if manual and "on_train_batch_end" in hooks | callback_hooks else "",
         "reports": fits and (prints or writes),
         "prints": prints,
@@ -425,12 +426,12 @@ def _log_summary(use: Use) -> str:
     return "the latest counts in training steps, elsewhere the mean"
 
 
-def _train_outputs(manual: bool, use: Use) -> str:
+def _train_outputs(manual: bool, use: Use, loss: str) -> str:
     if manual:
         return "outputs"
     if use.output != "tensor":
-        return '{**outputs, "loss": loss.detach()}'
-    kept = '{"loss": loss.detach()}'
+        return f'{{**outputs, "loss": {loss}.detach()}}'
+    kept = f'{{"loss": {loss}.detach()}}'
     return f"{kept} if loss is not None else {{}}" if use.may_skip else kept
 
 
