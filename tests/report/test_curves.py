@@ -183,3 +183,9 @@ def test_smooth_is_a_weight_or_a_window(value: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["plot", "run", f"--smooth={value}"])
     assert "use a weight below 1, such as 0.9, or a number of values, such as 20." in capsys.readouterr().err
+
+
+def test_constants_and_rates_are_shown_from_zero() -> None:
+    figure = draw([Curve("lr", [0, 1], [0.01, 0.01]), Curve("samples_per_sec", [0, 1], [900.0, 1000.0])])
+    assert [axes.get_ylim()[0] for axes in figure.axes] == [0.0, 0.0]
+    assert not figure.legends, "a legend with one entry says nothing"

@@ -43,6 +43,8 @@ _TITLES = {
     "samples_per_sec": "Samples per second",
     "tokens_per_sec": "Tokens per second",
 }
+# Rates, whose differences are judged against nothing at all.
+_FROM_ZERO = frozenset({"samples_per_sec", "tokens_per_sec"})
 _X_LABELS = {"step": "Step", "epoch": "Epoch"}
 
 
@@ -316,7 +318,7 @@ class _Drawing:
             self._panel(axes, title, panel, bottom=place + columns >= count)
         if self.not_finite:
             entries.append(("not finite", {"linestyle": "", "marker": "x", "color": self._ink(), "markersize": 5}))
-        if len(entries) > 1 or self.runs[0] or count > 1:
+        if len(entries) > 1 or self.runs[0]:
             self._legend(figure, entries, beside)
         return figure  # type: ignore[no-any-return]
 
@@ -351,6 +353,12 @@ class _Drawing:
                 axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.3g}"))
         axes.margins(y=0.07)
         axes.set_xlim(*self.span)
+        if finite and min(finite) > 0 and not self.log:
+            if min(finite) == max(finite):
+                # Around a constant, an axis would have many digits and no meaning.
+                axes.set_ylim(0, 1.6 * max(finite))
+            elif all(curve.name in _FROM_ZERO for _, curve in panel):
+                axes.set_ylim(bottom=0)
 
     def _curve(self, axes: Any, variant: str, curve: Curve) -> None:
         look = self._style(curve.run, variant)
