@@ -45,6 +45,7 @@ def main(strategy: str, output: str, devices: int) -> None:
             "seen": model.seen,
             "evaluated": model.evaluated,
             "step": trainer.global_step,
+            "history": {name: list(trainer.history[name]) for name in trainer.history.keys()},  # noqa: SIM118
         },
         f"{output}.{trainer.global_rank}",
     )

@@ -138,6 +138,8 @@ def main(options: dict[str, Any]) -> None:
         "scheduler": trainer.lr_scheduler_configs[0].scheduler.get_last_lr(),
         "step": trainer.global_step,
         "batches": trainer.total_batch_idx + 1,
+        "rows": len(trainer.history),
+        "history": digest([{name: row[name] for name in sorted(row) if name != "time"} for row in trainer.history]),
     }
     Path(options["result"]).write_text(json.dumps(result))
 

@@ -46,6 +46,8 @@ def test_weights_equal_the_single_process_run(strategy: str, launcher: Any, alon
     assert first["step"] == alone["step"] == 10
     for name in ("train_loss", "val_loss"):
         assert first["metrics"][name] == pytest.approx(alone["metrics"][name], abs=1e-6)
+        assert first["history"][name] == pytest.approx(alone["history"][name], abs=1e-6)
+        assert len(first["history"][name]) == 2
     if strategy == "ddp":
         second = read(output, 1)
         assert all(torch.equal(first["weights"][k], second["weights"][k]) for k in first["weights"])

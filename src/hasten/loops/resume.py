@@ -32,6 +32,7 @@ from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import StoredHyperParameters
 from hasten.module.module import ToggledParameters
+from hasten.record.history import History
 from hasten.seed import RandomGenerators
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ class RunState:
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
         own = checkpoint.get("hasten") or {}
+        # Not that of an earlier fit, of which this one is no continuation.
+        run.history = History()
         if own.get("history") is not None:
             run.history.load_state_dict(own["history"])
         if own:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +26,8 @@ _PACKAGES = (
     "deepspeed", "numpy",
 )  # fmt: skip
 _SECRET = re.compile(r"(api.?key|token|secret|password|passwd|credential)", re.IGNORECASE)
-# How long a run waits, when its record is first written, for git to say whether files were changed.
-_GIT_SECONDS = 2.0
+# How long git may take to say whether files were changed, beside the run; then the record is written without it.
+_GIT_SECONDS = 5.0
 
 
 def versions() -> dict[str, str]:
@@ -67,7 +69,9 @@ def device_names(devices: Iterable[torch.device]) -> list[str]:
 @functools.cache
 def command() -> list[str]:
     """Return the command of this program; what follows an option for a key or a password is left out."""
-    return hidden([str(word) for word in (getattr(sys, "orig_argv", None) or [sys.executable, *sys.argv])])
+    # A process that another one has started (strategy="ddp_spawn") has the words of that one in sys.argv.
+    own = [sys.executable, *sys.argv] if multiprocessing.parent_process() is not None else sys.orig_argv
+    return hidden([str(word) for word in own])
 
 
 def hidden(words: Sequence[str]) -> list[str]:
@@ -107,7 +111,7 @@ def _in_repository(folder: str) -> bool:
 class GitState:
     """The commit, branch and changes of the repository that a folder is in.
 
-    git starts at once and works beside the program: ``read`` is called later.
+    git starts at once and works beside the program: ``read`` is called later, and waits for it a few seconds at most.
 
     Args:
         folder: where to look.
@@ -123,6 +127,7 @@ class GitState:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._found: dict[str, Any] | None = None
+        self._until = time.monotonic() + _GIT_SECONDS
         self._folder = os.fspath(folder)
         if not _in_repository(self._folder):
             return
@@ -134,13 +139,17 @@ class GitState:
                 stderr=subprocess.DEVNULL, text=True, errors="replace",
             )  # fmt: skip
 
+    def ready(self) -> bool:
+        """Return whether ``read`` does not wait."""
+        return self._process is None or self._process.poll() is not None or time.monotonic() >= self._until
+
     def read(self) -> dict[str, Any] | None:
         """Return commit, branch (None if detached) and whether tracked files were changed; None outside of git."""
         process, self._process = self._process, None
         if process is None:
             return self._found
         try:
-            output, _ = process.communicate(timeout=_GIT_SECONDS)
+            output, _ = process.communicate(timeout=max(0.1, self._until - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()

@@ -44,6 +44,7 @@ class Record(NoRecord):
 
     Args:
         path: the file; made when the first lines are written.
+        ready: says whether lines can be written; while it returns False they wait, until ``flush`` is called.
 
     Example::
 
@@ -59,8 +60,9 @@ class Record(NoRecord):
 
     writes = True
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, ready: Callable[[], bool] | None = None) -> None:
         self.path = os.fspath(path)
+        self._ready = ready
         self._lines: list[dict[str, Any] | Callable[[], dict[str, Any]]] = []
         self._next = 0.0
 
@@ -74,7 +76,7 @@ class Record(NoRecord):
         """
         now = time.time()
         self.add_line({"kind": kind, "time": now, **fields})
-        if now >= self._next:
+        if now >= self._next and (self._ready is None or self._ready()):
             self.flush()
 
     def add_line(self, line: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:

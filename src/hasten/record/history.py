@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # What each row has beside its values.
 _PLACE = ("step", "epoch", "time")
-# Rows that a notebook and ``print`` show at each end.
+# Values that ``print`` shows of one name: the last ones.
 _SHOWN = 5
 _DTYPES = {"i": torch.int32, "q": torch.int64, "d": torch.float64}
 

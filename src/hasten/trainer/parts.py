@@ -236,6 +236,7 @@ def export_results(self: Trainer) -> dict[str, Any]:
             for callback in self._callbacks
         ],
         "values": (logged.callback_values, logged.logger_values, logged.bar_values),
+        "history": self.history,
         "state": self.state,
         "should_stop": self.should_stop,
     }
@@ -252,4 +253,5 @@ def import_results(self: Trainer, results: dict[str, Any]) -> None:
             setattr(callback, name, value)
     logged = self._logged
     logged.callback_values, logged.logger_values, logged.bar_values = results["values"]
+    self.history = results["history"]
     self.state, self._should_stop = results["state"], results["should_stop"]

@@ -48,10 +48,14 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         run.history.add(step=step, epoch=epoch, values=values)
         run.record.add("row", step=step, epoch=epoch, values=values)
 
+    def take_history() -> None:
+        # A fit that continues has that of the checkpoint by now.
+        trainer.history = run.history
+
     logged.on_row = on_row
     if not _writes(trainer) or run.arguments.fast_dev_run:
         try:
-            yield _nothing
+            yield take_history
         finally:
             logged.on_row = None
         return
@@ -59,13 +63,12 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
     git = about.GitState(os.path.dirname(about.program() or "") or os.getcwd())
 
     def begin() -> None:
-        # A fit that continues has the rows of the checkpoint, restored by now.
+        take_history()
         path = _path(trainer)
         if path is None:
             return
-        record = run.record = Record(path)
+        record = run.record = Record(path, ready=git.ready)
         line = {"kind": "start", "time": began, "format": FORMAT, **_facts(trainer, run)}
-        # git has had the time until the first lines are written.
         record.add_line(lambda: {**line, "git": git.read()})
 
     reason, message = "failed", None
