@@ -110,7 +110,7 @@ def test_reports_as_text_color_and_html() -> None:
     text = str(report)
     assert text.splitlines()[-1] == report.summary == "1 error, 1 warning, 1 ok"
     assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 118
+    assert max(map(len, text.splitlines())) <= 100
     assert "at train.py:3" in text
     assert "-> line 1" in text
     assert not report.ok

@@ -19,7 +19,7 @@ Status = Literal["ok", "warning", "error", "not checked"]
 _COLOR = {"ok": "green", "warning": "yellow", "error": "red", "not checked": "bright_black"}
 # Columns of the table as text.
 _STATUS_WIDTH = 13
-_MOST_WIDTH = 118
+_MOST_WIDTH = 100
 _LEAST_WIDTH = 60
 
 
