@@ -20,7 +20,7 @@ Axis = Literal["step", "epoch", "time"]
 # Okabe and Ito's colors, which color-blind readers tell apart, ordered so that neighbors also differ in brightness.
 COLORS = ("#0072B2", "#E69F00", "#000000", "#CC79A7", "#009E73", "#D55E00", "#56B4E9")
 # In greyscale, markers and dashes tell curves apart.
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*", "h", ">")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*", "h", ">")
 _DASHES: tuple[Any, ...] = ("-", (0, (4.5, 2)), (0, (1, 1.3)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _INK, _QUIET, _GRID = "#24292f", "#59636e", "#e3e6ea"
 # Points a curve is drawn with at most: more cannot be seen, and make a pdf slow.
@@ -110,7 +110,7 @@ def draw(
         raise ValueError("there are no values to draw.")
     style = need("matplotlib.style", purpose="Drawing curves")
     figures = need("matplotlib.figure", purpose="Drawing curves")
-    with style.context(["default", _look(dark)]):
+    with style.context(["default", look(dark=dark)]):
         return _Drawing(shown, x, smooth, log, dark).figure(figures)
 
 
@@ -268,7 +268,8 @@ def _on_axis(curve: Curve, x: Axis) -> Curve:
     return Curve(curve.name, [a for a, _ in points], [b for _, b in points], curve.run)
 
 
-def _look(dark: bool) -> dict[str, Any]:
+def look(*, dark: bool = False) -> dict[str, Any]:
+    """Return the settings of matplotlib that all of hasten's plots share."""
     ink, quiet, grid, page = ("#e6edf3", "#9da7b3", "#3a424c", "#0d1117") if dark else (_INK, _QUIET, _GRID, "white")
     return {
         "figure.facecolor": page, "axes.facecolor": page, "savefig.facecolor": page, "text.color": ink,
@@ -361,25 +362,25 @@ class _Drawing:
                 axes.set_ylim(bottom=0)
 
     def _curve(self, axes: Any, variant: str, curve: Curve) -> None:
-        look = self._style(curve.run, variant)
+        shape = self._style(curve.run, variant)
         x = [value / self.seconds for value in curve.x]
         y = list(curve.y)
         bad = [a for a, b in zip(x, y, strict=True) if not math.isfinite(b)]
         if bad:
             self.not_finite = True
-            axes.plot(bad[:50], [0.03] * len(bad[:50]), "x", color=look["color"], markersize=5, clip_on=False,
+            axes.plot(bad[:50], [0.03] * len(bad[:50]), "x", color=shape["color"], markersize=5, clip_on=False,
                       transform=axes.get_xaxis_transform())  # fmt: skip
         y = [value if math.isfinite(value) else math.nan for value in y]
         front = y
         dense = len(y) > _DENSE
         if self.smooth and can_smooth(y, self.smooth):
             front, dense = smoothed(y, self.smooth), False
-            axes.plot(*_thinned(x, y), color=look["color"], linewidth=0.8, alpha=0.28, zorder=1.5)
+            axes.plot(*_thinned(x, y), color=shape["color"], linewidth=0.8, alpha=0.28, zorder=1.5)
         drawn_x, drawn_y = _thinned(x, front)
         many = len(drawn_x) > 2 * _MARKERS_PER_CURVE
         place = self.runs.index(curve.run) + 0.5 * self.variants.index(variant)
         marks = _spread(drawn_x, place / (len(self.runs) + 1)) if many else None
-        axes.plot(drawn_x, drawn_y, **look | ({"linewidth": 1.1} if dense else {}), markevery=marks)
+        axes.plot(drawn_x, drawn_y, **shape | ({"linewidth": 1.1} if dense else {}), markevery=marks)
 
     def _style(self, run: str, variant: str) -> dict[str, Any]:
         number_of_run, number_of_variant = self.runs.index(run), self.variants.index(variant)
@@ -388,7 +389,7 @@ class _Drawing:
         color = COLORS[place % len(COLORS)]
         return {
             "color": self._ink() if color == "#000000" else color,
-            "marker": _MARKERS[place % len(_MARKERS)],
+            "marker": MARKERS[place % len(MARKERS)],
             "linestyle": _DASHES[number_of_variant % len(_DASHES)],
             "linewidth": 1.7,
             "markersize": 4.5,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten._lib.optional import need
+from hasten.report.curves import COLORS, MARKERS, look
 
 # The losses and the accuracies among logged names, and their titles.
 KINDS = {
@@ -147,16 +148,18 @@ def _read(path: Path) -> list[dict[str, str]]:
 def _draw(curves: list[EpochCurve], title: str, stem: Path) -> list[Path]:
     figures, ticker, style = (need(f"matplotlib.{name}", purpose="plot_logs") for name in ("figure", "ticker", "style"))
     # Text stays text in the pdf.
-    with style.context(["seaborn-v0_8-whitegrid", "tableau-colorblind10", {"pdf.fonttype": 42}]):
+    with style.context(["default", look() | {"pdf.fonttype": 42}]):
         figure = figures.Figure(figsize=(5.6, 3.7), layout="constrained")
         axes = figure.add_subplot()
-        for curve in curves:
+        for place, curve in enumerate(curves):
             epochs = [epoch + 1 for epoch in curve.values]
-            line = "o-" if curve.stage == "training" else "s--"
-            axes.plot(epochs, list(curve.values.values()), line, markersize=4, label=curve.label)
+            line = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)], "markersize": 4.5}
+            dashes = "-" if curve.stage == "training" else (0, (4.5, 2))
+            axes.plot(epochs, list(curve.values.values()), **line, linestyle=dashes, linewidth=1.7, label=curve.label)
         axes.set(xlabel="Epoch", ylabel=title)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-        axes.legend(loc="best")
+        axes.grid(visible=False, axis="x")
+        figure.legend(loc="outside upper left", ncols=3, handlelength=2.8)
         pdf, png = stem.with_suffix(".pdf"), stem.with_suffix(".png")
         # Without a date, the same values give the same file.
         figure.savefig(pdf, metadata={"CreationDate": None})
