@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -336,3 +338,27 @@ def test_feature(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for word in case.lacks:
         assert word not in plain.split("# -- the program")[0], word
     assert same(fits(text, plain=False), fits(plain, plain=True))
+
+
+FORMATTED = (
+    "accumulation, clipping and a schedule by steps", "manual optimization", "overridden hooks",
+    "optimizer_step and accumulation", "a datamodule", "a callback of the program", "the best checkpoint", "averages",
+    "64-true", "few batches",
+)  # fmt: skip
+
+
+def test_ruff_agrees_with_the_generated_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ruff")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").mkdir()
+    for name in FORMATTED:
+        plain = eject(CASES[name].text(), tmp_path / "program.py")
+        # The program itself stays as it was formatted.
+        generated = plain.split("# -- the program")[0].rstrip() + "\n"
+        (tmp_path / "plain" / f"{name.replace(' ', '_')}.py").write_text(generated)
+    # Closures are called within the turn of the loop that makes them.
+    rules = ["--select=E,F,W,I,B,UP", "--ignore=F401,B023"]
+    for words in (["check", *rules, "--line-length=100"], ["format", "--check", "--line-length=100"]):
+        command = [sys.executable, "-m", "ruff", *words, "--isolated", "--no-cache", "plain"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -133,7 +133,10 @@ class Changes:
         if name == TRAINER:
             arguments = trainer_arguments(source, call, self.facts)
             kept = [(one, value) for one, value in arguments.items() if one in self.filled["kept"]]
-            source.replace_call(call, TRAINER, [f"{one}={self._value(value)}" for one, value in kept])
+            for one in self.filled["kept"]:
+                if one not in arguments and one != "callbacks":
+                    source.refuse(call.node, f"this Trainer has no {one}, and another has. Give it to both")
+            source.replace_call(call, TRAINER, [f"{one}={self._listed(one, value)}" for one, value in kept])
         elif name == "seed_everything":
             seed = call.positional[0] if call.positional else call.named.get("seed")
             source.replace_call(call, name, ["0" if seed is None else source.segment(seed)])
@@ -147,6 +150,11 @@ class Changes:
         if not call.named.keys().isdisjoint(dropped):
             named = [f"{one}={self._value(value)}" for one, value in call.named.items() if one not in dropped]
             self.source.replace_call(call, function, [*(self._value(one) for one in call.positional), *named])
+
+    def _listed(self, name: str, value: ast.expr | str) -> str:
+        """Return the text of an argument; a single callback as a list."""
+        text = self._value(value)
+        return f"[{text}]" if name == "callbacks" and isinstance(value, ast.Call) else text
 
     def _value(self, value: ast.expr | str) -> str:
         if isinstance(value, str):

@@ -56,10 +56,26 @@ def ejected(text: str, name: str, facts: Facts, *, stem: str) -> str:
     use = Use()
     comments: list[str] = []
     UseReader(source, facts, use, comments).read()
+    # Lightning divides by the full size of a window also in the last, shorter one.
+    use.as_lightning = any(not full.startswith("hasten") for full in source.imported.values())
     filled = writer.values(facts, use, stem)
+    if filled["precision"] == "bf16-true":
+        comments.append("bf16-true: hasten keeps the bits that weights lose here, so small updates differ")
     Changes(source, facts, use, comments, filled).make()
     body = without_unused(source.result(), unused.__contains__)
-    return _assembled(body, writer.generated(filled), comments, name)
+    lines = writer.generated(filled)
+    _check_names(body, lines, name)
+    return _assembled(body, lines, comments, name)
+
+
+def _check_names(body: str, generated: list[str], name: str) -> None:
+    """Refuse a program that defines a name which the generated part defines."""
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    own, new = (
+        {node.name for node in ast.parse(text).body if isinstance(node, kinds)} for text in (body, "\n".join(generated))
+    )
+    if both := sorted(own & new):
+        raise EjectError(f"{name} defines {', '.join(both)}, as the ejected loop does. Rename it before ejecting.")
 
 
 def _assembled(body: str, generated: list[str], comments: list[str], name: str) -> str:

@@ -69,6 +69,13 @@ POSITIONAL = {
     "EarlyStopping": 3, "ModelCheckpoint": 1, "GradientAccumulationScheduler": 1, "BackboneFinetuning": 1,
     "StochasticWeightAveraging": 4,
 }  # fmt: skip
+# Arguments in which the Trainers of a program may differ.
+_FREE = frozenset(
+    {
+        "callbacks", "default_root_dir", "enable_autolog_hparams", "enable_model_summary", "enable_progress_bar",
+        "log_every_n_steps", "max_epochs", "num_sanity_val_steps",
+    }
+)  # fmt: skip
 _DDP = frozenset({"ddp", "ddp_find_unused_parameters_true", "ddp_fork", "ddp_notebook", "ddp_spawn"})
 # Callbacks that only show or measure something.
 ONLY_SHOW = frozenset(
@@ -141,6 +148,8 @@ class UseReader:
                 use.step_takes[name] = max(use.step_takes.get(name, 0), min(len(arguments) - 1, 2))
             if name == "training_step":
                 self._read_returns(function)
+            if name == "on_train_batch_start" and any(map(_is_minus_one, ast.walk(function))):
+                source.refuse(function, "on_train_batch_start ends epochs by returning -1, which the loop does not do")
         if "automatic_optimization" in assigned or not self.facts.automatic:
             use.members.add("automatic_optimization")
         for one in ast.walk(node):
@@ -217,8 +226,8 @@ class UseReader:
         source, use, function = self.source, self.use, call.node.func
         name = source.hasten_name(function)
         if name == TRAINER:
-            for argument in trainer_arguments(source, call, self.facts):
-                self._read_argument(call, argument)
+            for argument, value in trainer_arguments(source, call, self.facts).items():
+                self._read_argument(call, argument, value)
         elif name == "seed_everything":
             use.seeds = True
         elif name in CLASSES:
@@ -246,9 +255,16 @@ class UseReader:
             return True
         return name.endswith("Logger") and isinstance(parent, (ast.keyword, ast.List))
 
-    def _read_argument(self, call: ProgramCall, name: str) -> None:
+    def _read_argument(self, call: ProgramCall, name: str, written: ast.expr | str) -> None:
         source, use, given = self.source, self.use, self.facts.arguments
         value = given.get(name)
+        literal = written.value if isinstance(written, ast.Constant) else value
+        off = literal in (None, False) or (name == "accumulate_grad_batches" and literal == 1)
+        differs = literal != value if name not in VALUES else value is None
+        if literal is not value and differs and not off and name not in _FREE:
+            source.refuse(
+                call.node, f"another Trainer has not {name}={literal!r}: one loop serves both. Give it to both"
+            )
         if name in VALUES:
             use.parameters.add(name)
         elif name in LEFT_OUT and value not in (None, False):
@@ -325,6 +341,9 @@ class UseReader:
                 source.refuse(call.node, "self.log(reduce_fx=...): the ejected loop computes means")
             elif name not in (*SHOWN, "batch_size", "on_step", "on_epoch", "name", "value", "reduce_fx"):
                 source.refuse(call.node, f"self.{method}({name}=...) has no short equivalent")
+        values = [*call.positional[1:], *(call.named[one] for one in ("value",) if one in call.named)]
+        if "torchmetrics" in source.text and any(isinstance(one, ast.Attribute) for one in values):
+            source.refuse(call.node, "a torchmetrics.Metric is logged. Log its compute() when the epoch ends")
         if "batch_size" in call.named:
             use.log_options.add("batch_size")
         else:
@@ -422,6 +441,10 @@ def _holds_dict(function: ast.FunctionDef, name: str) -> bool:
 
 def is_self(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "pl_module", "model")
+
+
+def _is_minus_one(node: ast.AST) -> bool:
+    return isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) == "-1"
 
 
 def _constant(node: ast.expr | None) -> Any:

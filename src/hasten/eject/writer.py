@@ -28,6 +28,7 @@ VALUES = (
 )
 # What it has no place for, in words of its cost.
 LEFT_OUT = {
+    "matmul_precision": "matmul_precision left out: call torch.set_float32_matmul_precision instead",
     "speed": 'speed="auto" left out: nothing is measured, and this program may take several times as long',
     "compile": "compile left out: call model.compile() before fit, and pay for compiling in each process anew",
     "batching": "batching left out: batches come in another order, with more padding (`hasten advise` says how much)",
@@ -61,7 +62,6 @@ SILENT = frozenset(
         "gradient_clip_algorithm",
         "inference_mode",
         "logger",
-        "matmul_precision",
         "num_nodes",
         "num_sanity_val_steps",
         "precision",
@@ -139,6 +139,7 @@ class Use:
     step_takes: dict[str, int] = field(default_factory=dict)
     seeds: bool = False
     third_party: bool = False
+    as_lightning: bool = False
     monitors: set[str] = field(default_factory=set)
 
 
@@ -294,7 +295,7 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
         "epochs_done": saves,
         "resumes": resumes,
         "named_checkpoints": resumes,
-        "folder": f'"runs/{stem}"' if saves or writes else "",
+        "folder": _folder(given, stem) if saves or writes else "",
         "deterministic": bool(given.get("deterministic")),
         "warn_only": ", warn_only=True" if given.get("deterministic") == "warn" else "",
         "grad_mode": "no_grad" if given.get("inference_mode") is False else "inference_mode",
@@ -314,6 +315,7 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
         "ends_epochs": ends_epochs,
         "checks": checks,
         "check_epochs": checks == "epoch" and val_epochs and bool(use.monitors - use.logged_in_training),
+        "window": "self.accumulate_grad_batches" if use.as_lightning else "window",
         "loss": "share" if accumulates and not manual else "loss",
         "train_outputs": _train_outputs(manual, use, "share" if accumulates else "loss"),
         "manual_outputs": "outputs = " if manual and "on_train_batch_end" in hooks | callback_hooks else "",
@@ -370,6 +372,11 @@ def generated(filled: dict[str, Any]) -> list[str]:
 # -- parts
 
 
+def _folder(given: dict[str, Any], stem: str) -> str:
+    root = given.get("default_root_dir")
+    return '"' + (f"{root}/" if root is not None else "") + f'runs/{stem}"'
+
+
 def _taken(count: int) -> str:
     """Return the arguments of a step that takes so many."""
     return ", ".join(("batch", "batch_idx")[:count])
@@ -389,6 +396,7 @@ def _check_processes(facts: Facts, use: Use, manual: bool) -> None:
         ("predict" in use.verbs, "Trainer.predict"),
         (facts.length is None, "a training loader without a length"),
         (facts.generator, "a training loader with its own generator"),
+        (facts.arguments.get("use_distributed_sampler") is False, "use_distributed_sampler=False"),
     ):
         if holds:
             raise EjectError(f"{what} with several processes has no short equivalent. Eject it for one device.")

@@ -1,0 +1,80 @@
+"""What cannot be ejected is refused, with the line and the reason, and no line is written without a word on it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hasten.commands import main
+from hasten.eject import EjectError
+from tests.eject.running import check_form, eject
+from tests.eject.test_features import STEPS, Case
+
+SECOND = """trainer.fit(Net(), loader(26, shuffle=True), loader(10, shuffle=False))
+    L.Trainer(accelerator="cpu", {}).fit(Net(), loader(26, shuffle=True))"""
+REFUSED = {
+    "Net().fast_dev_run": (Case("fast_dev_run=True"), "Trainer(fast_dev_run=True) has no short equivalent"),
+    "strategy": (Case('max_epochs=1, strategy="fsdp"'), "Trainer(strategy='fsdp') has no short equivalent"),
+    "precision": (Case('max_epochs=1, precision="16-true"'), "precision='16-true' has no short equivalent"),
+    "logger": (
+        Case(steps=STEPS + "\n    def on_train_end(self):\n        self.logger.save()\n"),
+        "line 28: self.logger is hasten's",
+    ),
+    "attribute": (
+        Case(steps=STEPS + "\n    def on_train_end(self):\n        print(self.trainer.global_stepp)\n"),
+        "self.trainer.global_stepp: the ejected Trainer has no global_stepp. Did you mean 'global_step'?",
+    ),
+    "two Trainers": (Case(fit=SECOND.format("max_epochs=1, gradient_clip_val=1.0")), "gradient_clip_val=1.0: one loop"),
+    "one without": (Case(fit=SECOND.format("max_steps=3")), "max_steps=3: one loop serves both"),
+    "names": (Case(extra="def batch_size_of(batch):\n    return 1\n\n\n"), "defines batch_size_of, as the ejected"),
+    "reduction": (
+        Case(steps=STEPS.replace("prog_bar=True", 'reduce_fx="max"')), "self.log(reduce_fx=...): the ejected loop"
+    ),
+    "several loaders": (
+        Case(fit="trainer.fit(Net(), loader(8, True), [loader(8, False), loader(8, False)])"),
+        "there are several validation loaders",
+    ),
+    "nothing to train": (Case(fit="print(trainer)"), "it does not call Trainer.fit"),
+    "an epoch cut short": (
+        Case(steps=STEPS + "\n    def on_train_batch_start(self, batch, batch_idx):\n        return -1\n"),
+        "on_train_batch_start ends epochs by returning -1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    case, why = REFUSED[name]
+    with pytest.raises(EjectError, match=re.escape(why)):
+        eject(case.text(), tmp_path / "program.py")
+
+
+def test_what_is_left_out_is_named_with_its_cost(tmp_path: Path) -> None:
+    case = Case('max_epochs=1, packed=False, resident=True, num_workers=0, matmul_precision="high"')
+    plain = eject(case.text(), tmp_path / "program.py")
+    check_form(plain)
+    assert "# resident left out: samples are read and collated one by one in each epoch." in plain
+    assert "# matmul_precision left out: call torch.set_float32_matmul_precision instead." in plain
+    assert "packed" not in plain
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(Case().text())
+    assert main(["eject", "train.py", "-o", "plain.py"]) == 0
+    assert re.search(r"^plain.py: \d+ lines. Run it with: python plain.py$", capsys.readouterr().out, re.MULTILINE)
+    Path("other.py").write_text("print('nothing')\n")
+    assert main(["eject", "other.py"]) == 1
+    assert (
+        capsys.readouterr().err == "hasten eject: other.py: it does not call Trainer.fit: there is no loop to write.\n"
+    )
+    for words, part in (
+        (["-o", "train.py", "train.py"], "is the program itself"),
+        (["trai.py"], "Did you mean"),
+        ([], "name"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["eject", *words])
+        assert part in capsys.readouterr().err
