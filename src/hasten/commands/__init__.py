@@ -19,6 +19,7 @@ COMMANDS = {
     "migrate": ("hasten.commands.migrate", "rewrite the imports of Lightning in a folder of programs"),
     "plan": ("hasten.commands.plan", "print what a program needs on many devices, without using any"),
     "plot": ("hasten.commands.plot", "draw what runs have logged, one or several side by side"),
+    "report": ("hasten.commands.report", "write one page about a run: curves, where the time goes, what was set"),
     "run": ("hasten.commands.run", "run a program written for Lightning, unchanged"),
 }
 

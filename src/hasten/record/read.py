@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import math
 import os
@@ -180,7 +181,14 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
     run = RecordedRun(_name(folder), folder)
     record = folder / FILE_NAME if file.name == METRICS else file
     if record.is_file():
-        _read_record(run, record)
+        # None of the many objects is in a circle: looking for some would take longer than reading.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            _read_record(run, record)
+        finally:
+            if collects:
+                gc.enable()
     if not run.rows and (folder / METRICS).is_file():
         run.rows = _read_metrics(run, folder / METRICS)
     if not run.rows and not run.starts and not run.problems:
@@ -235,7 +243,7 @@ _LISTS = {
 
 
 def _read_record(run: RecordedRun, path: Path) -> None:
-    attempts: list[list[dict[str, Any]]] = []
+    attempt = 0
     unreadable: list[int] = []
     cut = False
     for number, text in enumerate(_lines(path), start=1):
@@ -246,9 +254,18 @@ def _read_record(run: RecordedRun, path: Path) -> None:
             cut = not text.endswith("\n")
             unreadable.append(number)
             continue
-        if line["kind"] == "start" or not attempts:
-            attempts.append([])
-        attempts[-1].append(line)
+        is_start = line["kind"] == "start"
+        if is_start or not attempt:
+            attempt += 1
+            run.lasts.append(0.0)
+        if is_start:
+            _drop_from(run, int(line.get("step") or 0))
+            run.starts.append(line)
+            run.ends.append(None)
+            run.end = None
+        else:
+            _add_line(run, line)
+        run.last_time = run.lasts[-1] = float(line["time"])
     if cut:
         # Only the last line is without its end: it is being written, or was when the process was killed.
         unreadable.pop()
@@ -257,31 +274,20 @@ def _read_record(run: RecordedRun, path: Path) -> None:
         shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
         lines = "line" if len(unreadable) == 1 else "lines"
         run.problems.append(f"{path.name}: {lines} {shown} cannot be read and were left out.")
-    for lines_of_attempt in attempts:
-        _add_attempt(run, lines_of_attempt)
 
 
-def _add_attempt(run: RecordedRun, lines: list[dict[str, Any]]) -> None:
-    start = lines[0] if lines[0]["kind"] == "start" else None
-    if start is not None:
-        _drop_from(run, int(start.get("step") or 0))
-        run.starts.append(start)
-        run.ends.append(None)
-        run.end = None
-    for line in lines:
-        kind = line["kind"]
-        if kind == "row":
-            _add_row(run.rows, line)
-        elif kind in _LISTS:
-            getattr(run, _LISTS[kind]).append(line)
-        elif kind == "advice":
-            run.advice = line
-        elif kind == "end":
-            run.end = line
-            if run.ends:
-                run.ends[-1] = line
-        run.last_time = float(line["time"])
-    run.lasts.append(float(lines[-1]["time"]))
+def _add_line(run: RecordedRun, line: dict[str, Any]) -> None:
+    kind = line["kind"]
+    if kind == "row":
+        _add_row(run.rows, line)
+    elif kind in _LISTS:
+        getattr(run, _LISTS[kind]).append(line)
+    elif kind == "advice":
+        run.advice = line
+    elif kind == "end":
+        run.end = line
+        if run.ends:
+            run.ends[-1] = line
 
 
 def _drop_from(run: RecordedRun, step: int) -> None:
@@ -294,14 +300,13 @@ def _drop_from(run: RecordedRun, step: int) -> None:
 
 
 def _add_row(rows: list[RecordedRow], line: dict[str, Any]) -> None:
-    values = {
-        str(name): number
-        for name, value in dict(line.get("values") or {}).items()
-        if (number := _number(value)) is not None
-    }
+    values: dict[str, float] = line.get("values") or {}
+    if type(values) is not dict or set(map(type, values.values())) != {float}:
+        # Rarely: whole numbers, and words for what is not finite.
+        values = {name: number for name, value in dict(values).items() if (number := _number(value)) is not None}
     step, epoch = int(line["step"]), line.get("epoch")
     last = rows[-1] if rows else None
-    if last is not None and (last.step, last.epoch) == (step, epoch) and not last.values.keys() & values.keys():
+    if last is not None and last.step == step and last.epoch == epoch and not last.values.keys() & values.keys():
         last.values.update(values)
     else:
         rows.append(RecordedRow(step, epoch, float(line["time"]), values))

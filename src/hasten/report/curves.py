@@ -236,6 +236,19 @@ def title_of(quantity: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def panel_of(name: str) -> tuple[str, str]:
+    """Return the quantity that a logged name is of, and whether it is of training, validation or a test.
+
+    Example::
+
+        >>> panel_of("val_loss"), panel_of("train/acc_epoch")
+        (('loss', 'validation'), ('acc', 'training'))
+
+    """
+    read = _read_name(name)
+    return read.quantity, read.variant
+
+
 def _words(name: str) -> list[str]:
     return re.split(r"[_/.\- ]", name.lower())
 
