@@ -47,7 +47,7 @@ def thinned(values: Sequence[float], most: int = POINTS) -> list[int]:
     Example::
 
         >>> thinned([0, 0, 9, 0, 0, 0, -9, 0], 6)
-        [0, 2, 6, 7]
+        [0, 2, 4, 6, 7]
 
     """
     count = len(values)

@@ -224,7 +224,7 @@ def _tiles(run: RecordedRun) -> list[tuple[str, str, str]]:
         if total.get("mfu") is not None:
             tiles.append(("MFU", f"{total['mfu']:.1%}", "of the device's peak"))
         if total.get("data_seconds") is not None:
-            tiles.append(("Waiting for data", f"{total['data_seconds'] / seconds:.0%}", "of the time of steps"))
+            tiles.append(("Waiting for data", f"{total['data_seconds'] / seconds:.0%}", "of all steps together"))
     memory = max((line["memory_bytes"] for line in run.speed if line.get("memory_bytes")), default=None)
     if memory:
         tiles.append(("Device memory", bytes_text(memory), "peak"))
