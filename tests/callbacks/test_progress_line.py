@@ -128,6 +128,25 @@ def test_a_notebook_has_one_widget_or_one_text_for_training_and_validation(monke
     assert shown[-1].endswith("took 0:00")
 
 
+def test_the_bar_of_validation_can_be_used_as_one_of_tqdm(capsys: pytest.CaptureFixture[str]) -> None:
+    class Mine(TQDMProgressBar):
+        def init_validation_tqdm(self) -> Any:
+            bar = super().init_validation_tqdm()
+            bar.set_description("DataLoader 2")
+            assert (bar.label, bar.disable) == ("validation 2", False)
+            bar.set_postfix({"a": 1}, b=2)
+            bar.update(2)
+            assert bar.n == 2
+            bar.write("above")
+            bar.clear()
+            bar.reset(total=4)
+            assert bar.n == 0
+            return bar
+
+    fit(Mine())
+    assert capsys.readouterr().out.splitlines()[0] == "above"
+
+
 def test_the_loss_is_not_shown_twice() -> None:
     names = ["loss", "train_loss", "train/loss", "training_loss_step", "Loss", "val_loss", "loss_of_words", "lossless"]
     assert [bool(progress_line._LOSS.fullmatch(name)) for name in names] == [True] * 5 + [False] * 3

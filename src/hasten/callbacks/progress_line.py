@@ -280,8 +280,20 @@ class ValidationBar:
         number = re.search(r"DataLoader ([1-9]\d*)$", description)
         self.label = self._label if number is None else f"{self._label} {number[1]}"
 
-    def set_postfix(self, metrics: dict[str, Any], refresh: bool = True) -> None:
+    set_description_str = set_description
+
+    def set_postfix(self, metrics: object = None, refresh: bool = True, **values: object) -> None:
         """Do nothing: the values are shown when the validation is over."""
+
+    set_postfix_str = set_postfix
+
+    def update(self, n: int = 1) -> None:
+        """Count batches, and draw."""
+        self.n += n
+        self.refresh()
+
+    def clear(self) -> None:
+        """Do nothing: the line stays."""
 
     def reset(self, total: float | None = None) -> None:
         """Start again at 0."""
