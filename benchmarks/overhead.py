@@ -188,7 +188,7 @@ def versions(names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version({"ignite": "pytorch-ignite"}.get(name, name))
         except importlib.metadata.PackageNotFoundError:
             found[name] = str(getattr(sys.modules.get(name), "__version__", "not installed"))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 
@@ -87,4 +88,65 @@ def accelerate() -> dict[str, Loop]:
     }
 
 
-PEERS = {"lightning": lightning, "accelerate": accelerate}
+def ignite() -> dict[str, Loop]:
+    """Return the loops of Ignite; ImportError where it is not installed."""
+    from ignite.engine import Engine, Events  # type: ignore[import-not-found]
+
+    def trained(batches: Batches, *, logs: bool) -> nn.Module:
+        network = make_network()
+        optimizer = torch.optim.SGD(network.parameters(), lr=plain.LEARNING_RATE)
+        network.train()
+
+        def step(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            x, y = batch
+            loss = F.cross_entropy(network(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        engine = Engine(step)
+        if logs:
+            values: list[float] = []
+            engine.on(Events.ITERATION_COMPLETED(every=plain.LOG_EVERY))(
+                lambda engine: values.append(engine.state.output.item())
+            )
+        engine.run(batches, max_epochs=1, epoch_length=len(batches))
+        return network
+
+    return {
+        "train": functools.partial(trained, logs=False),
+        "log": functools.partial(trained, logs=True),
+    }
+
+
+def torchtnt() -> dict[str, Loop]:
+    """Return the loop of torchtnt; ImportError where it is not installed."""
+    from torchtnt.framework.state import State  # type: ignore[import-not-found]
+    from torchtnt.framework.train import train as train_unit  # type: ignore[import-not-found]
+    from torchtnt.framework.unit import TrainUnit  # type: ignore[import-not-found]
+
+    class Unit(TrainUnit):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = make_network()
+            self.optimizer = torch.optim.SGD(self.network.parameters(), lr=plain.LEARNING_RATE)
+
+        def train_step(self, state: State, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            x, y = data
+            loss = F.cross_entropy(self.network(x), y)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            return loss.detach()
+
+    def train(batches: Batches) -> nn.Module:
+        unit = Unit()
+        train_unit(unit, train_dataloader=batches, max_epochs=1)
+        network: nn.Module = unit.network
+        return network
+
+    return {"train": train}
+
+
+PEERS = {"lightning": lightning, "accelerate": accelerate, "ignite": ignite, "torchtnt": torchtnt}
