@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _PLACE = ("step", "epoch", "time")
 # Values that ``print`` shows of one name: the last ones.
 _SHOWN = 5
+# From here on it pays to save values in less space.
+_MANY = 1000
 _DTYPES = {"i": torch.int32, "q": torch.int64, "d": torch.float64}
 
 
@@ -331,28 +333,50 @@ class History(Sequence[dict[str, Any]]):
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows as tensors: 12 bytes a row, and 4 for each value that float32 holds."""
-        epochs, counts = torch.unique_consecutive(_tensor(self._epochs), return_counts=True)
+        """Return the rows as two or three tensors, because a checkpoint with many small ones takes long to save.
+
+        ``ints`` has steps, epochs, and for each name in which rows it is; ``lengths`` are their lengths, below 0 for
+        those saved as runs of equal differences. ``doubles`` has times, and the values of each name, except for
+        names of which float32 holds all values: these are in ``floats``.
+        """
+        ints = [_packed(each) for each in (self._steps, self._epochs, *(rows for rows, _ in self._columns.values()))]
+        doubles, floats, small = [_tensor(self._times)], [], []
+        for name, (_, column) in self._columns.items():
+            values = _tensor(column)
+            if _fits(values, torch.float32):
+                floats.append(values.float())
+                small.append(name)
+            else:
+                doubles.append(values)
+        places = torch.cat([each for each, _ in ints])
         return {
-            "step": _small(_tensor(self._steps)),
-            # Copies: their memory is as large as the input's.
-            "epoch": {"epoch": epochs.clone(), "rows": counts.clone()},
-            "time": _tensor(self._times),
-            "values": {
-                name: {**_runs(_tensor(rows)), "value": _small(_tensor(column))}
-                for name, (rows, column) in self._columns.items()
-            },
+            "names": list(self._columns),
+            "small": small,
+            "lengths": [-len(each) if is_runs else len(each) for each, is_runs in ints],
+            "ints": places.int() if _fits(places, torch.int32) else places,
+            "doubles": torch.cat(doubles),
+            "floats": torch.cat(floats) if floats else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned; rows that are there are dropped."""
-        epoch = state["epoch"]
-        self._steps = _array("q", state["step"])
-        self._epochs = _array("i", epoch["epoch"].repeat_interleave(epoch["rows"]))
-        self._times = _array("d", state["time"])
-        self._columns = {
-            name: (_array("i", _rows(column)), _array("d", column["value"])) for name, column in state["values"].items()
-        }
+        lengths = state["lengths"]
+        ints = [
+            _unpacked(stored.long(), is_runs=length < 0)
+            for stored, length in zip(state["ints"].split([abs(each) for each in lengths]), lengths, strict=True)
+        ]
+        self._steps, self._epochs = _array("q", ints[0]), _array("i", ints[1])
+        rows = len(self._steps)
+        self._times = _array("d", state["doubles"][:rows])
+        self._columns = {}
+        # How far each of the two was read.
+        read = {False: rows, True: 0}
+        for name, places in zip(state["names"], ints[2:], strict=True):
+            is_small = name in state["small"]
+            stored = state["floats" if is_small else "doubles"]
+            values = stored[read[is_small] : read[is_small] + len(places)]
+            read[is_small] += len(places)
+            self._columns[name] = (_array("i", places), _array("d", values))
 
 
 def _now() -> float:
@@ -372,27 +396,28 @@ def _array(code: str, values: Tensor) -> array[Any]:
     return made
 
 
-def _small(values: Tensor) -> Tensor:
-    """Return ``values`` in half the bytes, if that holds them exactly."""
-    small = values.to(torch.float32 if values.is_floating_point() else torch.int32)
-    return small if torch.equal(small.to(values.dtype).nan_to_num(0.5), values.nan_to_num(0.5)) else values
+def _fits(values: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether ``dtype`` holds ``values`` exactly, and they are so many that it pays."""
+    if len(values) < _MANY:
+        return False
+    return torch.equal(values.to(dtype).to(values.dtype).nan_to_num(0.5), values.nan_to_num(0.5))
 
 
-def _runs(rows: Tensor) -> dict[str, Tensor]:
-    """Return ascending ``rows`` as first rows and lengths of what is without gaps, if that is shorter."""
-    starts = torch.cat([torch.ones(1, dtype=torch.bool), rows.diff() != 1]).nonzero()[:, 0]
-    if 2 * len(starts) >= len(rows):
-        return {"row": rows}
-    lengths = torch.cat([starts, torch.tensor([len(rows)])]).diff()
-    return {"first": rows[starts], "length": lengths.to(torch.int32)}
+def _packed(values: array[int]) -> tuple[Tensor, bool]:
+    """Return whole numbers, as runs of equal differences if that is shorter, and whether it is."""
+    whole = _tensor(values).long()
+    if len(whole) < _MANY:
+        return whole, False
+    steps, counts = torch.unique_consecutive(whole.diff(prepend=whole.new_zeros(1)), return_counts=True)
+    runs = torch.cat([steps, counts])
+    return (runs, True) if len(runs) < len(whole) else (whole, False)
 
 
-def _rows(column: Mapping[str, Tensor]) -> Tensor:
-    if "row" in column:
-        return column["row"]
-    first, length = column["first"], column["length"]
-    begins = (length.cumsum(0) - length).repeat_interleave(length)
-    return first.repeat_interleave(length) + torch.arange(int(length.sum())) - begins
+def _unpacked(stored: Tensor, *, is_runs: bool) -> Tensor:
+    if not is_runs:
+        return stored
+    steps, counts = stored.chunk(2)
+    return steps.repeat_interleave(counts).cumsum(0)
 
 
 def _finite(column: Sequence[float]) -> list[float]:
