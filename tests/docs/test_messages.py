@@ -1,0 +1,39 @@
+"""The messages on the page of errors are those of the code, and the tests behind promises exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def messages() -> str:
+    """Return all texts of the package, one on a line, with ``{}`` for what is filled in and without backticks."""
+    texts = []
+    for path in (ROOT / "src" / "hasten").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values]
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts).replace("`", "")
+
+
+def test_each_message_of_the_page_is_one_of_the_code() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    known = messages()
+    assert len(shown) > 50
+    assert [message for message in shown if message not in known] == []
+
+
+def test_the_tests_behind_the_promises_exist() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 30
+    assert [name for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
+    for command in re.findall(r"`python (benchmarks/\w+\.py)`", page):
+        assert (ROOT / command).exists(), command
