@@ -69,12 +69,15 @@ class Case:
     imports: str = "EarlyStopping"
     fit: str = "trainer.fit(Net(), loader(26, shuffle=True), loader(10, shuffle=False))"
     checkpoints: bool = False
+    lines: int = 200
     # What the ejected program has, and what it has not.
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = field(default=("accumulate", "clip_grad", "autocast", "scheduler", "EarlyStopping"))
 
     def text(self) -> str:
-        parts = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("has", "lacks")}
+        parts = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("has", "lacks", "lines")
+        }
         return PROGRAM.format(**parts)
 
 
@@ -301,6 +304,14 @@ CASES |= {
     "a callback of the program": Case(
         "max_epochs=9, callbacks=[Shrink(0.9)]", extra=CALLBACK, has=("callback.on_train_epoch_end",), lacks=()
     ),
+    "a resumed run with an average": Case(
+        "max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.9)]",
+        imports="EMAWeightAveraging",
+        fit=RESUME.replace("max_epochs=4", "max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.9)]"),
+        has=("vars(callback).update(state)",),
+        lines=220,
+        lacks=(),
+    ),
     "a resumed run": Case(fit=RESUME, has=("load_checkpoint",), lacks=("autocast",)),
     "averages": Case(
         "max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.9)]",
@@ -332,7 +343,7 @@ def test_feature(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     case = CASES[name]
     text = case.text()
     plain = eject(text, tmp_path / "program.py")
-    check_form(plain)
+    check_form(plain, case.lines)
     for word in case.has:
         assert word in plain
     for word in case.lacks:

@@ -95,7 +95,6 @@ CLASSES: dict[str, tuple[str, ...]] = {
     ),
     "StochasticWeightAveraging": ("on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
 }
-WITH_STATE = ("EarlyStopping", "ModelCheckpoint")
 
 
 @dataclass
@@ -208,6 +207,8 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
     if val_every or (ends_epochs and known):
         needs_count = True
     callback_hooks = use.user_hooks.union(*(CLASSES[name] for name in use.classes)) - {"check"}
+    if resumes and "EMAWeightAveraging" in use.classes:
+        callback_hooks |= {"on_train_start"}
     checked = use.classes & {"EarlyStopping", "ModelCheckpoint"}
     checks = ""
     if checked:
@@ -215,8 +216,8 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
     callbacks = bool(use.classes or use.user_callbacks)
     sets = [set(CLASSES[name]) for name in use.classes]
     base_needed = use.user_callbacks or (bool(sets) and any(one != set.union(*sets) for one in sets))
-    base_needed = base_needed or (saves and bool(use.classes) and not use.classes <= set(WITH_STATE))
-    callback_state = saves and callbacks and (bool(use.classes & set(WITH_STATE)) or use.user_callback_state)
+    stateful = use.classes - {"GradientAccumulationScheduler", "LearningRateMonitor"}
+    callback_state = saves and callbacks and (bool(stateful) or use.user_callback_state)
     batch_weights = logs and (use.evaluation_logs or use.train_epoch_logs) and use.unweighed_logs
     counts_steps = manual
     multiple = {"optimizer": facts.optimizers, "scheduler": [one[0] for one in facts.schedulers]}
@@ -336,7 +337,10 @@ def values(facts: Facts, use: Use, stem: str) -> dict[str, Any]:
         "train_batches": batches,
         "goes_on": _goes_on(max_epochs, max_steps, stops, use),
         "callback_base": base_needed,
-        "callback_methods": _callback_methods(sorted(callback_hooks), bool(checks), callback_state),
+        "callback_methods": _callback_methods(
+            sorted(callback_hooks), bool(checks), callback_state and use.user_callbacks
+        ),
+        "user_callbacks": use.user_callbacks,
         "classes": use.classes,
         "base": "(Callback)" if base_needed else "",
         "swaps": swaps,
