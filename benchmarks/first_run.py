@@ -29,6 +29,9 @@ EXTRAS = "plots,report"
 PROGRAM_NEEDS = "scikit-learn"
 _WARNING = re.compile(r"\b\w*Warning\b|^WARNING|\bdeprecated\b", re.MULTILINE)
 
+# Advice that depends on how busy the machine is: it is shown, and does not count.
+_ADVICE = re.compile(r"^.*UserWarning: Training waits for its data:.*$", re.MULTILINE)
+
 
 class Stages:
     """Runs commands one after the other, and keeps how long each took."""
@@ -47,6 +50,9 @@ class Stages:
         done = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
         self.seconds[stage], self.cpu_seconds[stage] = time.perf_counter() - began, _cpu_seconds() - used
         printed = done.stdout + done.stderr
+        for line in filter(_ADVICE.search, printed.splitlines()):
+            print(f"{stage}: {line}", flush=True)
+        printed = _ADVICE.sub("", printed)
         self.show(stage, self.seconds[stage], self.cpu_seconds[stage])
         if done.returncode:
             raise SystemExit(f"{stage} ended with code {done.returncode}:\n{printed}")
