@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
+from hasten.loggers import CSVLogger
 from hasten.record import pace
 from hasten.record.pace import learning_rates, useful_positions
 from hasten.record.step_times import PARTS, DeviceClock
@@ -353,3 +357,12 @@ def test_a_long_fit_says_so_once(monkeypatch: Any, caplog: pytest.LogCaptureFixt
         "1 min", "60 min", "2 h", "1 day 1 h",
     )  # fmt: skip
     assert math.isinf(pace.Pace().due)
+
+
+def test_a_small_last_batch_and_large_batches_of_validation_do_not_change_what_is_counted(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(10, 8), torch.zeros(10, dtype=torch.long))
+    trainer = quiet(max_epochs=3, logger=CSVLogger(tmp_path))
+    trainer.fit(Classifier(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=10))
+    lines = [json.loads(line) for line in (Path(trainer.log_dir or "") / "run.jsonl").read_text().splitlines()]
+    # The first step may compile, and is not counted.
+    assert sum(line["samples"] for line in lines if line["kind"] == "speed") == 3 * 10 - 4

@@ -340,6 +340,7 @@ def _skip_none() -> Any:
 def after_batch(run: Run) -> None:
     """Do what follows a batch: validation if it is due, then schedulers on a monitored value."""
     progress = run.progress
+    run.pace.count_last()
 
     def finish() -> None:
         if progress.accumulation_index == 0:

@@ -155,6 +155,8 @@ class Pace:
             self.due = self._sample_due = now + _FIRST_SECONDS
             self._speed_due = now + _SECONDS
             return
+        if not is_last and self.count is None and self._sizes_known and run.logged.batch is not None:
+            self._size = batch_size_of(run.logged.batch)[0]
         if times is not None and times.running:
             if not completes:
                 times.next_batch()
@@ -352,6 +354,16 @@ class Pace:
         self._told = self._history[0]
         self._sample_before = self._counters(run)
 
+    def count_last(self) -> None:
+        """Count the batch in hand by itself: the last one of an epoch may be smaller."""
+        run = self._run
+        if run is None or self.count is not None or not self._sizes_known or not self._history:
+            return
+        new = run.progress.total_batches - self._counted
+        if new > 0 and run.logged.batch is not None:
+            self._samples += self._size * (new - 1) + batch_size_of(run.logged.batch)[0]
+            self._counted += new
+
     def _count_tokens(self, batch: Any) -> None:
         tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
         if isinstance(tokens, Tensor):
@@ -361,11 +373,9 @@ class Pace:
     def _totals(self) -> _Totals:
         run = self._run
         assert run is not None
-        progress, batch = run.progress, run.logged.batch
+        progress = run.progress
         if self.count is None:
-            # The batch at hand stands for those since the last look.
-            if batch is not None and run.state.stage == "train" and self._sizes_known:
-                self._size = batch_size_of(batch)[0]
+            # A batch that was looked at stands for those since.
             self._samples += self._size * (progress.total_batches - self._counted)
             self._counted = progress.total_batches
         now = time.perf_counter() if self._aside_since is None else self._aside_since
