@@ -23,7 +23,7 @@ from hasten.report import page
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "images"
 # Name, width and height of the window, dark.
-PICTURES = (("report-light", 1180, 1214, False), ("report-dark", 1180, 1214, True), ("report-phone", 390, 844, False))
+PICTURES = (("report-light", 1180, 1214, False), ("report-dark", 1180, 1214, True), ("report-phone", 390, 1180, False))
 
 
 class Digits(L.LightningModule):
