@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -48,6 +49,9 @@ class Lines(L.Callback):
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a sample of every second step, and count operations as soon as possible."""
+    # Another test may have compiled something in this process: then logging is not timed by itself.
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    monkeypatch.delitem(counters, "frames", raising=False)
     for name in ("_FIRST_SECONDS", "_SECONDS", "_SHARE", "_COUNTS_AFTER_SECONDS"):
         monkeypatch.setattr(pace, name, 0.0)
 
