@@ -39,12 +39,12 @@ $(BIN)/python:
 		{ echo "hasten needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Modules are compiled when they are first imported, which most of these packages' never are.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(DEMO_STAMP)
 
-# Only the modules that the demo imports are compiled, when it imports them.
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[demo]'
