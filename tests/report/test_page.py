@@ -93,7 +93,7 @@ def test_a_page_says_what_is_known_and_what_to_do(tmp_path: Path, capsys: pytest
         "Useful tokens 50%", "MFU 25.0%", "Waiting for data 40%", "Device memory 1 GiB", "Parameters 1.2 M",
         "Waiting for data takes 40% of the time. Trainer(num_workers=\"auto\")",
         "50% of the tokens are padding. Trainer(packed=True)", "Forward 20.0 %", "5 MiB", "3 \u00d7", "last.ckpt",
-        "2 x H100", "with uncommitted changes", "L.Trainer(precision='bf16')", "1.50x", "cut off",
+        "2 x H100", "with uncommitted changes", "L.Trainer(precision='bf16')", "1.5x", "cut off",
         "Starts and resumes", EVIL,
     ):  # fmt: skip
         assert words in text, (words, text)

@@ -80,7 +80,11 @@ class FakeTrial:
         program.open += 1
 
     def ready(self, until: float = math.inf) -> Mapping[str, Any]:
-        self.program.now += self.program.start_seconds
+        program = self.program
+        if program.now + program.start_seconds > until:
+            program.now = max(program.now, until)
+            raise LateError("the time was over before it was ready")
+        program.now += program.start_seconds
         return {"given": {}}
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
@@ -102,7 +106,7 @@ class FakeTrial:
     def ask(self, name: str, **options: Any) -> Any:
         facts = {"device_type": "cuda", "step_draws": False, "batch_norm": False, **self.program.facts}
         answers: dict[str, Any] = {
-            "parts": {"forward": 1.0},
+            "parts": facts.get("parts", {"forward": 1.0}),
             "first_steps": {"gradients": [], "without_draws": []},
             "count": None,
             "apart": self.program.apart(self.levers),

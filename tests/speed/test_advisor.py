@@ -58,7 +58,7 @@ def test_planted_levers_get_their_verdicts_and_nothing_is_left(
     assert (found.row("liar").speed or 0) > 1.5
     assert (found.winners, found.line) == (["quick"], "quick()")
     shown = capsys.readouterr().out
-    assert "liar: wrong: " in shown
+    assert "computes something else: liar" in shown
     assert "\x1b" not in shown
     assert found.unchanged.mfu is not None
     assert found.facts["flops_per_step"] > 0

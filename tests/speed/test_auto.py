@@ -53,7 +53,7 @@ def test_arguments_are_those_a_user_would_write(caplog: pytest.LogCaptureFixture
     keep(["fused optimizer", "resident data"], model := Watches())
     quiet(speed="auto").fit(model, loader())
     assert (model.arguments["fused_optimizer"], model.arguments["resident"]) == (True, True)
-    assert "3.00x with L.Trainer(..., fused_optimizer=True, resident=True) (remembered)" in caplog.text
+    assert "3.0x with L.Trainer(..., fused_optimizer=True, resident=True) (remembered)" in caplog.text
 
 
 def test_auto_takes_of_a_full_verdict_what_it_promises(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -62,19 +62,19 @@ def test_auto_takes_of_a_full_verdict_what_it_promises(caplog: pytest.LogCapture
         Line(Safety.OTHER_BATCHES, "fused() and length()", ["fused optimizer", "batches by length"], 3.0),
     ]
     # As an older version, or somebody by hand, may have written it.
-    winners = ["fused optimizer", "batches by length", "bf16 autocast", "compile"]
+    winners = ["fused optimizer", "batches by length", "bf16 autocast"]
     row = Row("fused optimizer", "fused()", Safety.ROUNDING, "wins", speed=1.5)
     keep(winners, model := Classifier(), lines=lines, facts={"step_draws": True}, rows=[row])
     trainer = quiet(speed="auto", logger=CSVLogger(tmp_path))
     trainer.fit(model, loader())
     given = trainer.given_arguments
-    assert (given["fused_optimizer"], given["batching"], given["compile"]) == (True, None, None)
+    assert (given["fused_optimizer"], given["batching"], given["precision"]) == (True, None, None)
     assert "speed='auto': L.Trainer(..., fused_optimizer=True) (remembered)" in caplog.text
-    assert "Measured were 3.00x with fused() and length() (same samples in other batches)" in caplog.text
+    assert "Measured were 3.0x with fused() and length() (same samples in other batches)" in caplog.text
     written = read_run(tmp_path).advice
     assert written is not None
     assert (written["line"], written["rows"]) == (
-        "fused()", [{"name": "fused optimizer", "factor": 1.5, "verdict": "wins"}]
+        "fused()", [{"name": "fused optimizer", "factor": 1.5, "low": None, "high": None, "verdict": "wins"}]
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -186,14 +187,80 @@ def test_a_budget_is_kept_however_slowly_programs_start(budget: float) -> None:
     assert found.lines
 
 
-def test_nothing_is_measured_where_inspecting_takes_all_the_time() -> None:
+def test_where_the_first_step_takes_all_the_time_the_answer_is_a_larger_budget() -> None:
     program = FakeProgram(by_gains, start_seconds=20.0)
-    found = program.advise([lever("double")], budget_seconds=10.0)
-    assert verdicts(found) == {"double": "no time"}
+    with pytest.raises(AdviceError, match=r"first step had not ended after 10 s\. Use a budget of 60 or more"):
+        program.advise([lever("double")], budget_seconds=10.0)
     assert program.opened == [frozenset()]
-    assert found.unchanged.step_seconds is not None
-    assert not found.is_complete
-    assert "No lever is known to pay" in found.table()
+
+
+def test_after_one_step_the_answer_names_what_was_not_measured() -> None:
+    program = FakeProgram(lambda levers, step: 9.0, start_seconds=3.0)
+    found = program.advise([lever("double"), lever("triple")], budget_seconds=20.0)
+    assert program.now <= 20.0
+    assert verdicts(found) == {"double": "no time", "triple": "no time"}
+    assert found.unchanged.step_seconds == 9.0
+    assert not found.is_worth_keeping
+    summary = found.summary()
+    assert "nothing is known to pay yet" in summary
+    assert re.search(r"not measured: double, triple; raise --budget to \d+", summary)
+    # That budget is enough.
+    needed = found.needed_seconds
+    assert needed is not None
+    again = FakeProgram(lambda levers, step: 9.0 * by_gains(levers, step), start_seconds=3.0)
+    assert verdicts(again.advise([lever("double"), lever("triple")], budget_seconds=needed)) == {
+        "double": "wins", "triple": "wins"
+    }  # fmt: skip
+    assert again.now <= needed
+
+
+@pytest.mark.parametrize("budget", [20.0, 45.0, 90.0, 200.0])
+@pytest.mark.parametrize("step_seconds", [0.001, 0.3, 2.0, 9.0])
+def test_no_budget_is_exceeded_by_more_than_a_step(budget: float, step_seconds: float) -> None:
+    program = FakeProgram(lambda levers, step: step_seconds * by_gains(levers, step), start_seconds=2.0)
+    found = program.advise([lever(name) for name in ("triple", "slow", "double", "none")], budget_seconds=budget)
+    assert program.now <= budget + step_seconds
+    # Each lever has its verdict, once.
+    assert len(found.rows) == 4
+
+
+def test_data_comes_first_where_a_program_waits_for_it() -> None:
+    waits = {"device_type": "cpu", "map_style": True, "useful_tokens": 0.2, "parts": {"forward": 1.0, "data wait": 0.4}}
+    for facts, first in ((waits, "resident data"), ({**waits, "parts": {"forward": 1.0}}, "packed tokens")):
+        program = FakeProgram(by_gains, facts=facts)
+        program.advise(choose(["packed tokens", "resident data"]), budget_seconds=60.0)
+        assert next(levers for levers in program.opened if levers) == {first}
+
+
+def test_ctrl_c_gives_what_was_measured_so_far() -> None:
+    def interrupted(levers: Levers) -> None:
+        if "double" in levers:
+            raise KeyboardInterrupt
+
+    program = FakeProgram(by_gains, fails=interrupted)
+    found = program.advise([lever("triple"), lever("double"), lever("tenth")])
+    assert verdicts(found) == {"triple": "wins", "double": "no time", "tenth": "no time"}
+    assert (found.interrupted, found.line) == (True, "triple()")
+    assert found.summary().startswith("fake: 3.0x")
+    with pytest.raises(KeyboardInterrupt):
+        FakeProgram(by_gains, fails=lambda levers: interrupted(levers | {"double"})).advise([lever("triple")])
+
+
+def test_on_a_noisy_machine_only_the_lower_end_is_named_and_nothing_is_kept() -> None:
+    noise = random.Random(1)
+
+    def seconds(levers: Levers, step: int) -> float:
+        return by_gains(levers, step) / (40.0 if "triple" in levers else 1.0) * math.exp(noise.gauss(0, 0.8))
+
+    found = FakeProgram(seconds).advise([lever("triple"), lever("tenth")], budget_seconds=60.0)
+    assert found.noise > 0.3
+    assert not found.is_worth_keeping
+    verdict = found.summary().splitlines()[0]
+    assert re.match(r"fake: at least \d+x as fast with", verdict), verdict
+    for text in (found.summary(), found.table()):
+        assert "measure again" in text.replace("\n    ", " ") or "busy" in text
+        # The text has no other factor than lower ends.
+        assert not re.search(r"(?<!at least )\b\d+x", text.partition("noise")[0].partition("gain")[0]), text
 
 
 def test_a_lever_that_gets_ready_too_late_is_cut_off() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import shlex
+import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from hasten.commands.parser import Option, Parser, positive, whole
 
 def main(arguments: Sequence[str]) -> int:
     """Measure a program; return the exit code."""
+    began = time.monotonic()
     parser = make_parser()
     given, rest = run.parse_program(parser, arguments)
     if given.list:
@@ -27,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         source = run.read_source(Path(given.program), parser)
         words = [given.program, *rest]
 
+    _say(f"at most {given.budget:.0f} s: importing torch, then {given.program or given.module}")
     from hasten._lib.optional import need
     from hasten.speed.advice import CHART, remember
     from hasten.speed.advisor import AdviceError, Program, measure
@@ -43,14 +47,15 @@ def main(arguments: Sequence[str]) -> int:
         plan = Plan(given.rounds, given.steps, given.warm_up, given.seeds, not alone, *seconds)
         target, preload = "hasten.commands.trial:run_program", _imports(source)
         measured = Program(shlex.join(words), target, (words,), preload=preload)
-        found = measure(measured, levers=given.levers, plan=plan, say=_say)
+        found = measure(measured, levers=given.levers, plan=plan, say=_say, began=began)
     except (AdviceError, ValueError, OSError) as error:
         print(f"hasten advise: {error}", file=sys.stderr)
         return 1
-    if given.levers is None and found.is_complete:
+    if given.levers is None and found.is_worth_keeping:
         # A result for some levers says nothing about the others.
         remember(found.facts.get("key"), found)
-    print(found.table())
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(found.table(width) if given.verbose else found.summary(min(width, 100)))
     if given.json is not None:
         given.json.write_text(found.to_json(), encoding="utf-8")
         print(given.json)
@@ -59,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.out is not None:
         for path in found.write(given.out):
             print(path)
-    return 0
+    return 130 if found.interrupted else 0
 
 
 def _imports(source: bytes | None) -> list[str]:
@@ -85,7 +90,8 @@ _OPTIONS: list[Option] = [
     ("--warm-up", "N", whole(1), "steps of each before the clock, one if they take long; default: 3"),
     ("--seeds", "N", whole(1), "runs with other seeds, where losses only agree up to chance; default: 1"),
     ("--alone", "", None, "compare each lever with the unchanged program, not with the fastest line so far"),
-    ("--budget", "S", positive, "seconds for everything, the most promising levers first; default: no limit"),
+    ("--budget", "S", positive, "seconds for everything, imports included; the best levers come first; default: 90"),
+    ("--verbose", "", None, "print every lever with all figures and reasons, also those that do not apply"),
     ("--timeout", "S", positive, "seconds for the program to start, a lever to prepare, or a turn; default: 900"),
     ("--json", "FILE", Path, "write everything measured"),
     ("--png", "FILE", Path, "draw a bar chart"),
@@ -100,12 +106,13 @@ def make_parser() -> Parser:
         description=(
             "Measure which one-line switches make a program faster: each trains it in its own process, in turns with "
             "the fastest line so far, until it is certain what it gains, and its losses must stay those of that line. "
+            "The result comes within the budget, and after Ctrl-C what was measured by then. "
             "Everything after PROGRAM belongs to the program. Only the files that you ask for here are left behind; a "
             "result for all levers is kept for Trainer(speed='auto')."
         ),
     )
     parser.add_options(_OPTIONS)
-    parser.set_defaults(rounds=3, warm_up=3, seeds=1, timeout=900.0)
+    parser.set_defaults(budget=90.0, rounds=3, warm_up=3, seeds=1, timeout=900.0)
     run.add_program(parser)
     return parser
 

@@ -12,7 +12,7 @@ import torch
 
 from hasten._lib import check
 from hasten.demo.task import LadderRow, RowVariant, Say, Task
-from hasten.speed.engine import FASTER, UNCLEAR, Comparison, Engine, TrialError, Turn, race
+from hasten.speed.engine import FASTER, UNCLEAR, Comparison, Engine, TrialError, Turn, race, speed_text
 from hasten.speed.safety import Safety
 
 # A turn is about this long, so that what happens between two turns does not count. A GPU's clock follows its load
@@ -216,9 +216,8 @@ class Measurement:
         text = f"{result.row.name}: about {result.seconds:,.0f} s for {result.steps:,} steps"
         found = result.comparison
         if found is not None and result.base is not None:
-            text += f", {found.speed:.2f}x the speed of: {result.base.row.name}"
-            if math.isfinite(found.high):
-                text += f" ({found.low:.2f}x to {found.high:.2f}x)"
+            factor = speed_text(found.speed, found.low, found.high)
+            text += f", {factor} the speed of: {result.base.row.name}" if factor else ", how fast is not certain yet"
         self.say(text + "; does not pay: left out of the rows below" * result.is_left_out)
 
     def _is_short(self, result: Result) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.record.read import RecordedRun
+from hasten.speed.engine import speed_text
 
 # A part of a step that takes this share is worth a line.
 _MUCH = 0.15
@@ -494,7 +495,7 @@ def _advice(run: RecordedRun) -> dict[str, Any] | None:
         {
             "name": str(row.get("name", "")),
             "verdict": str(row.get("verdict", "")),
-            "factor": "" if (factor := _number(row.get("factor"))) is None else f"{factor:.2f}x",
+            "factor": speed_text(_number(row.get("factor")), _number(row.get("low")), _number(row.get("high"))),
         }
         for row in rows
     ]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hasten._lib.files import cache_folder, remember_json
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.speed.engine import FAILED, UNCLEAR, Turn
+from hasten.speed.engine import FAILED, NO_GAIN, NOISY, SLOWER, UNCLEAR, Turn, speed_text, times
 from hasten.speed.levers import Facts, Lever
 from hasten.speed.safety import Safety
 
@@ -25,7 +25,9 @@ from hasten.speed.safety import Safety
 WINS, NEVER_PAYS, WRONG, REFUSED = "wins", "pays back too late", "wrong", "refused"
 NOT_HERE, ALREADY_ON, NEEDED, NO_TIME, NOT_TRIED = "not here", "already on", "needed", "no time", "not tried"
 
-_WIDTH = 100
+_WIDTH, _NARROW = 100, 80
+# Lines of a summary, and levers that one of them names.
+_MOST_LINES = 10
 # Colours of bars.
 BLUE, ORANGE, GREY = "#2f6fb5", "#c98b2b", "#8a8f98"
 CHART = "the bar chart of `hasten advise`"
@@ -100,6 +102,8 @@ class Line:
         line: the line to write.
         levers: names of its levers.
         speed: how many times as fast as the unchanged program, measured with all of them.
+        low: lower end of the interval of ``speed``; None if it was concluded from other races.
+        high: upper end of the interval.
 
     """
 
@@ -107,6 +111,8 @@ class Line:
     line: str
     levers: list[str]
     speed: float
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(repr=False)
@@ -129,6 +135,8 @@ class Advice:
         steps: steps of a turn of the unchanged program.
         seconds: how long everything took.
         unchanged_seconds: of these, the seconds spent on steps of the unchanged program.
+        needed_seconds: about the budget with which all levers would have been measured; None if they were.
+        interrupted: whether Ctrl-C ended it.
 
     Example::
 
@@ -139,8 +147,8 @@ class Advice:
         ''
         >>> advice
         <Advice on train.py: nothing pays>
-        >>> print(advice.table().splitlines()[-1])
-        Nothing pays here: leave the program unchanged.
+        >>> print(advice.summary().splitlines()[0])
+        train.py: nothing pays here, leave the program unchanged.
 
     """
 
@@ -159,14 +167,16 @@ class Advice:
     steps: int = 0
     seconds: float = 0.0
     unchanged_seconds: float = 0.0
+    needed_seconds: float | None = None
+    interrupted: bool = False
 
     def __repr__(self) -> str:
         best = self.automatic
-        found = "nothing pays" if best is None else f"{best.speed:.2f}x with {best.line}"
+        found = "nothing pays" if best is None else f"{self.factor(best)} with {best.line}".removeprefix(" with ")
         return f"<Advice on {self.program}: {found}>"
 
     def __str__(self) -> str:
-        return self.table()
+        return self.summary()
 
     @property
     def is_complete(self) -> bool:
@@ -174,9 +184,37 @@ class Advice:
         return all(row.verdict != NO_TIME for row in self.rows)
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether turns side by side differed too much for factors to be named and kept."""
+        return self.noise > NOISY
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether the next run of the program may go by it."""
+        return self.is_complete and not self.is_noisy
+
+    @property
     def automatic(self) -> Line | None:
         """The best line that needs no consent; None if nothing pays."""
-        return next((found for found in reversed(self.lines) if found.safety.is_automatic), None)
+        return self.best_within(Safety.OTHER_DRAWS)
+
+    def best_within(self, safety: Safety) -> Line | None:
+        """Return the best line of which every lever is of this class or a safer one; None if nothing pays.
+
+        Args:
+            safety: the class.
+
+        """
+        return next((found for found in reversed(self.lines) if found.safety <= safety), None)
+
+    def factor(self, found: Row | Line) -> str:
+        """Return how fast a row or a line is, as text; empty if that is not known well enough.
+
+        Args:
+            found: the row or line.
+
+        """
+        return speed_text(found.speed, found.low, found.high, noise=self.noise)
 
     @property
     def line(self) -> str:
@@ -221,43 +259,105 @@ class Advice:
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"this text is not an Advice: {error}") from error
 
-    def table(self) -> str:
-        """Return everything as plain text, at most 100 columns wide."""
-        rule, rows = "-" * _WIDTH, self._measured_first()
-        lines = [*_wrapped(self._title()), *_wrapped(self._hardware())]
-        total = sum(self.parts.values())
+    def summary(self, width: int = _NARROW) -> str:
+        """Return the verdict in at most ten lines: the lines to write, each lever once, and what was not measured.
+
+        Args:
+            width: columns, at least 40.
+
+        """
+        width = max(40, width)
+        safe, same = self.automatic, self.best_within(Safety.LOWER_PRECISION)
+        # The best line without consent, and the fastest that trains the same model.
+        chosen = list(dict.fromkeys(map(id, filter(None, (safe, same)))))
+        verdict = self._verdict([line for line in self.lines if id(line) in chosen], width)
+        # A line to write is never cut; of the levers, what fits is named.
+        return "\n".join([*verdict, *self._rest(width)[: max(1, _MOST_LINES - len(verdict))]])
+
+    def _verdict(self, chosen: Sequence[Line], width: int) -> list[str]:
+        program = self.program if len(self.program) <= width // 3 else f"...{self.program[3 - width // 3 :]}"
+        if not chosen:
+            unknown = any(row.verdict in (NO_TIME, UNCLEAR) for row in self.rows) or self.is_noisy
+            text = "nothing is known to pay yet." if unknown else "nothing pays here, leave the program unchanged."
+            return _cut(f"{program}: {text}", width)
+        lines = []
+        for number, line in enumerate(chosen):
+            factor = self.factor(line)
+            text = f"{factor} as fast" if factor else "faster, how much is not certain,"
+            lines += _cut(f"{'' if number else f'{program}: '}{text} with ({line.safety.words})", width)
+            lines += _wrapped(f"    {line.line}", "        ", width=width)
+        return lines
+
+    def _rest(self, width: int) -> list[str]:
+        groups: dict[str, list[str]] = {}
+        for row in self._measured_first():
+            if row in self.combinations or row.verdict in (NOT_HERE, ALREADY_ON, NOT_TRIED):
+                continue
+            title = _TITLES.get(row.verdict, row.verdict)
+            gain = ""
+            if row.wins and row.gain is not None and not self.is_noisy:
+                gain = f" {times(row.gain)}"
+            groups.setdefault(title, []).append(f"{row.name}{gain}")
+        lines = []
+        order = list(dict.fromkeys([*_TITLES.values(), *groups]))
+        for title in sorted(groups, key=order.index):
+            more = ""
+            if title == _TITLES[NO_TIME] and self.needed_seconds is not None:
+                more = f"; raise --budget to {self.needed_seconds:.0f}"
+            lines.append(_listed(title, groups[title], more, width))
+        if self.is_noisy:
+            lines += _cut(
+                f"This machine is busy: turns side by side differed by {self.noise:.0%}. Nothing is kept; measure "
+                "again when it is idle.",
+                width,
+            )
+        noise = f", noise {self.noise:.0%}" if self.noise and not self.is_noisy else ""
+        lines += _cut(f"{self.seconds:.0f} s on {self._hardware()}{noise}; all figures: --verbose", width)
+        return lines
+
+    def table(self, width: int = _WIDTH) -> str:
+        """Return everything as plain text: the verdict, then each lever with its figures and reasons.
+
+        Args:
+            width: columns; figures that do not fit beside the others are left out, the last ones first.
+
+        """
+        rows, total = self._measured_first(), sum(self.parts.values())
+        lines = [*self._verdict(self.lines, width), "", *_wrapped(self._title(), width=width)]
+        lines += _wrapped(self._hardware(), width=width)
         shares = sorted(((seconds / total, part) for part, seconds in self.parts.items()), reverse=True)
         if shares:
             shown = ", ".join(f"{part} {share:.0%}" for share, part in shares if share >= 0.005)
-            lines += _wrapped(f"Where a step goes: {shown}")
-        heads = "".join(f"{head:>{width}}" for head, _, width, _ in _COLUMNS)
-        lines += [rule, f"{'':<22}{'verdict':<18}{heads}", rule]
-        for row in (self.unchanged, *rows):
-            cells = "".join(
-                f"{'' if getattr(row, needed) is None else text(row):>{width}}" for _, needed, width, text in _COLUMNS
-            )
-            first, *more = textwrap.wrap(row.name, 21) or [""]
-            lines += [f"{first:<22}{row.verdict:<18}{cells}".rstrip(), *(f"  {part}" for part in more)]
-        lines.append(rule)
+            lines += _wrapped(f"Where a step goes: {shown}", width=width)
+        lines += self._figures([self.unchanged, *rows], width)
         for row in rows:
             reason = row.reason.partition("\n")[0] if row.verdict in (REFUSED, FAILED) else row.reason
-            lines += _wrapped(f"{row.name}: {row.verdict}: {reason}") if row.reason else []
+            lines += _wrapped(f"{row.name}: {row.verdict}: {reason}", width=width) if row.reason else []
         for note in self.notes:
-            lines += _wrapped(note)
-        lines.append(rule)
-        if self.lines:
-            lines.append("Write, safest first:")
-        elif any(row.verdict in (NO_TIME, UNCLEAR) for row in self.rows):
-            lines += _wrapped(
-                "No lever is known to pay: an unclear one needs more turns or a quieter machine, one without time a "
-                "larger budget."
-            )
-        else:
-            lines.append("Nothing pays here: leave the program unchanged.")
-        for found in self.lines:
-            lines.append(f"  {_times(found.speed)} {found.safety.words}:")
-            lines += _wrapped(f"      {found.line}", "          ")
+            lines += _wrapped(note, width=width)
         return "\n".join(lines)
+
+    def _figures(self, rows: Sequence[Row], width: int) -> list[str]:
+        """Return the table of figures; its columns are as wide as what is in them."""
+        speeds = "speed (interval)"
+        cells = [["", "verdict", speeds, *(head for head, _, _ in _COLUMNS)]]
+        for row in rows:
+            factor = "" if row is self.unchanged else self.factor(row)
+            figures = ["" if getattr(row, needed) is None else text(row) for _, needed, text in _COLUMNS]
+            cells.append([row.name, row.verdict, factor, *figures])
+        names = min(_LONGEST_NAME, max(len(texts[0]) for texts in cells))
+        widths = [names, *(max(map(len, column)) for column in list(zip(*cells, strict=True))[1:])]
+        while len(widths) > 3 and sum(widths) + 2 * (len(widths) - 1) > width:
+            widths.pop()
+        rule = "-" * min(width, sum(widths) + 2 * (len(widths) - 1))
+        lines = [rule]
+        for number, texts in enumerate(cells):
+            first, *more = textwrap.wrap(texts[0], names) or [""]
+            # Words to the left, figures to the right.
+            shown = [first.ljust(names), texts[1].ljust(widths[1])]
+            shown += [text.rjust(size) for text, size in zip(texts[2:], widths[2:], strict=False)]
+            lines += ["  ".join(shown).rstrip(), *more, *([rule] if not number else [])]
+        return [*lines, rule]
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw a bar for each lever that was measured; its length is the speed.
@@ -273,12 +373,12 @@ class Advice:
         for row in self._measured_first():
             if row.speed is not None:
                 color = GREY if not row.wins else BLUE if row.safety.is_automatic else ORANGE
-                text = f"{_times(row.speed)}   {row.verdict}"
+                text = f"{self.factor(row)}   {row.verdict}".strip()
                 bars.append(Bar(row.name, row.speed, text, color, row.low, row.high))
         title, hardware = self._title(), self._hardware()
         axis = "times as fast as the unchanged program, each on top of the winners above (with interval)"
         notes = [hardware, "orange: needs consent, as it changes more than rounding"]
-        notes += [f"write, {line.safety.words}, {_times(line.speed)}: {line.line}" for line in self.lines]
+        notes += [f"write, {line.safety.words}, {self.factor(line)}: {line.line}" for line in self.lines]
         return draw_speeds(path, bars, title=title, axis=axis, notes=notes, purpose=CHART)
 
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
@@ -357,25 +457,52 @@ def draw_speeds(
     return Path(path)
 
 
-# Heading, attribute of the row that it needs, width, and text. gain: over the line it was added to; start s: how many
-# seconds longer than that line the start takes.
-_COLUMNS: tuple[tuple[str, str, int, Callable[[Any], str]], ...] = (
-    ("gain", "gain", 6, lambda row: _times(row.gain)),
-    ("speed", "speed", 7, lambda row: _times(row.speed)),
-    ("interval", "high", 12, lambda row: f"{row.low:.2f}-{row.high:.2f}"),
-    ("ms/step", "step_seconds", 10, lambda row: f"{1000 * row.step_seconds:,.2f}"),
-    ("samples/s", "samples_per_second", 10, lambda row: f"{row.samples_per_second:,.0f}"),
-    ("start s", "one_time_seconds", 8, lambda row: f"{row.one_time_seconds:+.1f}"),
-    ("MFU", "mfu", 7, lambda row: f"{row.mfu:.1%}"),
+# Heading, attribute of the row that it needs, and text. gain: over the line it was added to; start s: how many seconds
+# longer than that line the start takes. The last ones are left out where there is no room.
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("gain", "gain", lambda row: times(row.gain)),
+    ("ms/step", "step_seconds", lambda row: f"{1000 * row.step_seconds:,.2f}"),
+    ("samples/s", "samples_per_second", lambda row: f"{row.samples_per_second:,.0f}"),
+    ("start s", "one_time_seconds", lambda row: f"{row.one_time_seconds:+.1f}"),
+    ("MFU", "mfu", lambda row: f"{row.mfu:.1%}"),
 )
+# Columns of the longest name in a table; longer ones go on below.
+_LONGEST_NAME = 30
+# What a summary calls levers of a verdict, in the order in which it names them.
+_TITLES = {
+    WINS: "faster",
+    UNCLEAR: "not certain",
+    NO_TIME: "not measured",
+    NO_GAIN: "no gain",
+    SLOWER: "slower",
+    NEVER_PAYS: "pays too late",
+    WRONG: "computes something else",
+    REFUSED: "refused",
+    FAILED: "failed",
+}
 
 
-def _wrapped(text: str, indent: str = "    ") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_long_words=False) or [""]
+def _wrapped(text: str, indent: str = "    ", *, width: int = _WIDTH) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
-def _times(speed: float) -> str:
-    return f"{speed:.{2 if speed < 10 else 1 if speed < 100 else 0}f}x"
+def _cut(text: str, width: int) -> list[str]:
+    """Return a text on two lines at most."""
+    lines = textwrap.wrap(text, width, subsequent_indent="    ")
+    if len(lines) > 2:
+        lines[1:] = [textwrap.shorten(" ".join(line.strip() for line in lines[1:]), width - 4, placeholder=" ...")]
+        lines[1] = "    " + lines[1]
+    return lines
+
+
+def _listed(title: str, names: Sequence[str], more: str, width: int) -> str:
+    """Return names on one line; those that do not fit are counted."""
+    for count in range(len(names), 0, -1):
+        left = len(names) - count
+        text = f"{title}: {', '.join(names[:count])}{f' and {left} more' if left else ''}{more}"
+        if len(text) <= width:
+            return text
+    return f"{title}: {len(names)} levers{more}"[:width]
 
 
 def composed(levers: Sequence[Lever]) -> str:

@@ -20,7 +20,7 @@ from hasten.speed import advice as words
 from hasten.speed.advice import Advice, Line, Row, composed, notes
 from hasten.speed.engine import NO_GAIN, SLOWER, SMALLEST_GAIN, UNCLEAR, Engine, LateError, TrialError
 from hasten.speed.fit_trial import Orders
-from hasten.speed.levers import FITTING, Lever, choose, expected_gain
+from hasten.speed.levers import FITTING, Lever, choose, expected_gain, waits_for_data
 from hasten.speed.races import (
     TURNS_PER_ROUND,
     Levers,
@@ -41,6 +41,8 @@ _HOPELESS = 0.5
 # About the steps that confirming the lines takes of the unchanged program, and that a comparison takes at least.
 _STEPS_TO_CONFIRM = 6
 _STEPS_TO_COMPARE = 6
+# The same with one turn of each.
+_STEPS_OF_ONE_TURN = 4
 # Largest share of a budget that is kept for confirming.
 _MOST_TO_CONFIRM = 0.25
 # If the best line needs consent, share of the time that the search for one that needs none may take.
@@ -86,10 +88,18 @@ def measure(
     levers: Iterable[Lever | str] | None = None,
     plan: Plan | None = None,
     say: Say = lambda line: None,
+    began: float | None = None,
 ) -> Advice:
     """Measure levers (all by default) on a program; ``say`` is called with lines of progress.
 
-    Nothing of the trials is left, whether this returns or raises.
+    Nothing of the trials is left, whether this returns or raises. After Ctrl-C the result is what was measured so far.
+
+    Args:
+        program: what is measured.
+        levers: by name or as objects.
+        plan: how much is measured.
+        say: called with lines of progress.
+        began: from when on the budget is spent, of ``time.monotonic``; now by default.
 
     Raises:
         AdviceError: the unchanged program cannot be measured.
@@ -100,8 +110,11 @@ def measure(
     for lever in chosen:
         # A change that cannot be found is an error before the first process starts.
         _ = lever.place
-    with Engine(timeout_seconds=plan.timeout_seconds) as engine:
-        return LineSearch(trial_opener(engine, program), plan, program.title, say=say).advise(chosen)
+    began = time.monotonic() if began is None else began
+    deadline = began + (plan.budget_seconds or math.inf)
+    with Engine(timeout_seconds=plan.timeout_seconds, deadline=deadline) as engine:
+        search = LineSearch(trial_opener(engine, program), plan, program.title, say=say, began=began)
+        return search.advise(chosen)
 
 
 def trial_opener(engine: Engine, program: Program) -> OpenTrial:
@@ -130,18 +143,35 @@ class LineSearch:
         *,
         say: Say = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
         self._plan, self._title, self._say, self._clock = plan, title, say, clock
         self._races = Races(open_trial, plan, clock=clock)
-        self._began = clock()
+        self._began = clock() if began is None else began
         self._until = self._began + (plan.budget_seconds or math.inf)
         self._to_try: list[Lever] = []
         self._rows: dict[str, Row] = {}
         self._combinations: list[Row] = []
+        # The fastest line so far.
+        self._fastest: Levers = ()
+        self._is_interrupted = False
 
     def advise(self, levers: Sequence[Lever]) -> Advice:
         """Return the verdicts and the lines to write."""
-        self._inspect(may_split=FITTING in levers)
+        try:
+            self._inspect(may_split=FITTING in levers)
+            lines = self._search(levers)
+        except KeyboardInterrupt:
+            if not self._races.inspected.turns:
+                raise
+            self._is_interrupted = True
+            lines = self._lines_so_far()
+        return self._advice(levers, lines)
+
+    def _search(self, levers: Sequence[Lever]) -> list[Line]:
+        """Measure; return the lines to write."""
+        if not self._facts:
+            return []
         self._limit_to_share()
         fit = []
         for lever in levers:
@@ -151,7 +181,9 @@ class LineSearch:
                 self._rows[lever.name] = Row(lever.name, lever.line, safety, verdict, reason)
             else:
                 fit.append(lever)
-        fit.sort(key=lambda lever: -expected_gain(lever, self._facts))
+        # Where a program waits for its data, all else shows less than what ends the wait.
+        waits = waits_for_data(self._facts)
+        fit.sort(key=lambda lever: (not (waits and lever.brings_data), -expected_gain(lever, self._facts)))
         other_models = [lever for lever in fit if lever.safety == Safety.OTHER_MATHS]
         same_model = [lever for lever in fit if lever.safety != Safety.OTHER_MATHS]
         # Compilers come last, the one of a whole model after the one of its blocks: their time is unknown.
@@ -169,7 +201,20 @@ class LineSearch:
             lines = self._confirmed([*self._by_class(self._automatic_line(same_model, kept), kept), whole])
         else:
             lines = self._best_alone(levers)
-        return self._advice(levers, lines)
+        return lines
+
+    def _lines_so_far(self) -> list[Line]:
+        """Return the lines to write if nothing more is measured."""
+        if not self._plan.combine:
+            return self._best_alone(choose(None))
+        classes = {lever.name: lever.safety_in(self._facts) for lever in self._fastest}
+        found: list[Line] = []
+        for most in sorted(set(classes.values())):
+            line = tuple(one for one in self._fastest if classes[one.name] <= most)
+            speed = self._races.speeds.get(key_of_line(line)) or self._concluded(line)
+            if speed > (found[-1].speed if found else 1.0) * (1.0 + SMALLEST_GAIN):
+                found.append(self._line_of(line, speed))
+        return found
 
     @property
     def _facts(self) -> dict[str, Any]:
@@ -177,6 +222,10 @@ class LineSearch:
 
     def _advice(self, levers: Sequence[Lever], lines: list[Line]) -> Advice:
         races, facts = self._races, self._facts
+        late = "interrupted" if self._is_interrupted else "the time was over before it began"
+        for lever in levers:
+            row = Row(lever.name, lever.line, lever.safety_in(facts), words.NO_TIME, late)
+            self._rows.setdefault(lever.name, row)
         best = next((line.levers for line in reversed(lines) if line.safety.is_automatic), [])
         every = {lever.name: lever for lever in (*races.always, *levers)}
         safe = [lever for name, lever in every.items() if name in best]
@@ -191,23 +240,44 @@ class LineSearch:
             winners=[lever.name for lever in safe],
             arguments=arguments_of(safe),
             facts=facts,
-            parts=facts["parts"],
+            parts=facts.get("parts", {}),
             notes=notes(facts, unchanged, self._rows, noise=noise, has_losses=has_losses),
             noise=round(noise, 4),
             rounds=TURNS_PER_ROUND * self._plan.rounds,
             steps=races.steps_of(races.inspected.step_seconds),
             seconds=round(self._clock() - self._began, 1),
             unchanged_seconds=round(races.unchanged_seconds, 1),
+            needed_seconds=self._needed_seconds(),
+            interrupted=self._is_interrupted,
         )
+
+    def _needed_seconds(self) -> float | None:
+        """Return about the budget with which all levers would have been measured; None if they were."""
+        late = sum(row.verdict == words.NO_TIME for row in self._rows.values())
+        if not late:
+            return None
+        races = self._races
+        # A lever that compiles takes longer than the others; how long is not known.
+        seconds = late * (races.start_seconds + 1.5 * _STEPS_TO_COMPARE * races.step_seconds(self._fastest))
+        seconds += self._clock() - self._began + races.start_seconds
+        return 30.0 * math.ceil((seconds + _STEPS_TO_CONFIRM * races.inspected.step_seconds) / 30.0)
 
     # -- before the first race
 
     def _inspect(self, *, may_split: bool) -> None:
         """Find out about device, model and data; if batches do not fit into memory, every trial may split them."""
-        self._say("inspecting the unchanged program")
+        self._say(f"starting the unchanged program and looking at it ({self._left()})")
         races = self._races
         try:
-            races.inspect()
+            races.inspect(self._until)
+        except LateError:
+            if races.inspected.turns:
+                return
+            seconds = self._clock() - self._began
+            more = 30.0 * math.ceil(4 * seconds / 30.0)
+            raise AdviceError(
+                f"{_UNCHANGED}its first step had not ended after {seconds:.0f} s. Use a budget of {more:.0f} or more"
+            ) from None
         except TrialError as error:
             if races.always or not may_split or not error.is_out_of_memory:
                 raise AdviceError(_UNCHANGED + error.with_log) from None
@@ -254,14 +324,21 @@ class LineSearch:
             self._to_try = list(levers)
         for lever in levers:
             line = _with(base, lever)
-            on_top = f" on top of {name_of(base)}" if base else ""
-            self._say(f"{lever.name}{on_top} ({len(self._to_try)} to try, {self._left()})")
             # A line of one lever was measured against the unchanged program already.
             reserve = 0.0 if again and len(base) < 2 else self._reserve()
             if base and not again:
                 # Those that stay unclear are raced together.
                 reserve += 2 * self._least_seconds(base)
+            if not base and self._until - reserve - self._clock() < self._least_seconds(base):
+                # A line of one lever is not confirmed, and one turn shows a large gain.
+                reserve = 0.0
             left = self._until - reserve - self._clock()
+            if left < self._races.start_seconds + _STEPS_OF_ONE_TURN * self._races.step_seconds(base):
+                # It would take the time of the lines that are confirmed, and end without a verdict.
+                self._late(lever, again=again)
+                continue
+            on_top = f" on top of {name_of(base)}" if base else ""
+            self._say(f"{lever.name}{on_top} ({len(self._to_try)} to try, {self._left()})")
             share = _parts_of_time(lever) / sum(map(_parts_of_time, self._to_try))
             # What one does not need is for those after it.
             (row,) = self._race(base, {lever.name: line}, share=share * left, reserve=reserve)
@@ -269,9 +346,16 @@ class LineSearch:
             if not again or row.wins:
                 self._rows[lever.name] = row
             if row.wins and self._plan.combine:
-                base = line
+                base = self._fastest = line
                 self._races.speeds[key_of_line(line)] = row.speed or 1.0
         return base
+
+    def _late(self, lever: Lever, *, again: bool) -> None:
+        self._to_try = [other for other in self._to_try if other is not lever]
+        if not again:
+            reason = "the time was over before it began"
+            row = Row(lever.name, lever.line, lever.safety_in(self._facts), words.NO_TIME, reason)
+            self._rows[lever.name] = row
 
     def _with_unclear(self, base: Levers, levers: Sequence[Lever]) -> Levers:
         """Try all levers at once that seem to gain but stayed unclear: together they may be certain."""
@@ -380,7 +464,9 @@ class LineSearch:
         error: TrialError = LateError("the time was over before it began")
         if now < until:
             try:
-                return self._races.run(base, lines, until=until, enough_at=now + share)
+                return self._races.run(base, lines, until=until, enough_at=now + share, deadline=self._until)
+            except LateError as late:
+                error = late
             except TrialError as failure:
                 if not base:
                     raise AdviceError(_UNCHANGED + failure.with_log) from None
@@ -398,8 +484,7 @@ class LineSearch:
         pairs = list(zip(rows, chosen, strict=True))
         direct = all(row.levers == [row.name] and len(line) == 1 for row, line in pairs)
         if not direct:
-            self._say(f"measuring what to write against the unchanged program ({self._left()})")
-            rows = self._race((), {name_of(line): line for line in chosen}, reserve=0.0)
+            rows = self._against_the_unchanged(chosen)
             for line, row in zip(chosen, rows, strict=True):
                 self._note(line, row)
         found: list[Line] = []
@@ -413,6 +498,15 @@ class LineSearch:
             if speed > (found[-1].speed if found else 1.0) * (1.0 + SMALLEST_GAIN):
                 found.append(self._line_of(line, speed))
         return found or ([self._line_of((), 1.0)] if self._races.always else [])
+
+    def _against_the_unchanged(self, lines: Sequence[Levers]) -> list[Row]:
+        named = {name_of(line): line for line in lines}
+        if self._until - self._clock() < self._races.start_seconds + 2 * self._races.inspected.step_seconds:
+            late = LateError("the time was over before it began")
+            classes = [max(lever.safety_in(self._facts) for lever in line) for line in lines]
+            return [failed(Row(name, "", safety, ""), late) for name, safety in zip(named, classes, strict=True)]
+        self._say(f"measuring what to write against the unchanged program ({self._left()})")
+        return self._race((), named, reserve=0.0)
 
     def _best_alone(self, levers: Sequence[Lever]) -> list[Line]:
         """Return the line of the best lever by itself; one that needs no consent if there is one."""
@@ -436,7 +530,11 @@ class LineSearch:
     def _line_of(self, levers: Levers, speed: float) -> Line:
         every = (*self._races.always, *levers)
         safety = max(lever.safety_in(self._facts) for lever in every)
-        return Line(safety, composed(every), [lever.name for lever in every], speed)
+        rows = [*self._rows.values(), *self._combinations]
+        # Ends of an interval are those of this speed, not of a conclusion from other races.
+        row = next((row for row in rows if frozenset(row.levers) == key_of_line(levers) and row.speed == speed), None)
+        low, high = (None, None) if row is None else (row.low, row.high)
+        return Line(safety, composed(every), [lever.name for lever in every], speed, low, high)
 
     # -- time
 

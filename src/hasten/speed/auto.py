@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,7 +53,7 @@ def advise(
     warm_up: int = 3,
     seeds: int = 1,
     combine: bool = True,
-    budget_seconds: float | None = None,
+    budget_seconds: float | None = 90.0,
     timeout_seconds: float = 900.0,
     verbose: bool = True,
 ) -> Advice:
@@ -74,10 +75,10 @@ def advise(
         warm_up: steps of each before the clock; one if they take long.
         seeds: runs with other seeds, if losses can only be compared by how much they differ by chance.
         combine: put switches on top of one another; else each is compared with the unchanged program.
-        budget_seconds: how long everything may take: then it stops, the most promising switches first. No limit by
-            default.
+        budget_seconds: how long everything may take: then it stops, the most promising switches first. None for no
+            limit.
         timeout_seconds: how long preparing or a turn may take.
-        verbose: print progress and the table.
+        verbose: print progress and the verdict; ``advice.table()`` has all figures.
 
     Returns:
         The result: rows, winners, the line to write.
@@ -108,12 +109,13 @@ def advise(
         if verbose:
             print(line, flush=True)
 
+    began = time.monotonic()
     program = program_of(trainer, model, train_dataloaders, datamodule)
-    found = measure(program, levers=levers, plan=plan, say=lambda line: say(f"advise: {line}"))
-    if levers is None and found.is_complete:
+    found = measure(program, levers=levers, plan=plan, say=lambda line: say(f"advise: {line}"), began=began)
+    if levers is None and found.is_worth_keeping:
         # For speed="auto". A result for some levers says nothing about the others.
         remember(key_of(trainer.given_arguments, model, trainer.strategy.root_device), found)
-    say(found.table())
+    say(found.summary())
     return found
 
 
@@ -250,7 +252,8 @@ def _apply(trainer: Trainer, advice: Advice, origin: str) -> list[str]:
         trainer.change_arguments(**arguments_of(levers))
         # The speed was measured with all winners: without one it is another.
         best = advice.automatic if len(levers) == len(advice.winners) else None
-        _log(f"{f'{best.speed:.2f}x with ' if best is not None else ''}{composed(levers)} ({origin}).")
+        factor = "" if best is None else advice.factor(best)
+        _log(f"{f'{factor} with ' if factor else ''}{composed(levers)} ({origin}).")
     else:
         _log(f"nothing pays here, training goes on unchanged ({origin}).")
     _recommend(advice)
@@ -263,7 +266,7 @@ def _recommend(advice: Advice) -> None:
     untried = [row for row in advice.rows if row.verdict == NOT_TRIED]
     left_out = "leaves out what changes more than rounding"
     if measured:
-        more = "; ".join(f"{line.speed:.2f}x with {line.line} ({line.safety})" for line in measured)
+        more = "; ".join(f"{advice.factor(line)} with {line.line} ({line.safety})" for line in measured)
         rank_zero_info(f"speed='auto' {left_out}. Measured were {more}.")
     elif untried:
         more = ", ".join(f"{as_argument(row.line)} ({row.safety})" for row in untried)

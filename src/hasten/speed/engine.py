@@ -39,6 +39,10 @@ SMALLEST_GAIN = 0.03
 # Risk of a wrong verdict over all looks, and the share of turns that is cut off on each side: one in so many.
 _RISK = 0.1
 _TRIMMED = 8
+# Where turns side by side differ by more than this, a factor is not known well enough to be named or kept.
+NOISY = 0.3
+# An interval whose ends are further apart than this, one divided by the other, says too little to be shown.
+_WIDEST = 3.0
 # Two turns that agree by chance do not show that turns never differ.
 _LEAST_DEVIATION = 0.005
 # Numbers of turns after which a race is judged: each look costs certainty, so the later the fewer.
@@ -50,6 +54,7 @@ _APART = 2.0
 # A gain that may be as large as this is unclear when the time is over; a smaller one counts as none.
 _WORTH_MORE_TURNS = 1.1
 _KILL_SECONDS = 5.0
+_POLL_SECONDS = 0.2
 _LINES_OF_A_LOG = 12
 _LONGEST_FOLDER = 48
 # What every trial needs; the first optimizer of a process imports torch._dynamo, which takes longer than torch.
@@ -120,11 +125,12 @@ class Engine:
     """Starts trials and ends all of them when it is closed, whatever happens.
 
     Trials are forks of one process that has imported torch, hasten and the preloaded modules, so a start takes
-    milliseconds; if forks do not work, each is a fresh process. A trial must answer within ``timeout_seconds``.
+    milliseconds; if forks do not work, each is a fresh process. A trial must answer within ``timeout_seconds``, and by
+    ``deadline`` (of ``time.monotonic``): after that everything that waits for it raises ``LateError``.
     """
 
-    def __init__(self, *, timeout_seconds: float = 900.0) -> None:
-        self.timeout_seconds = timeout_seconds
+    def __init__(self, *, timeout_seconds: float = 900.0, deadline: float = math.inf) -> None:
+        self.timeout_seconds, self.deadline = timeout_seconds, deadline
         self._closing = ExitStack()
         self._numbers = itertools.count()
 
@@ -156,11 +162,11 @@ class Engine:
         path = self.scratch / f"trial-{next(self._numbers)}"
         path.write_bytes(pickle.dumps((target, pickle.dumps(arguments))))
         start: Callable[[Path], _Process]
-        if allocator is None and self._fork_server.is_ready():
+        if allocator is None and self._fork_server.is_ready(self.deadline):
             start = self._fork_server.start
         else:
             start = functools.partial(_start_fresh, trial_environment(self.scratch, allocator))
-        trial = TrialProcess(path, start, self.timeout_seconds, name)
+        trial = TrialProcess(path, start, self.timeout_seconds, name, deadline=self.deadline)
         self._closing.callback(trial.close)
         return trial
 
@@ -174,8 +180,10 @@ class Engine:
 class TrialProcess:
     """A ``SteppedTrial`` in its own process, made by ``Engine.start``."""
 
-    def __init__(self, path: Path, start: Callable[[Path], _Process], timeout_seconds: float, name: str) -> None:
-        self.name = name
+    def __init__(
+        self, path: Path, start: Callable[[Path], _Process], timeout_seconds: float, name: str, *, deadline: float
+    ) -> None:
+        self.name, self._deadline = name, deadline
         self.history: list[Turn] = []
         self._log, self._timeout = Path(f"{path}.log"), timeout_seconds
         self._log.touch()
@@ -231,7 +239,7 @@ class TrialProcess:
             self._connection.send(order)
 
     def _answer(self, event: str, until: float = math.inf, late: str = "no answer") -> Any:
-        last = time.monotonic() + self._timeout
+        last, until = time.monotonic() + self._timeout, min(until, self._deadline)
         if self._connection is None:
             self._await(self._socket, last, until, late)
             self._connection = Connection(self._socket.accept()[0].detach())
@@ -329,9 +337,12 @@ class _ForkServer:
             self._send("preload", *modules)
             self._unread += 1
 
-    def is_ready(self) -> bool:
-        """Wait until all modules are imported; return whether trials can be forks."""
+    def is_ready(self, until: float = math.inf) -> bool:
+        """Wait until all modules are imported; return whether trials can be forks. ``LateError`` after ``until``."""
         while self._unread:
+            while not self._has_answer():
+                if time.monotonic() > until:
+                    raise LateError("the time was over before its imports were done")
             self._unread -= 1
             self._works = self._receive(False)
         return self._works
@@ -344,10 +355,20 @@ class _ForkServer:
             raise TrialError("the process that trials are forks of has died")
         return _Process(pid, functools.partial(self._exit_code, pid))
 
+    def _has_answer(self) -> bool:
+        try:
+            return self._connection.poll(_POLL_SECONDS)
+        except (EOFError, ConnectionError):
+            # Reading reports that it is gone.
+            return True
+
     def close(self) -> None:
         """End the server and its forks."""
         self._connection.close()
         if sys.platform == "linux":
+            if self._unread:
+                # It imports, and would notice only after that; it has no forks.
+                self._process.kill()
             try:
                 self._process.wait(_KILL_SECONDS)
             except subprocess.TimeoutExpired:
@@ -431,6 +452,53 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
     return SpeedInterval(middle, middle - half, middle + half)
 
 
+def speed_text(speed: float | None, low: float | None = None, high: float | None = None, *, noise: float = 0.0) -> str:
+    """Return how fast something is, as every report and progress line shows it; empty if too little is known.
+
+    Args:
+        speed: how many times as fast as what it was compared with; None if it was not measured.
+        low: lower end of the interval of ``speed``.
+        high: upper end of the interval; None for both ends, or infinity, if there is none.
+        noise: how much turns side by side differed; beyond ``NOISY`` only the end that is certain is named.
+
+    Example::
+
+        >>> speed_text(1.8, 1.6, 2.0)
+        '1.8x (1.6x to 2.0x)'
+        >>> speed_text(174.0, 72.0, 420.0), speed_text(0.5, 0.1, 0.7), speed_text(1.8, 1.6, 2.0, noise=0.4)
+        ('at least 72x', 'at most 0.70x', 'at least 1.6x')
+        >>> speed_text(0.7, 0.02, 27.0)
+        ''
+
+    """
+    if speed is None or not (math.isfinite(speed) and speed > 0):
+        return ""
+    if low is None or high is None:
+        return times(speed) if noise <= NOISY else ""
+    is_narrow = low > 0 and high <= _WIDEST * low
+    if is_narrow and noise <= NOISY:
+        return times(speed) if times(low) == times(high) else f"{times(speed)} ({times(low)} to {times(high)})"
+    if low > 1.0:
+        return f"at least {times(low, down=True)}"
+    return f"at most {times(high)}" if high < 1.0 else ""
+
+
+def times(speed: float, *, down: bool = False) -> str:
+    """Return a factor with as many digits as can be meant; ``down`` never rounds it up.
+
+    Example::
+
+        >>> [times(each) for each in (0.876, 1.04, 2.345, 23.45, 234.5)]
+        ['0.88x', '1.04x', '2.3x', '23x', '234x']
+
+    """
+    # Small gains differ in the second digit behind the point.
+    digits = 2 if speed < 1.095 else 1 if speed < 9.95 else 0
+    if down:
+        speed = math.floor(speed * 10**digits) / 10**digits
+    return f"{speed:,.{digits}f}x"
+
+
 @functools.cache
 def _students_t(risk: float, freedom: int) -> float:
     """Return the value that Student's t exceeds with this risk, both sides together."""
@@ -501,6 +569,10 @@ class Comparison:
 
     def end(self) -> None:
         """Decide by the turns so far: the time is over, or enough turns were taken."""
+        if not self.verdict and len(self.turns) == 1:
+            # A machine may be twice as fast in the one turn as in the other.
+            self.low, self.high = self.speed / _APART, self.speed * _APART
+            self.verdict = FASTER if self.low > 1.0 else SLOWER if self.high < 1.0 else UNCLEAR
         if not self.verdict:
             self.verdict = NO_GAIN if self.turns and self.high < _WORTH_MORE_TURNS else UNCLEAR
 
@@ -524,13 +596,14 @@ def race(
     worth: float = 1.0 + SMALLEST_GAIN,
     most: int = 96,
     until: float = math.inf,
+    deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Comparison]:
     """Let trials take turns (A B C A B C ...), each challenger until it is certain how it compares with the base.
 
     The interval of a speed-up holds over all looks at it: a factor of four shows in two turns, three percent in
-    forty. Two turns are taken also if the time is over, and at most ``most``. A challenger that fails has the error in
-    its comparison.
+    forty. After ``until`` only the second turn is taken, and none that would end after ``deadline``; there are at most
+    ``most``. A challenger that fails has the error in its comparison.
 
     Raises:
         TrialError: the base failed.
@@ -547,19 +620,23 @@ def race(
         ('faster', 4.0, 2)
 
     """
-    found = [Comparison(worth) for _ in challengers]
+    found, seconds = [Comparison(worth) for _ in challengers], 0.0
     for number in range(1, most + 1):
         running = [(trial, each) for trial, each in zip(challengers, found, strict=True) if not each.verdict]
         if not running or (number > _LOOKS[0] and clock() > until):
             break
+        if number > 1 and clock() + seconds > deadline:
+            break
+        began = clock()
         beside = base.turn(steps)
         # A trial that is ready may be late by the time that its slowness takes to show.
         patience = clock() + 2 * _HOPELESS * beside.seconds
         for trial, comparison in running:
             try:
-                comparison.add(beside, trial.turn(steps, max(until, patience)))
+                comparison.add(beside, trial.turn(steps, min(max(until, patience), deadline)))
             except TrialError as error:
                 comparison.verdict, comparison.error = FAILED, error
+        seconds = clock() - began
     for comparison in found:
         comparison.end()
     return found

@@ -75,6 +75,11 @@ class Lever:
         if not self.arguments and self.change is None:
             raise ValueError(f"Lever({self.name!r}): it does nothing. Pass Trainer arguments, or a function as change.")
 
+    @property
+    def brings_data(self) -> bool:
+        """Whether it changes how batches are read."""
+        return not {"num_workers", "resident"}.isdisjoint(self.arguments)
+
     def safety_in(self, facts: Facts) -> Safety:
         """Return its class in a program; an unknown fact counts as the worse of its values.
 
@@ -338,6 +343,26 @@ def expected_gain(lever: Lever, facts: Facts) -> float:
         "fp8": 1.2,
     }
     return gains.get(lever.name, 1.0)
+
+
+# A program that waits for its data for this share of a step is faster with what ends the wait, first of all.
+_WAITS = 0.2
+
+
+def waits_for_data(facts: Facts) -> bool:
+    """Return whether a program spends much of its time waiting for batches.
+
+    Args:
+        facts: with "parts": seconds of a step by where they go.
+
+    Example::
+
+        >>> waits_for_data({"parts": {"forward": 1.0, "data wait": 1.0}})
+        True
+
+    """
+    parts = facts.get("parts") or {}
+    return bool(parts.get("data wait", 0.0) > _WAITS * sum(parts.values()))
 
 
 # -- finding levers

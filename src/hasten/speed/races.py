@@ -15,7 +15,18 @@ from hasten._lib import check
 from hasten.speed import advice
 from hasten.speed.advice import Row, composed, figures
 from hasten.speed.checks import LossVerdict, judge_gradients, judge_losses, judge_without_draws
-from hasten.speed.engine import FAILED, FASTER, UNCLEAR, Comparison, LateError, SteppedTrial, TrialError, Turn, race
+from hasten.speed.engine import (
+    FAILED,
+    FASTER,
+    UNCLEAR,
+    Comparison,
+    LateError,
+    SteppedTrial,
+    TrialError,
+    Turn,
+    race,
+    speed_text,
+)
 from hasten.speed.fit_trial import Orders
 from hasten.speed.levers import Lever
 from hasten.speed.safety import Safety
@@ -29,6 +40,8 @@ _TURN_SECONDS = 0.5
 _MOST_STEPS = 50
 # A longer step is not repeated before the clock runs.
 _LONG_STEP_SECONDS = 1.0
+# Where fewer steps than this fit into the time, the first step of the unchanged program is all that is looked at.
+_STEPS_TO_LOOK_TWICE = 16
 # A start that is longer by less than this may be so by chance.
 _ONE_TIME_SECONDS = 0.2
 # Share of the free memory that two trials at once may fill.
@@ -151,20 +164,27 @@ class Races:
 
     # -- the unchanged program
 
-    def inspect(self) -> None:
-        """Find out about device, model and data, and how long a step takes; ``TrialError`` if it cannot be trained."""
+    def inspect(self, until: float = math.inf) -> None:
+        """Find out about device, model and data, and how long a step takes; ``TrialError`` if it cannot be trained.
+
+        Where few steps fit into the time until ``until``, one is all that it takes of them.
+        """
         with self._trial((), inspects=True) as trial:
             began = self._clock()
-            self.given = trial.ready().get("given", {})
+            self.given = trial.ready(until).get("given", {})
             self.start_seconds = self._clock() - began
-            trial.turn(1)
-            turn = trial.turn(1)
+            turn = trial.turn(1, until)
+            self.inspected = TrialRecord((), [turn], {})
+            has_time = until - self._clock() > _STEPS_TO_LOOK_TWICE * turn.seconds
+            if has_time:
+                turn = trial.turn(1, until)
             if turn.seconds < _TURN_SECONDS:
-                turn = trial.turn(self.steps_of(turn.seconds))
+                turn = trial.turn(self.steps_of(turn.seconds), until)
             parts = trial.ask("parts")
             self.inspected = TrialRecord((), list(trial.history), trial.ask("first_steps"))
-            trial.ask("count")
-            trial.turn(1)
+            if has_time:
+                trial.ask("count")
+                trial.turn(1, until)
             found = trial.ask("inspect")
         self.steps_planned = found["steps_planned"]
         self.facts = {**found["facts"], "parts": parts, "faults_per_step": turn.faults / turn.steps}
@@ -172,18 +192,24 @@ class Races:
     def unchanged_row(self) -> Row:
         """Return the row of the unchanged program."""
         run = self._runs.get((frozenset(), 0), self.inspected)
-        shown = self._figures((), run.turns[1:] or self.inspected.turns[1:])
+        shown = self._figures((), run.turns[1:] or self.inspected.turns[1:] or self.inspected.turns)
         return Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0, low=1.0, high=1.0, **shown)
 
     # -- races
 
     def run(
-        self, base: Levers, lines: Mapping[str, Levers], *, until: float = math.inf, enough_at: float = math.inf
+        self,
+        base: Levers,
+        lines: Mapping[str, Levers],
+        *,
+        until: float = math.inf,
+        enough_at: float = math.inf,
+        deadline: float = math.inf,
     ) -> list[Row]:
         """Race lines, by the names of their rows, against a base; return a row for each.
 
         A line that is not ready by ``until`` gets no turns; from ``enough_at`` on, only the turns that any verdict
-        needs are taken. Raises ``TrialError`` if the base fails.
+        needs are taken, and none that would end after ``deadline``. Raises ``TrialError`` if the base fails.
         """
         with ExitStack() as stack:
             # All start at once, and then wait for their turns.
@@ -192,10 +218,10 @@ class Races:
             for entry in entries:
                 entry.trial = stack.enter_context(self._trial(entry.line, compares=entry.compares))
             began = self._clock()
-            first.ready()
+            first.ready(deadline)
             # The first start of all has imported what later ones share.
             self.start_seconds = min(self.start_seconds, self._clock() - began)
-            self._warm_up(first, base)
+            self._warm_up(first, base, deadline)
             for entry in entries:
                 self._get_ready(entry, first, base, until)
             running = [entry for entry in entries if not entry.row.verdict]
@@ -209,6 +235,7 @@ class Races:
                 steps=self.steps_of(max(trial.history[-1].cost("steps") for trial in (first, *trials))),
                 most=2 if wrong else TURNS_PER_ROUND * self._plan.rounds,
                 until=min(until, enough_at),
+                deadline=deadline,
                 clock=self._clock,
             )
             before = self._keep(base, first)
@@ -250,7 +277,7 @@ class Races:
         """Return the row of a line that was raced: whether it computes what it may, and how fast it is."""
         if comparison.error is not None:
             return failed(entry.row, comparison.error)
-        if len(comparison.turns) > 2:
+        if len(comparison.turns) > 1:
             pairs = zip(comparison.base, comparison.turns, strict=True)
             self.noises.append(stdev(math.log(a.cost("steps") / b.cost("steps")) for a, b in pairs))
         speed = self.speeds.get(key_of_line(before.levers), 1.0)
@@ -279,11 +306,12 @@ class Races:
         elif row.wins:
             self._check_start(row, before, comparison.speed)
         else:
-            row.reason = f"{comparison.speed:.2f}x the speed of {row.base or 'the unchanged program'}"
-            if len(comparison.turns) > 1:
-                row.reason += f" ({comparison.low:.2f} to {comparison.high:.2f})"
+            factor = speed_text(comparison.speed, comparison.low, comparison.high)
+            reasons = [f"{factor} the speed of {row.base or 'the unchanged program'}"] if factor else []
             if row.verdict == UNCLEAR:
-                row.reason += f", not certain after {len(comparison.turns)} turns"
+                count = len(comparison.turns)
+                reasons.append(f"not certain after {count} turn{'s' * (count > 1)}")
+            row.reason = ", ".join(reasons)
         return row
 
     def _check_start(self, row: Row, before: TrialRecord, speed: float) -> None:

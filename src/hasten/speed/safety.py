@@ -8,13 +8,13 @@ from enum import StrEnum
 class Safety(StrEnum):
     """What a lever may change in a training; the safest class first.
 
-    The first two train the same model: ``Trainer(speed="auto")`` may switch them on. The others are measured and
-    recommended with the name of their class, and need consent.
+    The first three train the same model as from this seed or another: ``Trainer(speed="auto")`` may switch them on. The
+    others are measured and recommended with the name of their class, and need consent.
 
     Example::
 
         >>> [str(each) for each in Safety if each.is_automatic]
-        ['same bits', 'same maths up to rounding']
+        ['same bits', 'same maths up to rounding', 'other random draws']
         >>> Safety("lower precision") > Safety.ROUNDING
         True
 
@@ -35,7 +35,7 @@ class Safety(StrEnum):
     @property
     def is_automatic(self) -> bool:
         """Whether ``Trainer(speed="auto")`` may switch it on."""
-        return self <= Safety.ROUNDING
+        return self <= Safety.OTHER_DRAWS
 
     @property
     def words(self) -> str:

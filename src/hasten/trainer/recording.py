@@ -72,7 +72,10 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         line = {"kind": "start", "time": began, "format": FORMAT, **_facts(trainer, run)}
         record.add_line(lambda: {**line, "git": git.read()})
         if verdicts and (advice := verdicts.get(trainer)) is not None:
-            rows = [{"name": row.name, "factor": row.speed, "verdict": row.verdict} for row in advice.rows]
+            rows = [
+                {"name": row.name, "factor": row.speed, "low": row.low, "high": row.high, "verdict": row.verdict}
+                for row in advice.rows
+            ]
             record.add_line({"kind": "advice", "time": began, "line": advice.line, "rows": rows})
 
     reason, message = "failed", None
