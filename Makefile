@@ -22,6 +22,9 @@ ARGS ?=
 # Test processes that run side by side, with one thread each.
 JOBS ?= 2
 
+# The tests start hundreds of processes. Without bytecode, each would compile all of torch anew: 10 s instead of 3.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 import hasten as L
-from hasten.demo import text_models
-from hasten.demo.images import Digits
-from hasten.demo.row import Classifier
-from hasten.demo.task import RowVariant, Task
-from hasten.demo.text import Docstrings, Imdb
+from hasten_tools.demo import text_models
+from hasten_tools.demo.images import Digits
+from hasten_tools.demo.row import Classifier
+from hasten_tools.demo.task import RowVariant, Task
+from hasten_tools.demo.text import Docstrings, Imdb
 from measure import hardware
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.speed.advisor import trial_opener
-from hasten.speed.auto import program_of
-from hasten.speed.engine import Engine, TrialError
-from hasten.speed.levers import choose
-from hasten.speed.races import Races, name_of
+from hasten_tools.speed.advisor import trial_opener
+from hasten_tools.speed.auto import program_of
+from hasten_tools.speed.engine import Engine, TrialError
+from hasten_tools.speed.levers import choose
+from hasten_tools.speed.races import Races, name_of
 from measure import hardware
 
 LIBRARIES = ("numpy", "sklearn", "torch", "transformers")

@@ -73,7 +73,7 @@ class Texts(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        from hasten.demo.text_models import find
+        from hasten_tools.demo.text_models import find
 
         self.model = find("minilm", random_weights=True).build()
 
@@ -96,9 +96,9 @@ def model(name: str) -> L.LightningModule:
         return FiveMetrics()
     if name == "minilm":
         return Texts()
-    from hasten.demo.images import Digits
-    from hasten.demo.row import Classifier
-    from hasten.demo.task import RowVariant
+    from hasten_tools.demo.images import Digits
+    from hasten_tools.demo.row import Classifier
+    from hasten_tools.demo.task import RowVariant
 
     return Classifier(Digits(), RowVariant())
 

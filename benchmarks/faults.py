@@ -5,7 +5,7 @@
 
 Each case is a program on two gloo processes, started by hasten (the program runs again) and by torchrun. Faults are
 in rank 1. The clock starts with the fault; where a process only stays away, with the moment when it does, and the time
-that the run was allowed to wait (``timeout``, 20 s, or ``grace``, 15 s) is given beside the seconds. A case without a
+that the run was allowed to wait (``timeout``, 20 s, or ``grace``, 7 s) is given beside the seconds. A case without a
 fault must end with exit code 0 and print what it prints on one process.
 """
 
@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TIMEOUT_SECONDS, GRACE_SECONDS = 20.0, 15.0
+TIMEOUT_SECONDS, GRACE_SECONDS = 20.0, 7.0
 PATIENCE_SECONDS = 120.0
 
 

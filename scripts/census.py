@@ -384,7 +384,8 @@ def _of_others(value: Any, name: str) -> bool:
     owner = next((kind for kind in kinds if name in vars(kind)), None)
     if owner is None:
         return name in vars(torch.nn.Module()) or name == "__dict__"
-    return owner.__module__.partition(".")[0] not in (*ROOTS, "hasten", "lightning_utilities", __name__)
+    known = (*ROOTS, "hasten", "hasten_lightning", "lightning_utilities", __name__)
+    return owner.__module__.partition(".")[0] not in known
 
 
 def _accepts(called: Any, keyword: str) -> bool:
@@ -645,9 +646,9 @@ def main() -> None:
     elif given.command == "observe":
         source, target = given.paths
         if given.hasten:
-            import hasten.compat
+            import hasten_lightning
 
-            hasten.compat.install()
+            hasten_lightning.install()
         uses = {(kind, text) for row in json.loads(source.read_text()).values() for kind, text, _ in row["uses"]}
         target.write_text(json.dumps(observe(uses), indent=1, sort_keys=True))
     else:

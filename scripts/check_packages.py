@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a wheel has besides modules, and what a source package needs so that its tests and its documentation run.
-IN_WHEEL = ("hasten/py.typed", "hasten/compat/homes.txt")
+IN_WHEEL = ("hasten/py.typed", "hasten_lightning/homes.txt", "hasten_tools/py.typed", "hasten_tools/entry_points.txt")
 IN_SOURCES = (
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md"),
     *("constraints.txt", "docs/architecture.md", "docs/images/ladder.png", "examples/README.md", "mkdocs.yml"),
@@ -47,7 +47,7 @@ def problems(dist: Path, tag: str | None) -> list[str]:
     # Files of the package that are not Python, such as templates, are the ones that get lost.
     package = {
         path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src" / "hasten").rglob("*")
+        for path in (ROOT / "src").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     found += [f"the wheel has no {name}." for name in sorted({*IN_WHEEL, *package} - in_wheel)]

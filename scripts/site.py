@@ -49,12 +49,12 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "accelerators": ("Accelerators", "Kinds of devices.", ("hasten.accelerators",)),
     "data": ("Data", "Loaders, samplers and packing.", ("hasten.data",)),
     "optim": ("Optimizers", "hasten's optimizers, and what `configure_optimizers` may return.", ("hasten.optim",)),
-    "speed": ("Speed", "Functions that speed a model up, and levers.", ("hasten.speed.levers",)),
+    "speed": ("Speed", "Functions that speed a model up, and levers.", ("hasten_tools.speed.levers",)),
     "profilers": ("Profilers", "Where the time of a run goes.", ("hasten.profilers",)),
     "tuner": ("Tuner", "The search for a batch size and a learning rate.", ("hasten.tuner",)),
     "report": ("Reports", "Model summaries and plots.", ("hasten.report",)),
     "cli": ("LightningCLI", "Command line programs.", ("hasten.cli",)),
-    "compat": ("Lightning's names", "Programs written for Lightning, unchanged.", ("hasten.compat",)),
+    "compat": ("Lightning's names", "Programs written for Lightning, unchanged.", ("hasten_lightning",)),
     "demos": ("Demos", "Small models and data for tests and examples.", ("hasten.demos",)),
     "functions": ("Functions", "The functions at the top of the package.", ("hasten",)),
     "utilities": (
@@ -69,7 +69,7 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 # Of modules without __all__, the names of the interface.
-NAMES = {"hasten.speed.levers": ["Lever", "register", "unregister", "known_levers"]}
+NAMES = {"hasten_tools.speed.levers": ["Lever", "register", "unregister", "known_levers"]}
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
 MOST_CHARACTERS = 100_000

@@ -56,16 +56,19 @@ _PUBLIC_SPECIAL_METHODS = {"__init__", "__call__"}
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the package: its path below ``src/hasten``, its text and its syntax tree."""
+    """One file: its path below ``src/hasten``, or below ``src`` in another root; its text and its syntax tree."""
 
     path: Path
     text: str
     tree: ast.Module
+    root: str = "hasten"
 
     @property
     def room(self) -> str:
-        """The package directly below ``hasten``; the files beside it are one package, ``""``."""
-        return self.path.parts[0] if len(self.path.parts) > 1 else ""
+        """The package directly below a root, ``"hasten_tools/speed"``, without the root in the core, where the files
+        beside it are one package, ``""``."""
+        depth = 1 if self.root == "hasten" else 2
+        return "/".join(self.path.parts[:-1][:depth])
 
     @property
     def lines(self) -> int:
@@ -77,12 +80,13 @@ class Source:
 
 
 def read_sources(root: Path = ROOT) -> list[Source]:
-    """Return the files of ``root/src/hasten``."""
-    package = root / "src" / "hasten"
+    """Return the files of all packages in ``root/src``, those of the core first."""
     found = []
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        found.append(Source(path.relative_to(package), text, ast.parse(text)))
+    for package in sorted((root / "src").glob("hasten*/")):
+        base = package if package.name == "hasten" else package.parent
+        for path in sorted(package.rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            found.append(Source(path.relative_to(base), text, ast.parse(text), package.name))
     return found
 
 
@@ -239,8 +243,8 @@ def private_accesses(sources: list[Source]) -> list[str]:
     """Return each use of a private name of another package as ``file:line expression``.
 
     A name counts as another package's if only other packages define it, or if the object is called like a module of
-    another package that defines it: ``trainer._run`` outside of the package of the trainer. Package ``compat`` is left
-    out: its facades give internals the names that Lightning's have.
+    another package that defines it: ``trainer._run`` outside of the package of the trainer. ``hasten_lightning``
+    is left out: its facades give internals the names that Lightning's have.
     """
     defined: dict[str, set[str]] = defaultdict(set)
     defined_in_module: dict[str, list[tuple[str, set[str]]]] = defaultdict(list)
@@ -250,7 +254,7 @@ def private_accesses(sources: list[Source]) -> list[str]:
         stem = source.path.parent.name if source.path.stem == "__init__" else source.path.stem
         defined_in_module[stem].append((source.room, names))
         if source.room:
-            defined_in_module[source.room].append((source.room, names))
+            defined_in_module[source.room.rpartition("/")[2]].append((source.room, names))
     everywhere = set().union(*defined.values())
 
     def is_foreign(room: str, receiver: ast.expr, name: str) -> bool:
@@ -264,7 +268,7 @@ def private_accesses(sources: list[Source]) -> list[str]:
         return bool(owners) and room not in owners
 
     found = []
-    for source in (source for source in sources if source.room != "compat"):
+    for source in (source for source in sources if source.root != "hasten_lightning"):
         for node in ast.walk(source.tree):
             where = f"{source.path.as_posix()}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Attribute) and is_foreign(source.room, node.value, node.attr):
@@ -273,8 +277,8 @@ def private_accesses(sources: list[Source]) -> list[str]:
                 accessed = _accessed_by_string(node)
                 if accessed is not None and is_foreign(source.room, *accessed):
                     found.append(f"{where} {ast.unparse(node)}")
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hasten."):
-                room = (node.module or "").split(".")[1]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hasten"):
+                room = "/".join((node.module or "").split(".")[:2]).removeprefix("hasten/")
                 home = room if room in defined else ""
                 private = [alias.name for alias in node.names if _is_private(alias.name)]
                 if private and home != source.room:

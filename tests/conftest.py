@@ -30,6 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _OF_A_RUN = (
     "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+    "PL_GLOBAL_SEED", "PL_SEED_WORKERS",  # seed_everything sets them.
     "MLFLOW_TRACKING_URI",  # mlflow.set_tracking_uri sets it.
 )  # fmt: skip
 

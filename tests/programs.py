@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def run_python(
     *words: str | Path,
     cwd: Path | None = None,
-    timeout: float = 120,
+    timeout: float = 600,
     start: Sequence[str] = (sys.executable,),
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def run_python(
     Args:
         words: the arguments, for example a path, or "-c" and a program.
         cwd: the folder to run in.
-        timeout: seconds after which the test fails.
+        timeout: seconds after which the test fails: far more than a program takes, on a loaded machine too.
         start: what starts Python, for example torchrun.
         environment: variables beside those of this process.
 

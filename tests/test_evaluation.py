@@ -210,6 +210,22 @@ def test_values_of_evaluation_steps_go_to_the_loggers_by_batch() -> None:
     ]
 
 
+def test_within_a_fit_the_steps_of_evaluations_go_on() -> None:
+    class Steps(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("v", float(batch_idx), on_step=True, on_epoch=False)
+
+    logger = RowLogger()
+    trainer = quiet(logger=logger, max_epochs=2, val_check_interval=0.5)
+    trainer.fit(Steps(), loader(16), [loader(8), loader(4)])
+    rows = [(step, name) for step, row in logger.rows for name in row if name.startswith("v/")]
+    assert [step for step, name in rows if name.endswith("_0")] == list(range(8))
+    assert [step for step, name in rows if name.endswith("_1")] == list(range(4))
+    logger.rows.clear()
+    trainer.validate(Steps(), loader(8), verbose=False)
+    assert [step for step, row in logger.rows if "v" in row] == [0, 1], "a call of its own begins at 0"
+
+
 def test_an_evaluation_that_failed_leaves_no_value_for_the_next() -> None:
     class Fails(Classifier):
         failing = True

@@ -11,7 +11,8 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten_lightning.conventions import LIGHTNING
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
 
@@ -165,10 +166,10 @@ def test_under_lightning_s_names_numbers_have_its_digits_and_hooks_read_what_the
         module.log("share", torch.tensor(batch_idx < 2), batch_size=1)
 
     try:
-        alias.activate(True)
+        conventions.use(LIGHTNING)
         (shown,) = quiet(callbacks=[Reads()]).validate(Validates(validation=log), BATCHES, verbose=False)
     finally:
-        alias.activate(False)
+        conventions.use(conventions.HASTEN)
     assert shown == {name: value.item() for name, value in expected.items()} == {k: v.item() for k, v in seen.items()}
 
 
@@ -214,6 +215,76 @@ def test_loaders_may_share_a_metric_or_use_names_of_their_own() -> None:
     trainer.fit(module, BATCHES, PAIR)
     values = {name: value.item() for name, value in trainer.callback_metrics.items()}
     assert values == {"shared": 6.0, "own0": 0.0, "own1": 1.0}
+
+
+class OneMetricForAll(Logs):
+    """Logs the same metrics for each loader, one of them under two names, and the value over all loaders at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.samples = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+        self.most = torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.MinMetric()])
+        self.doubled = torchmetrics.MeanMetric() + torchmetrics.SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.mean(batch)
+        self.log("again", self.mean)
+        self.most.update(batch)
+        self.log_dict(self.most)
+        self.doubled.update(batch)
+        self.log("doubled", self.doubled)
+        self.samples.update(batch.mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("over_all", self.mean.compute() + 0)
+        self.log("object", self.mean)
+
+
+@pytest.mark.parametrize("fetches", [False, True])
+def test_one_metric_logged_for_several_loaders_has_a_value_of_each(fetches: bool) -> None:
+    class Fetches(OneMetricForAll):
+        def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+            batch, batch_idx, dataloader_idx = next(dataloader_iter)
+            OneMetricForAll.validation_step(self, batch, batch_idx, dataloader_idx)
+
+    first, second, third = (DataLoader(torch.tensor([[v] for v in x]), 2) for x in ([1.0, 3.0, 5.0], [8.0], [0.0, 4.0]))
+    loaders: Any = [first, second, third]
+    model = Fetches() if fetches else OneMetricForAll()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(model, BATCHES, loaders)
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    for index, (mean, most, least, total) in enumerate(
+        [(3.0, 5.0, 1.0, 9.0), (8.0, 8.0, 8.0, 8.0), (2.0, 4.0, 0.0, 4.0)]
+    ):
+        of_loader = {name.split("/")[0]: v for name, v in values.items() if name.endswith(f"_idx_{index}")}
+        names = {"MaxMetric": most, "MinMetric": least, "doubled": mean + total}
+        assert of_loader == {"mean": mean, "mean_epoch": mean, "again": mean, **names}
+    assert values["over_all"] == values["object"] == pytest.approx(21 / 6)
+    assert model.samples._update_count == 2 * 4 + 4, "a metric that is not logged goes on"
+    (_, values) = trainer.validate(OneMetricForAll(), [third, first], verbose=False)
+    assert values["again/dataloader_idx_1"] == 3.0, "that of another module"
+
+
+def test_a_metric_of_two_stages_is_said() -> None:
+    class Shares(Validates):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean(batch)
+            self.log("train", self.mean, on_epoch=True)
+            return self.weight * 1.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.mean(batch)
+            self.log("validation", self.mean)
+
+    with pytest.warns(
+        UserWarning, match=r"self.log\('train', ...\) in training_step: this MeanMetric is logged in valid"
+    ):
+        quiet().fit(Shares(), BATCHES, BATCHES)
 
 
 def test_prog_bar_values_are_on_the_host() -> None:
@@ -288,6 +359,7 @@ def test_log_dict_and_metric_collections() -> None:
 @pytest.mark.parametrize(
     ("log", "words"),
     [
+        (lambda m, b, i: m.log_dict(("a", 1.0)), r"use a dict of names and values, .*not a tuple"),
         (lambda m, b, i: m.log("x", torch.ones(3)), r"'x', ...\).*one element, got a tensor of shape \(3,\).*mean\(\)"),
         (lambda m, b, i: m.log("x", np.ones((2, 2))), r"'x', ...\).*ndarray of shape \(2, 2\).*mean\(\)"),
         (lambda m, b, i: m.log("x", [1.0, 2.0]), "cannot log a value of type list"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -430,7 +431,7 @@ def other() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: [], r"Configured\.configure_optimizers\(\) returned a list of \. Return an optimizer, a list of"),
+        (lambda o: [], r"Configured\.configure_optimizers\(\) returned an empty list\. Return an optimizer, a list of"),
         (lambda o: "adam", r"returned a str\. Return an optimizer"),
         (lambda o: (o, halve(o)), r"returned a tuple of SGD, StepLR\. Return .*two lists"),
         (lambda o: ([3], []), r"returned a int where an optimizer is expected"),
@@ -441,6 +442,7 @@ def other() -> Any:
         (lambda o: {"optimizer": o, "lr_scheduler": [halve(o)]}, r"lr_scheduler is a list of StepLR, which is no"),
         (lambda o: ([o], [{"sched": halve(o)}]), r"the key 'sched'; known are \['scheduler', 'name', 'interval'"),
         (lambda o: ([o], [{"interval": "step"}]), r'the lr_scheduler dict has no key "scheduler"'),
+        (lambda o: {"optimizer": o, "lr_scheduler": "cosine"}, r"is a str, .*Make one: torch.optim.lr_scheduler\.Step"),
         (lambda o: ([o], [object()]), r"lr_scheduler is a object, which is not a learning-rate scheduler"),
         (configured(interval="steps"), r"interval='steps'.*Did you mean 'step'"),
         (configured(interval=None), r"interval=None\): use one of 'epoch', 'step'"),
@@ -539,3 +541,35 @@ def test_a_scheduler_that_the_module_steps_itself_needs_no_step_and_no_monitor()
         quiet().fit(manual, loader(8))
     with pytest.raises(TypeError, match="cannot be in a checkpoint"):
         quiet().fit(Configured(lambda o: ([o], [type("Step", (), {"step": print})()])), loader(8))
+
+
+def test_only_a_scheduler_that_the_loop_steps_is_said_to_step_once_per_epoch() -> None:
+    def one_cycle(optimizer: Any) -> Any:
+        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)]
+
+    manual = Configured(one_cycle)
+    manual.automatic_optimization = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*OneCycleLR")
+        quiet().fit(manual, loader(8))
+    with pytest.warns(RuntimeWarning, match="OneCycleLR counts steps, but it steps once per epoch"):
+        quiet().fit(Configured(one_cycle), loader(8))
+
+
+def test_a_sparse_gradient_in_a_fused_step_is_answered_with_its_parameter() -> None:
+    class Looks(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.randn(10, 4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen = torch.nn.functional.embedding(torch.arange(3), self.table, sparse=True)
+            return super().training_step(batch, batch_idx) + seen.mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(RuntimeError) as told:
+        quiet(max_epochs=1, fused_optimizer=True).fit(Looks(), loader())
+    assert "The gradient of table is sparse" in "\n".join(told.value.__notes__)
+    assert "Trainer(fused_optimizer=True)" in "\n".join(told.value.__notes__)

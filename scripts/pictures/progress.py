@@ -115,8 +115,8 @@ def environment() -> dict[str, str]:
 
 def moments(lines: list[str]) -> list[str]:
     """Return the line within the second epoch, within its validation, and at the end."""
-    training = [line for line in lines if re.match(r"Epoch 1/2: +\d+%", line)]
-    validation = [line for line in lines if line.startswith("Epoch 1/2 validation")]
+    training = [line for line in lines if re.match(r"Epoch 2/3: +\d+%", line)]
+    validation = [line for line in lines if line.startswith("Epoch 2/3 validation")]
     return [
         training[len(training) // 2],
         validation[len(validation) // 2],
@@ -206,8 +206,8 @@ def notebook_picture() -> None:
     if done.returncode or not states:
         print(f"progress-notebook.svg is left as it is: {done.stderr.splitlines()[-1:]}")
         return
-    training = [state for state in states if state[0].startswith("Epoch 1/2:")]
-    validation = [state for state in states if state[0].startswith("Epoch 1/2 validation")]
+    training = [state for state in states if state[0].startswith("Epoch 2/3:")]
+    validation = [state for state in states if state[0].startswith("Epoch 2/3 validation")]
     shown = [training[len(training) // 2], validation[len(validation) // 2], states[-1]]
     width, height, bar = 1040, 150, 230
     texts = []

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.loggers import CSVLogger
-from hasten.report import page
+from hasten_tools.report import page
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "images"
 # Name, width and height of the window, dark.

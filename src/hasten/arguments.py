@@ -13,14 +13,15 @@ from typing import Any, cast
 from hasten._lib import check
 from hasten._lib.durations import Period, parse_interval
 from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, WrongType
-from hasten._lib.names import did_you_mean
+from hasten._lib.files import require_folder
+from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching, as_batching
 from hasten.compile.settings import CompileSettings, as_compile
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.loggers.base import DummyLogger, Logger
-from hasten.module.callback import Callback
+from hasten.module.callback import Callback, Numbered
 
 # Takes the owner ("Trainer" or "Fabric"), the name and the value of an argument; returns what the run reads.
 Check = Callable[[str, str, Any], Any]
@@ -124,6 +125,15 @@ def _clip_algorithm(owner: str, name: str, value: Any) -> str | None:
     return check.one_of(owner, name, text, ("norm", "value"), allow_none=True)
 
 
+def _uneven(owner: str, name: str, value: Any) -> Any:
+    if isinstance(value, str) and value == "join":
+        raise MisconfigurationException(
+            f"{owner}({name}='join'): training on after a process has run out of batches is not supported. Write "
+            f"{name}='stop', which ends the epoch when the first process runs out, or 'error'."
+        )
+    return check.one_of(owner, name, value, ("stop", "error"))
+
+
 def _words(*words: str) -> Check:
     """Return a check for None or one of a few words."""
 
@@ -133,6 +143,15 @@ def _words(*words: str) -> Check:
         return check.one_of(owner, name, value, words, allow_none=True)
 
     return checked
+
+
+def _speed(owner: str, name: str, value: Any) -> str | None:
+    if isinstance(value, str) and value == "changes the maths":
+        raise MisconfigurationException(
+            f"{owner}({name}={value!r}): no other model is chosen for you. Use 'lower precision' or a safer class; "
+            "`hasten advise program.py` measures what changes the maths, and you write the line."
+        )
+    return cast("str | None", _words(*SPEEDS)(owner, name, value))
 
 
 def _or_word(kind: type, allowed: str, *words: str, at_least: int | None = None) -> Check:
@@ -153,19 +172,24 @@ def _or_word(kind: type, allowed: str, *words: str, at_least: int | None = None)
 def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
     if value is None:
         return ()
-    callbacks = (value,) if isinstance(value, Callback) else value
+    if isinstance(value, type) and issubclass(value, Callback):
+        raise _is_class(owner, f"{name}={value.__name__}", value, "()")
+    callbacks = (value,) if isinstance(value, Callback) else check.as_list(value)
     check.instance(owner, name, callbacks, (list, tuple), "a Callback or a list of them")
     by_key: dict[str, Callback] = {}
     for position, callback in enumerate(callbacks):
-        kind = type(callback).__name__
-        if isinstance(callback, type) and issubclass(callback, Callback):
-            raise _is_class(owner, f"{name}=[{callback.__name__}]", callback, "()")
         if not isinstance(callback, Callback):
-            raise WrongType(f"{owner}({name}=[...]): {callback!r} is a {kind}, not a hasten.Callback.")
+            raise _not_a_callback(owner, name, callback)
         if any(callback is other for other in callbacks[:position]):
+            kind = type(callback).__name__
             raise MisconfigurationException(f"{owner}({name}=[...]): the same {kind} object is given twice.")
         other = by_key.setdefault(callback.state_key, callback)
-        if other is not callback and type(callback).state_dict is not Callback.state_dict:
+        clashes = other is not callback and type(callback).state_dict is not Callback.state_dict
+        if clashes and isinstance(callback, Numbered):
+            while callback.state_key in by_key:
+                callback.state_number += 1
+            by_key[callback.state_key] = callback
+        elif clashes:
             raise MisconfigurationRuntimeError(
                 f"{owner}({name}=[...]): two callbacks have the state key {callback.state_key!r}, so a checkpoint "
                 "could not hold both states. Give them different arguments, or override state_key."
@@ -173,18 +197,41 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
+def _not_a_callback(owner: str, name: str, value: object) -> WrongType:
+    if isinstance(value, type) and issubclass(value, Callback):
+        return _is_class(owner, f"{name}=[{value.__name__}]", value, "()")
+    kind, what = (value, f"class {value.__name__}") if isinstance(value, type) else (type(value), type(value).__name__)
+    hint = " Give an object, such as hasten.callbacks.EarlyStopping('val_loss')." if what == "str" else ""
+    if any(hook.startswith("on_") and hasattr(Callback, hook) for hook in dir(kind)):
+        hint = f" Write class {kind.__name__}(hasten.Callback), and give an object of it."
+    return WrongType(f"{owner}({name}=[...]): {value!r} is a {what}, not a hasten.Callback.{hint}")
+
+
 def _is_class(owner: str, written: str, kind: type, arguments: str) -> WrongType:
     return WrongType(f"{owner}({written}): that is a class. Write {kind.__name__}{arguments}.")
+
+
+_LOGGERS = {
+    "csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger",
+    "comet": "CometLogger",
+}  # fmt: skip
 
 
 def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
     if value is None or isinstance(value, bool):
         return value is not False
+    value = check.as_list(value)
     loggers = list(value) if isinstance(value, (list, tuple)) else [value]
     for logger in loggers:
         written = logger.__name__ if isinstance(logger, type) else repr(logger)
         if not hasattr(logger, "log_metrics"):
-            raise WrongType(f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.")
+            near = nearest(logger, _LOGGERS) if isinstance(logger, str) else None
+            hint = f" Write logger=hasten.loggers.{_LOGGERS[near]}(...)." if near is not None else ""
+            if isinstance(logger, str) and near is None:
+                hint = f" For a folder: logger=hasten.loggers.CSVLogger({logger!r})."
+            raise WrongType(
+                f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.{hint}"
+            )
         if isinstance(logger, type):
             raise _is_class(owner, f"{name}={written}", logger, "(...)")
     return loggers
@@ -192,7 +239,11 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
 
 def _folder(owner: str, name: str, value: Any) -> str:
     text = os.fspath(check.path(owner, name, os.getcwd() if value is None else value))
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+    if "://" in text:
+        return text
+    folder = os.path.abspath(os.path.expanduser(text))
+    require_folder(owner, name, folder)
+    return folder
 
 
 # -- the two tables
@@ -211,6 +262,18 @@ def _checked(table: type, owner: str, given: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+# What Trainer(speed=...) may change at most, by the words that say so: a class of ``hasten_tools.speed.safety``.
+SPEEDS = {
+    "exact": "same maths up to rounding",
+    "auto": "other random draws",
+    **{
+        name: name
+        for name in (
+            *("same bits", "same maths up to rounding", "other random draws"),
+            *("same samples in other batches", "lower precision"),
+        )
+    },
+}
 _SAMPLES = "a number of samples, at least 1, or 'auto'"
 _WORKERS = "a number of worker processes, at least 0, or 'auto' to measure it"
 _PACKED = "True, False or 'first_token' (for classifiers that read nothing else of the last block)"
@@ -225,7 +288,7 @@ class SpeedArguments:
     batch that belong to all samples; None to find them in the data.
     """
 
-    speed: str | None = _row(_words("auto"), default=None)
+    speed: str | None = _row(_speed, default=None)
     compile: CompileSettings | None = _row(lambda owner, _, value: as_compile(owner, value), default=None)
     batching: LengthBatching | None = _row(lambda owner, _, value: as_batching(owner, value), default=None)
     packed: bool | str = _row(_or_word(bool, _PACKED, "first_token"), default=False)
@@ -275,7 +338,7 @@ class Arguments:
     benchmark: bool | None = _row(_optional_boolean)
     inference_mode: bool = _row(_boolean)
     use_distributed_sampler: bool = _row(_boolean)
-    uneven: str = _row(partial(check.one_of, allowed=("stop", "join", "error")))
+    uneven: str = _row(_uneven)
     detect_anomaly: bool = _row(_boolean)
     on_bad_loss: str = _row(partial(check.one_of, allowed=("warn", "stop", "skip", "rewind")))
     barebones: bool = _row(_boolean)
@@ -305,15 +368,22 @@ def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
     """
     given, shared = dict(given), None
     if isinstance(part := given.get("micro_batch"), MicroBatch):
-        if part.samples is None:
-            raise WrongType(f"{owner}(micro_batch=MicroBatch(None)): use {_SAMPLES}.")
-        if isinstance(part.shared, str) or not isinstance(part.shared, Collection):
-            raise WrongType(
-                f"{owner}(micro_batch=MicroBatch(shared={part.shared!r})): use a list of names or positions."
-            )
-        given["micro_batch"], shared = part.samples, frozenset(part.shared)
+        given["micro_batch"], shared = part.samples, _shared_fields(owner, part)
     arguments = SpeedArguments(**_checked(SpeedArguments, owner, given), shared_fields=shared)
+    _check_speed_together(owner, arguments)
+    return arguments
 
+
+def _shared_fields(owner: str, part: MicroBatch) -> frozenset[Any]:
+    if part.samples is None:
+        raise WrongType(f"{owner}(micro_batch=MicroBatch(None)): use {_SAMPLES}.")
+    if isinstance(part.shared, str) or not isinstance(part.shared, Collection):
+        raise WrongType(f"{owner}(micro_batch=MicroBatch(shared={part.shared!r})): use a list of names or positions.")
+    return frozenset(part.shared)
+
+
+def _check_speed_together(owner: str, arguments: SpeedArguments) -> None:
+    """Raise if two speed arguments contradict each other."""
     batch_size, micro_batch, batching = arguments.batch_size, arguments.micro_batch, arguments.batching
     if arguments.resident == "device" and batching is not None:
         raise MisconfigurationException(
@@ -336,7 +406,6 @@ def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
             f"{owner}(batch_size={batch_size}, micro_batch={micro_batch}): a micro-batch is a part of a batch. Use "
             f"micro_batch={batch_size} or less, or batch_size={micro_batch}."
         )
-    return arguments
 
 
 def check_arguments(given: Mapping[str, Any]) -> Arguments:
@@ -369,8 +438,6 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
         values["limit_train_batches"] = values["limit_val_batches"] = values["overfit_batches"]
     for name in ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"):
         values[name] = values[name] is not False
-    values["enable_checkpointing"] &= not values["fast_dev_run"]
-
     if values["max_steps"] is None:
         values["max_steps"] = -1
     if values["max_epochs"] is None:
@@ -380,7 +447,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
         least, most = values[f"min_{unit}"], values[f"max_{unit}"]
         if least is not None and 0 <= most < least:
             message = f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum"
-            if not alias.active():
+            if not conventions.current().mistakes_are_warnings:
                 raise MisconfigurationException(f"{message}.")
             rank_zero_warn(f"{message}, which ends the run.")
     values.update(_validation_schedule(values["val_check_interval"], values["check_val_every_n_epoch"]))
@@ -513,18 +580,24 @@ def _validation_schedule(value: Any, every_n_epochs: int | None) -> dict[str, An
         else:
             value, every_n_epochs = 1.0, interval.epochs
     if not isinstance(value, Period):
-        allowed = (
-            "a number of batches (int, at least 1), a share of an epoch (float, above 0.0 to 1.0), "
-            "or a text such as '2ep', '500st', '90min'"
-        )
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise check.wrong("Trainer", "val_check_interval", value, allowed, error=WrongType)
-        value = value if value <= 1 else _as_whole(value)
-        if value <= 0 or (isinstance(value, float) and value > 1.0):
-            raise check.wrong("Trainer", "val_check_interval", value, allowed)
+        value = _batches_or_share(value)
         if every_n_epochs is None and isinstance(value, float) and not is_default:
             raise MisconfigurationException(
                 f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch=None): counting over epochs needs "
                 "a number of batches (int) or a time."
             )
     return {"val_check_interval": value, "check_val_every_n_epoch": every_n_epochs}
+
+
+def _batches_or_share(value: Any) -> int | float:
+    """Return a ``val_check_interval`` that is a number of batches or a share of an epoch."""
+    allowed = (
+        "a number of batches (int, at least 1), a share of an epoch (float, above 0.0 to 1.0), "
+        "or a text such as '2ep', '500st', '90min'"
+    )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise check.wrong("Trainer", "val_check_interval", value, allowed, error=WrongType)
+    interval: int | float = value if value <= 1 else _as_whole(value)
+    if interval <= 0 or (isinstance(interval, float) and interval > 1.0):
+        raise check.wrong("Trainer", "val_check_interval", interval, allowed)
+    return interval

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.observers import follow
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.extend.origin import FOLDERS
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -122,9 +122,6 @@ class Hooks:
     on_train_batch_end_last: Call
     on_validation_end_last: Call
     on_validation_epoch_end_last: Call
-    # Where this process has no batch and others have: hasten's callbacks alone, which do the same on all processes.
-    on_train_batch_start_without: Call
-    on_train_batch_end_without: Call
 
     def __init__(
         self,
@@ -147,15 +144,30 @@ class Hooks:
     def find(self) -> None:
         """Find all overrides again."""
         everyone = list(self._callbacks)
+        self._find_overridden()
+        names = set().union(*self._overridden.values())
         for row in HOOKS:
+            if row.name not in names:
+                setattr(self, row.name, nothing)
+                if row.runs_last:
+                    setattr(self, row.name + "_last", nothing)
+                continue
             early = [callback for callback in everyone if not callback.runs_last] if row.runs_last else everyone
             setattr(self, row.name, self._caller(row, early, self._module))
-            if row.name in ("on_train_batch_start", "on_train_batch_end"):
-                own = [callback for callback in early if _is_own(callback, row.name)]
-                setattr(self, row.name + "_without", self._caller(row, own, None))
             if row.runs_last:
                 late = [callback for callback in everyone if callback.runs_last]
                 setattr(self, row.name + "_last", self._caller(row, late, None))
+
+    def _find_overridden(self) -> None:
+        """Find the hooks of each owner that are not the defaults of this package, as most are: only they are asked."""
+        self._overridden: dict[int, set[str]] = {}
+        owners: list[tuple[Any, type]] = [(callback, Callback) for callback in self._callbacks]
+        owners += [(self._module, LightningModule), (self._datamodule, LightningDataModule)]
+        for owner, base in owners:
+            names = self._overridden[id(owner)] = set()
+            for name, default in _DEFAULTS[base].items() if owner is not None else ():
+                if getattr(getattr(owner, name, None), "__func__", None) is not default:
+                    names.add(name)
 
     def owners(self) -> list[object]:
         """Return the objects that may have hooks: callbacks, module and datamodule."""
@@ -170,16 +182,9 @@ class Hooks:
     def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
         """Return what calls the overrides of these callbacks, and with ``module`` its and the datamodule's."""
         name, datamodule = row.name, self._datamodule
-        listeners: list[Call] = [
-            self._watched(
-                f"[Callback]{callback.state_key}.{name}",
-                functools.partial(getattr(callback, name), self._trainer, self._module),
-            )
-            for callback in callbacks
-            if overrides(callback, Callback, name)
-        ]
+        listeners = self._of_callbacks(name, callbacks)
         is_overridden = redefines if name in _ONLY_REDEFINED else overrides
-        if module is not None and is_overridden(module, LightningModule, name):
+        if module is not None and name in self._overridden[id(module)] and is_overridden(module, LightningModule, name):
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
         of_datamodule = module is not None and datamodule is not None and name not in _NOT_FOR_DATAMODULE
@@ -187,15 +192,31 @@ class Hooks:
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
-        if name in _BY_NAME and alias.active():
+        if name in _BY_NAME and conventions.current().stage_is_given_by_name:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing
+
+    def _of_callbacks(self, name: str, callbacks: list[Callback]) -> list[Call]:
+        """Return the overrides of a hook in these callbacks."""
+        found: list[Call] = []
+        for callback in callbacks:
+            if name in self._overridden[id(callback)] and overrides(callback, Callback, name):
+                hook: Call = functools.partial(getattr(callback, name), self._trainer, self._module)
+                if self.watch is not None:
+                    hook = self.watch(f"[Callback]{callback.state_key}.{name}", hook)
+                found.append(hook)
+        return found
 
     def _watched(self, action: str, listener: Call) -> Call:
         return listener if self.watch is None else self.watch(action, listener)
 
 
 HOOKS = tuple(replace(row, name=name) for name, row in vars(Hooks).items() if isinstance(row, Hook))
+
+_DEFAULTS: dict[type, dict[str, Any]] = {
+    base: {row.name: getattr(base, row.name) for row in HOOKS if hasattr(base, row.name)}
+    for base in (Callback, LightningModule, LightningDataModule)
+}
 
 # The loops call the user's steps directly; they are here for the defaults of ``self.log``.
 STEPS: dict[str, Hook] = {
@@ -221,7 +242,7 @@ def overrides(owner: object, base: type, name: str) -> bool:
         return True
     code = getattr(function, "__code__", None)
     # A program may have assigned a function to the base class itself.
-    return code is None or not code.co_filename.startswith(_PACKAGE)
+    return code is None or not code.co_filename.startswith(FOLDERS)
 
 
 def _given_stage(listener: Call, stage: str) -> object:
@@ -242,12 +263,6 @@ def redefines(owner: object, base: type, name: str) -> bool:
     return own is not None and getattr(own, "__func__", own) is not getattr(base, name, None)
 
 
-def _is_own(callback: Callback, name: str) -> bool:
-    """Return whether a hook of a callback is hasten's code."""
-    module = getattr(getattr(callback, name), "__module__", None) or ""
-    return module.startswith("hasten.")
-
-
 def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str) -> None:
     """Let the loop call hooks of ``callback`` only if its configuration uses them.
 
@@ -263,4 +278,3 @@ def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str
 
 
 _ABSENT = object()
-_PACKAGE = os.path.dirname(overrides.__code__.co_filename)

@@ -7,18 +7,20 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hasten._lib.device import widest_float
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.tree import children, is_sharded, move_to
+from hasten._lib.tree import children, move_to, whole
 from hasten.machine import collectives
 from hasten.xla.steps import upload
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.metrics import Gathered
     from hasten.hooks import Hook
     from hasten.logged_values import LoggedValues
 
@@ -76,6 +78,10 @@ class LoggedValue:
         self.value: Any = None
         self.total: Any = None
         self.weight: Any = 0
+        # Of a dataloader that has ended, where the metric starts again for the next one.
+        self.gathered: Gathered | None = None
+        # Computes in place of the metric where this process had no batch of the dataloader.
+        self.stand_in: Any = None
         if self.metric is not None:
             self.metric.reset()
 
@@ -97,42 +103,34 @@ class LoggedValue:
     def add(self, value: Any, batch_size: int | float | Tensor | None) -> None:
         """Take one value; it stays on its device."""
         if isinstance(value, Tensor):
-            if type(value) is not Tensor and is_sharded(value):
-                value = value.full_tensor()  # type: ignore[attr-defined]
-            if value.numel() != 1:
-                raise _not_scalar(self.name, value)
+            if value.dim() or type(value) is not Tensor:
+                value = self._scalar(value)
             # A copy: the caller may change the tensor in place before it is published.
             value = value.clone() if self.enable_graph else value.detach().clone()
-            if value.dim():
-                value = value.reshape(())
         else:
             if type(value) is not float and type(value) is not int:
                 value = self._convert(value)
                 if value is None:
                     return
-            if self.owner.single_precision and type(value) is float:
-                value = ctypes.c_float(value).value
+            if self.owner.single_precision:
+                value = _rounded(value)
         if self.zero_only and not self.owner.on_first_process:
             return
         self.value = value
         if not self.on_epoch:
             return
-        reduce = self.reduce
-        if reduce == "mean":
+        if self.reduce == "mean":
             if batch_size is None:
                 batch_size = self.owner.batch_size or self.owner.find_batch_size(self.name)
-            self.weight += batch_size
-        else:
+        elif self.reduce == "sum":
             batch_size = 1
+        else:
             self.weight += 1
+            self.total = self._extreme(value)
+            return
+        self.weight += batch_size
         total = self.total
-        if total is None and isinstance(value, Tensor) and value.device.type == "xla":
-            total = self.total = _uploaded_start(value, reduce)
-        if total is None:
-            self.total = self._first(value, batch_size, reduce)
-        elif reduce == "max" or reduce == "min":
-            self.total = extreme(total, value, reduce)
-        elif (
+        if (
             type(batch_size) is int
             and isinstance(total, Tensor)
             and isinstance(value, Tensor)
@@ -141,17 +139,41 @@ class LoggedValue:
         ):
             total.add_(value, alpha=batch_size)
         else:
-            total = total + self._first(value, batch_size, reduce)
-            self.total = ctypes.c_float(total).value if self.owner.single_precision and type(total) is float else total
+            self.total = self._sum(value, batch_size)
 
-    def _first(self, value: Any, weight: Any, reduce: str) -> Any:
-        start = _first(value, weight, reduce)
-        return ctypes.c_float(start).value if self.owner.single_precision and type(start) is float else start
+    def _scalar(self, value: Any) -> Tensor:
+        """Return a tensor of one element, of any shape or class, as one without dimensions."""
+        if type(value) is not Tensor:
+            value = whole(value)
+        if value.numel() != 1:
+            raise _not_scalar(self.name, value)
+        scalar: Tensor = value.reshape(()) if value.dim() else value
+        return scalar
+
+    def _sum(self, value: Any, weight: Any) -> Any:
+        """Return the total with one more value, as a new object."""
+        total = self.total
+        if total is None and _is_on_xla(value):
+            total = _uploaded_start(value, self.reduce)
+            if type(weight) is int:
+                return total.add_(value, alpha=weight)
+        start = _first(value, weight, self.reduce)
+        if not self.owner.single_precision:
+            return start if total is None else total + start
+        return _rounded(start) if total is None else _rounded(total + _rounded(start))
+
+    def _extreme(self, value: Any) -> Any:
+        """Return the largest or smallest value so far."""
+        total = self.total
+        if total is None and _is_on_xla(value):
+            total = _uploaded_start(value, self.reduce)
+        return _first(value, 1, self.reduce) if total is None else extreme(total, value, self.reduce)
 
     def _convert(self, value: Any) -> float | None:
         """Return anything but a tensor, float or int as a float; None for a metric, which keeps its own state."""
         if is_metric(value):
-            if self.metric is None:
+            if self.metric is None or self.value is None:
+                # The first of an epoch: another module may be evaluated than before.
                 self.metric = value
             elif self.metric is not value:
                 raise MisconfigurationException(
@@ -178,8 +200,10 @@ class LoggedValue:
         """Return (numerator, weight, reduction); a metric is computed and has weight None."""
         if self.metric is None:
             return self.total, self.weight, self.reduce
-        with _without_update_warning(self.metric):
-            value = self.metric.compute()
+        shown = nullcontext() if self.gathered is None else self.gathered.shown()
+        metric = self.metric if self.stand_in is None else self.stand_in
+        with _without_update_warning(metric), shown:
+            value = metric.compute()
         if value.numel() != 1 if isinstance(value, Tensor) else isinstance(value, Mapping | Sequence):
             raise MisconfigurationException(
                 f"self.log({self.name!r}, metric): the `{type(self.metric).__name__}.compute()` return of "
@@ -189,12 +213,15 @@ class LoggedValue:
         return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
 
     def published(self, value: float) -> float:
-        """Return the epoch's value as it is shown: of numbers and counts, what single precision keeps, if asked."""
-        if not self.owner.single_precision or self.metric is not None:
+        """Return a value as it is shown: in the precision in which it was logged, also where processes reduced it."""
+        if self.metric is not None or not math.isfinite(value):
             return value
-        double = isinstance(self.value, Tensor) and self.value.dtype == torch.float64
-        # A count stays exact.
-        return value if double or (abs(value) > 2**24 and float(value).is_integer()) else ctypes.c_float(value).value
+        logged = self.value
+        if isinstance(logged, Tensor) and logged.is_floating_point():
+            return value if logged.dtype == torch.float64 else ctypes.c_float(value).value
+        # Of numbers what single precision keeps, if asked. A count stays exact.
+        exact = not self.owner.single_precision or (abs(value) > 2**24 and float(value).is_integer())
+        return value if exact else ctypes.c_float(value).value
 
     @property
     def has_epoch_value(self) -> bool:
@@ -241,10 +268,12 @@ class LoggingContext:
         self.loader_idx = loader_idx
         self.values = self.by_loader.setdefault(loader_idx, {})
 
-    def all_values(self) -> Iterator[LoggedValue]:
-        """Yield the values of all dataloaders."""
+    def all_values(self) -> list[LoggedValue]:
+        """Return the values of all dataloaders."""
+        found: list[LoggedValue] = []
         for values in self.by_loader.values():
-            yield from values.values()
+            found += values.values()
+        return found
 
 
 @contextmanager
@@ -262,11 +291,20 @@ def _first(value: Any, weight: Any, reduce: str) -> Any:
     start = value
     if not value.is_floating_point():
         # Counts stay exact where the device has doubles.
-        start = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+        start = value.to(widest_float(value.device))
     elif value.dtype not in (torch.float32, torch.float64):
         # A sum of thousands of half-precision values stops growing.
         start = value.to(torch.float32)
     return start * weight if reduce == "mean" else start.clone()
+
+
+def _rounded(value: Any) -> Any:
+    """Return a float as single precision keeps it; counts and tensors stay as they are."""
+    return ctypes.c_float(value).value if type(value) is float else value
+
+
+def _is_on_xla(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "xla"
 
 
 def _uploaded_start(value: Tensor, reduce: str) -> Tensor:
@@ -290,7 +328,7 @@ def _as_float(value: Any, device: torch.device) -> Tensor:
     """Return a number or tensor as a floating tensor wide enough to keep its value."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(device)
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = widest_float(device)
     return torch.as_tensor(value, dtype=dtype, device=device)
 
 

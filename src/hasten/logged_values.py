@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host
-from hasten.elsewhere import alias
+from hasten.checkpoint.metrics import Gathered
+from hasten.elsewhere import conventions
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
 from hasten.shared_values import LoggedStep, SharedValues
 
@@ -61,18 +63,28 @@ class LoggedValues:
         self.shared = SharedValues(runtime)
         # (step, epoch, values): called with every row of a fit that goes to the loggers, and what they do not get.
         self.on_row: Callable[[int, int, Mapping[str, float]], object] | None = None
-        # Values of an epoch that are not for the loggers, by stage.
+        # Values of the epoch of training that is ending: for the loggers, and not for them.
+        self.epoch_values: dict[str, float] = {}
         self._not_for_loggers: dict[str, float] = {}
         # What evaluation steps logged, where several processes reduce it at the end.
         self._rows: list[LoggedStep] = []
         self._loader_idx: int | None = None
+        self._several_loaders = False
         self.on_first_process = runtime.global_rank == 0
+        decisions = conventions.current()
         # Lightning keeps numbers as tensors of single precision: the same digits, then, in names and tables.
-        self.single_precision = alias.active()
+        self.single_precision = decisions.averages_in_single_precision and runtime.precision.precision != "64-true"
+        # Names whose values were logged in 64 bits, and which types have these: Python's floats in such a run.
+        self._double: set[str] = set()
+        self._of_64_bits = {torch.float64, *((float,) if runtime.precision.precision == "64-true" else ())}
         self.loggers: Sequence[Logger] = ()
         self.batch: Any = None
         self.batch_size: int = 0
+        # Whether the loggers' row of the step that is over is still to be written.
+        self.row_is_due = False
         self.logs_evaluation_steps = False
+        # By dataloader: steps of the evaluations before, which come before those of this one on the loggers' x axis.
+        self.steps_before: dict[int, int] = {}
         # The one that runs; its metrics are among its parts.
         self.module: nn.Module | None = None
         self.context: LoggingContext = _OUTSIDE
@@ -118,6 +130,10 @@ class LoggedValues:
 
         return call
 
+    def all_values(self) -> list[LoggedValue]:
+        """Return what was logged, a LoggedValue for each name and hook."""
+        return [logged for context in self._contexts.values() for logged in context.values.values()]
+
     # -- taking values
 
     def record(
@@ -145,6 +161,10 @@ class LoggedValues:
         logged.add(value, batch_size)
         return logged
 
+    def switch_off(self) -> None:
+        """Take no values: the first one is answered with a warning."""
+        self._observer = _Ignore()
+
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Call ``observer(record, name, value, options, batch_size)`` instead of ``record``; contexts nest.
@@ -169,20 +189,10 @@ class LoggedValues:
             self._observer = outer
 
     def _resolve_options(self, context: LoggingContext, name: str, value: Any, options: LogOptions) -> LoggedValue:
-        row, several_processes = context.row, self._runtime.world_size > 1
+        """Return the ``LoggedValue`` for a name of this hook, with the settings that the options mean."""
+        row, several_processes = context.row, self._runtime.several_processes
         where = f"self.log({name!r}, ...) in {row.name}"
-        if row.log is None:
-            raise MisconfigurationException(
-                f"{where}: values cannot be logged here. Log them in a step, or in an epoch hook such as "
-                "on_train_epoch_end."
-            )
-        if not isinstance(name, str):
-            raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")
-        if "/dataloader_idx_" in name:
-            raise MisconfigurationException(
-                f"{where}: the Trainer adds '/dataloader_idx_' to names itself. Choose another name, or use "
-                "add_dataloader_idx."
-            )
+        _check_place(row, name, where)
         logged = context.values.get(name)
         if logged is None:
             logged = context.values[name] = LoggedValue(name, self, row)
@@ -191,21 +201,10 @@ class LoggedValues:
                 f"{where}: this name was logged here before with other arguments "
                 f"({logged.options.differences(options)}). Use the same arguments each time, or another name."
             )
-        on_step = row.log.on_step if options.on_step is None else bool(options.on_step)
-        on_epoch = row.log.on_epoch if options.on_epoch is None else bool(options.on_epoch)
-        if on_step and not row.log.step_allowed:
-            raise MisconfigurationException(
-                f"{where}: on_step=True is not possible outside of steps. Use on_epoch=True (the default)."
-            )
-        if not on_step and not on_epoch:
-            raise MisconfigurationException(
-                f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere. "
-                "Set one of them."
-            )
-        logged.on_step, logged.on_epoch = on_step, on_epoch
+        logged.on_step, logged.on_epoch = _when(row, options, where)
         logged.prog_bar = bool(options.prog_bar)
         logged.logger = options.logger is None or bool(options.logger)
-        if options.logger and not self.loggers and alias.active():
+        if options.logger and not self.loggers:
             self._warn(
                 "no logger", f"{where}, logger=True: the Trainer has no logger configured. Leave logger=True out."
             )
@@ -219,25 +218,42 @@ class LoggedValues:
             else:
                 _check_loaders_apart(context, name, value, where)
         if is_metric(value):
-            # hasten finds metrics by identity. With one that is no part of the module, Lightning refuses.
-            if self.module is not None and alias.active() and not any(value is part for part in self.module.modules()):
-                raise MisconfigurationException(
-                    f"{where}: this {type(value).__name__} is not part of {type(self.module).__name__}, so it would be "
-                    "neither reset nor saved. You can fix this by setting an attribute for the metric in your module: "
-                    "self.metric = ... in __init__()."
-                )
+            self._check_is_part(value, where)
             logged.metric = value
-        elif several_processes and on_epoch and not options.sync_dist and not options.rank_zero_only:
+            self._warn_of_two_stages(logged, where)
+        elif several_processes and logged.on_epoch and not options.sync_dist and not options.rank_zero_only:
             self._warn(
                 name,
                 f"{where}: the mean over the epoch is taken on each process alone. "
                 "Pass sync_dist=True to take it over all processes.",
                 PossibleUserWarning,
             )
-        if on_step and row.stage != "train":
+        if logged.on_step and row.stage != "train":
             self.logs_evaluation_steps = True
         logged.options = options
         return logged
+
+    def _check_is_part(self, metric: Any, where: str) -> None:
+        # hasten finds metrics by identity. One that is not part of the module is refused in Lightning.
+        is_part = self.module is None or any(metric is part for part in self.module.modules())
+        if not is_part and conventions.current().metrics_are_attributes:
+            raise MisconfigurationException(
+                f"{where}: this {type(metric).__name__} is not part of {type(self.module).__name__}, so it would be "
+                "neither reset nor saved. You can fix this by setting an attribute for the metric in your module: "
+                "self.metric = ... in __init__()."
+            )
+
+    def _warn_of_two_stages(self, logged: LoggedValue, where: str) -> None:
+        stages = {"train", "validate"}
+        if logged.row.stage not in stages:
+            return
+        for other in self.of_stage((stages - {logged.row.stage}).pop()):
+            if other.metric is logged.metric:
+                self._warn(
+                    f"metric of two stages {id(logged.metric)}",
+                    f"{where}: this {type(logged.metric).__name__} is logged in {other.row.name} too, with one state "
+                    "for both: validation resets what training has gathered. Make one metric for each.",
+                )
 
     def find_batch_size(self, name: str) -> int:
         """Return the number of samples in the current batch; read once a batch, and only when needed."""
@@ -276,6 +292,7 @@ class LoggedValues:
             and logged.step_value() is not None
         ]  # fmt: skip
         moment = "step" if to_loggers else None
+        self.row_is_due = self.row_is_due and not to_loggers
         if entries or (loss is not None and self.loss_report is not None):
             self._send(entries, step if to_loggers else -1, epoch, loss, moment=moment)
         elif moment is not None:
@@ -295,8 +312,8 @@ class LoggedValues:
             self._bar_sent = seconds
             self.publish_step(0, epoch, to_loggers=False, loss=loss)
 
-    def publish_evaluation_step(self, stage: str, step: int) -> None:
-        """Send values logged with ``on_step=True`` in an evaluation step; their x axis is the batch's index."""
+    def publish_evaluation_step(self, stage: str, batch_idx: int) -> None:
+        """Send values logged with ``on_step=True`` in an evaluation step."""
         entries = [
             (logged, logged.step_name)
             for logged in self.of_stage(stage, current_loader=True)
@@ -305,10 +322,10 @@ class LoggedValues:
         if self._rows or any(self.shared.reduces(logged) for logged, _ in entries):
             # Processes may have different numbers of batches: all steps are reduced at the end.
             self._rows.append(
-                LoggedStep(self._loader_idx, step, [(logged, logged.step_value()) for logged, _ in entries])
+                LoggedStep(self._loader_idx, batch_idx, [(logged, logged.step_value()) for logged, _ in entries])
             )
         elif entries:
-            self._send(entries, step, None)
+            self._send(entries, self.steps_before.get(self._loader_idx or 0, 0) + batch_idx, None)
         if len(self._pending) > 64:
             self.deliver()
 
@@ -321,16 +338,21 @@ class LoggedValues:
             batches: how many batches this process had, by loader.
 
         """
-        absent, rows = self.shared.of_evaluation(self._of_epoch(stage), self._rows, module, batches)
+        own = self._of_epoch(stage)
+        absent, rows = self.shared.of_evaluation(own, self._rows, module, batches)
         self._rows = []
-        for each in absent:
-            logged = self.context_of(each.row).by_loader.setdefault(each.loader_idx, {})
-            metric = None if each.metric is None else module.get_submodule(each.metric)
-            logged.setdefault(each.name, LoggedValue(each.name, self, each.row)).take_from_others(
-                each.settings, each.neutral, metric
-            )
+        metrics = [None if each.metric is None else module.get_submodule(each.metric) for each in absent]
+        uses = Counter(id(metric) for metric in [*metrics, *(logged.metric for _, logged in own)])
+        for each, metric in zip(absent, metrics, strict=True):
+            of_loader = self.context_of(each.row).by_loader.setdefault(each.loader_idx, {})
+            logged = of_loader.setdefault(each.name, LoggedValue(each.name, self, each.row))
+            logged.take_from_others(each.settings, each.neutral, metric)
+            if each.metric is not None and uses[id(metric)] > 1:
+                # The metric itself is that of another dataloader.
+                logged.stand_in = self.shared.without_batches(metric, each.metric)
         self.deliver(wait=True)
-        for step, values in rows:
+        for batch_idx, values in rows:
+            step = self.steps_before.get(values[0][0].loader, 0) + batch_idx
             for name, value in values:
                 if self.loss_report is not None and not math.isfinite(value) and "loss" in name.name.lower():
                     self.loss_report.logged(name.hook, stage, name.name, value)
@@ -352,6 +374,7 @@ class LoggedValues:
         ]  # fmt: skip
         values = self.shared.of_step([logged.step_value() for logged in shared], shared, "asked")
         for logged, value in zip(shared, send_to_host(values).values(), strict=True):
+            value = logged.published(value)
             self.callback_values[logged.base_name] = self.callback_values[logged.step_name] = value
 
     def _send(
@@ -386,7 +409,7 @@ class LoggedValues:
                 if step >= 0 and logged is not self._loss:
                     (row if logged.logger else others)[name] = value
                 if epoch is not None and self.shared.reduces(logged):
-                    self.callback_values[logged.base_name] = self.callback_values[name] = value
+                    self.callback_values[logged.base_name] = self.callback_values[name] = logged.published(value)
             self._write_row(row, others, step, epoch)
 
     def _check_loss(self, logged: LoggedValue, name: str, value: float, step: int, epoch: int | None) -> None:
@@ -436,6 +459,8 @@ class LoggedValues:
             name, value = logged.epoch_name, logged.published(value)
             self._check_loss(logged, name, value, -1, None)
             self.callback_values[logged.base_name] = self.callback_values[name] = value
+            if getattr(logged.value, "dtype", type(logged.value)) in self._of_64_bits:
+                self._double |= {logged.base_name, name}
             if logged.prog_bar:
                 self.bar_values[name] = value
             if logged.logger:
@@ -443,6 +468,11 @@ class LoggedValues:
             else:
                 self._not_for_loggers[name] = value
             logged.weight = None  # Computed: the epoch's last hooks may log more and close it again.
+        if stage == "train":
+            self.epoch_values |= row
+        if self._several_loaders:
+            # The epoch's last hooks may compute the value over all dataloaders.
+            _give_back(self.of_stage(stage))
         return by_loader, row
 
     def _of_epoch(self, stage: str) -> list[tuple[int | None, LoggedValue]]:
@@ -457,7 +487,7 @@ class LoggedValues:
 
     def log_epoch(self, values: dict[str, float], step: int, epoch: int) -> None:
         """Write the values of an epoch as one row."""
-        others, self._not_for_loggers = self._not_for_loggers, {}
+        others, self._not_for_loggers, self.epoch_values = self._not_for_loggers, {}, {}
         self._write_row(values, others, step, epoch)
 
     def _latest_step_values(self, stage: str) -> dict[str, float]:
@@ -473,6 +503,8 @@ class LoggedValues:
             if logged.logger:
                 self.logger_values[logged.step_name] = value
             values[logged.step_name] = value
+            if getattr(logged.value, "dtype", type(logged.value)) in self._of_64_bits:
+                self._double |= {logged.base_name, logged.step_name}
             if not logged.on_epoch:
                 values[logged.base_name] = value
         return values
@@ -489,10 +521,32 @@ class LoggedValues:
 
     def enter_loader(self, stage: str, loader_idx: int | None) -> None:
         """Take the next values as those of one of several dataloaders; None when there is one."""
+        if loader_idx is not None and self._loader_idx not in (None, loader_idx):
+            self._several_loaders = True
+            self._start_metrics_again(stage)
+        elif loader_idx is None and self._several_loaders:
+            _give_back(self.of_stage(stage), unshared=True)
         self._loader_idx = loader_idx
         for context in self._contexts_of(stage):
             if context.row.log is not None and context.row.log.step_allowed:
                 context.enter_loader(loader_idx)
+
+    def _start_metrics_again(self, stage: str) -> None:
+        """Keep what the metrics of the dataloader that has ended have gathered: the next one may log the same objects.
+
+        Those that are logged under one name for all dataloaders go on.
+        """
+        found = [
+            logged
+            for context in self._contexts_of(stage)
+            for logged in context.by_loader.get(self._loader_idx, {}).values()
+            if logged.metric is not None and logged.on_epoch and logged.loader_suffix and logged.value is not None
+        ]
+        # The metrics of a collection may have states in common: all are read before the first is reset.
+        gathered = {id(logged.metric): Gathered(logged.metric) for logged in found}
+        for logged in found:
+            logged.gathered = gathered[id(logged.metric)]
+            logged.metric.reset()
 
     def leave(self) -> None:
         """Leave the run: a value logged from now on is an error."""
@@ -506,7 +560,7 @@ class LoggedValues:
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of every name as tensors; reading one of them may wait for the device."""
-        metrics = {name: _as_metric(value) for name, value in self.callback_values.items()}
+        metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.callback_values.items()}
         for logged, value in self._current_step_values():
             if not (self.shared.reduces(logged) and logged.base_name in metrics):
                 metrics[logged.base_name] = metrics[logged.step_name] = value
@@ -514,7 +568,7 @@ class LoggedValues:
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
-        metrics = {name: _as_metric(value) for name, value in self.logger_values.items()}
+        metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.logger_values.items()}
         metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
         return metrics
 
@@ -530,14 +584,20 @@ class LoggedValues:
         training: set[int] = set()
         evaluation: set[int] = set()
         for context in self._contexts.values():
-            metrics = {id(logged.metric) for logged in context.all_values() if logged.metric is not None}
-            (training if context.row.stage == "train" else evaluation).update(metrics)
+            found = training if context.row.stage == "train" else evaluation
+            for values in context.by_loader.values():
+                for logged in values.values():
+                    if logged.metric is not None:
+                        found.add(id(logged.metric))
         return evaluation - training
 
-    def of_stage(self, stage: str, *, current_loader: bool = False) -> Iterator[LoggedValue]:
-        """Yield the values logged in the hooks of a stage."""
-        for context in self._contexts_of(stage):
-            yield from list(context.values.values() if current_loader else context.all_values())
+    def of_stage(self, stage: str, *, current_loader: bool = False) -> list[LoggedValue]:
+        """Return the values logged in the hooks of a stage."""
+        found: list[LoggedValue] = []
+        for context in self._contexts.values():
+            if context.row.stage == stage:
+                found += context.values.values() if current_loader else context.all_values()
+        return found
 
     def _contexts_of(self, stage: str) -> Iterable[LoggingContext]:
         return [context for context in self._contexts.values() if context.row.stage == stage]
@@ -555,15 +615,22 @@ class LoggedValues:
         self.deliver(wait=True)
         kept = []
         for context in self._contexts_of("train"):
-            for logged in context.values.values():
+            # The resumed run calls this hook again.
+            for logged in () if context.row.name == "on_train_epoch_end" else context.values.values():
                 attribute = None if logged.metric is None else attribute_of(logged.metric)
                 if logged.value is not None and (logged.metric is None or attribute is not None):
                     kept.append({"hook": context.row.name, "metric": attribute, **logged.state_dict()})
+        ending: dict[str, Any] = {
+            "row_is_due": self.row_is_due,
+            "epoch": dict(self.epoch_values),
+            "epoch_not_for_loggers": dict(self._not_for_loggers),
+        }
         return {
             "train": kept,
             "callback": dict(self.callback_values),
             "logged": dict(self.logger_values),
             "bar": dict(self.bar_values),
+            **{name: value for name, value in ending.items() if value},
         }
 
     def load_state_dict(self, state: dict[str, Any], rows: Mapping[str, Hook], metric_at: Callable[[str], Any]) -> None:
@@ -571,6 +638,9 @@ class LoggedValues:
         self.callback_values = dict(state["callback"])
         self.logger_values = dict(state["logged"])
         self.bar_values = dict(state["bar"])
+        self.row_is_due = bool(state.get("row_is_due"))
+        self.epoch_values = dict(state.get("epoch", {}))
+        self._not_for_loggers = dict(state.get("epoch_not_for_loggers", {}))
         for kept in state["train"]:
             row = rows[kept["hook"]]
             logged = self.context_of(row).values[kept["name"]] = LoggedValue(kept["name"], self, row)
@@ -578,10 +648,64 @@ class LoggedValues:
             logged.load_state_dict(kept, metric, self._runtime.device)
 
 
-def _as_metric(value: float) -> Tensor:
-    """Return a value as a tensor; in double precision if it is a count that single precision cannot hold."""
-    count = abs(value) > 2**24 and float(value).is_integer()
-    return torch.tensor(float(value), dtype=torch.float64 if count else None)
+def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None:
+    """Give metrics back what they gathered of dataloaders that have ended.
+
+    Args:
+        values: of all dataloaders.
+        unshared: only to metrics that have gathered of one dataloader alone.
+
+    """
+    by_metric: dict[int, list[LoggedValue]] = {}
+    for logged in values:
+        if logged.gathered is not None:
+            by_metric.setdefault(id(logged.metric), []).append(logged)
+    for of_metric in by_metric.values():
+        first, *others = {id(logged.gathered): logged.gathered for logged in of_metric}.values()
+        assert first is not None
+        if not unshared or (not others and first.is_all()):
+            first.give_back([other for other in others if other is not None])
+            for logged in of_metric:
+                logged.gathered = None
+
+
+def _as_metric(value: float, *, double: bool = False) -> Tensor:
+    """Return a value as a tensor; in double precision if asked, or if it is a count that single cannot hold."""
+    double = double or (abs(value) > 2**24 and float(value).is_integer())
+    return torch.tensor(float(value), dtype=torch.float64 if double else None)
+
+
+def _check_place(row: Hook, name: object, where: str) -> None:
+    """Raise unless a value can be logged under this name in this hook."""
+    if row.log is None:
+        raise MisconfigurationException(
+            f"{where}: values cannot be logged here. Log them in a step, or in an epoch hook such as "
+            "on_train_epoch_end."
+        )
+    if not isinstance(name, str):
+        raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")
+    if "/dataloader_idx_" in name:
+        raise MisconfigurationException(
+            f"{where}: the Trainer adds '/dataloader_idx_' to names itself. Choose another name, or use "
+            "add_dataloader_idx."
+        )
+
+
+def _when(row: Hook, options: LogOptions, where: str) -> tuple[bool, bool]:
+    """Return whether the values of steps are published, and whether the value of the epoch is."""
+    assert row.log is not None
+    on_step = row.log.on_step if options.on_step is None else bool(options.on_step)
+    on_epoch = row.log.on_epoch if options.on_epoch is None else bool(options.on_epoch)
+    if on_step and not row.log.step_allowed:
+        raise MisconfigurationException(
+            f"{where}: on_step=True is not possible outside of steps. Use on_epoch=True (the default)."
+        )
+    if not on_step and not on_epoch:
+        raise MisconfigurationException(
+            f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere. "
+            "Set one of them."
+        )
+    return on_step, on_epoch
 
 
 def _check_loaders_apart(context: LoggingContext, name: str, value: Any, where: str) -> None:
@@ -604,3 +728,18 @@ class _Nowhere:
 
 
 _OUTSIDE = LoggingContext(_Nowhere())  # type: ignore[arg-type]
+
+
+class _Ignore:
+    """Takes no values, and warns of the first; an object, so that a Trainer can be sent to other processes."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def __call__(self, *_: object) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                "self.log() does nothing with Trainer(barebones=True), which switches logging off. Leave barebones "
+                "out to log."
+            )

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.tree import leaves
+from hasten.extend.origin import ROOTS, comes_from
+from hasten.seed import is_generator
 
 HOW = ("selective", "full")
 
@@ -58,8 +73,9 @@ def _is_block(module: nn.Module) -> bool:
 def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
     """Recompute the repeated blocks of a module in backward instead of keeping their activations, inside the block.
 
-    Results do not change, with dropout, too: the random generators and the buffers that the forward changes (running
-    statistics) are restored for the recomputation. Keys of ``state_dict`` and classes do not change.
+    Results do not change, with dropout, too. For the recomputation, what the forward changes is restored: random
+    generators (of torch, Python and numpy, and those of the blocks), buffers such as running statistics, and attributes
+    such as counters. Keys of ``state_dict`` and classes do not change.
 
     Args:
         module: the module, on its device.
@@ -70,7 +86,8 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
         the number of blocks.
 
     Raises:
-        ValueError: ``how`` has another value, or the module has no repeated blocks.
+        ValueError: ``how`` has another value, or the module has no repeated blocks. In the first backward: a block gave
+            other values when it was computed again, because it depends on something that cannot be restored.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `PyTorch, torch.utils.checkpoint
     <https://docs.pytorch.org/docs/stable/checkpoint.html>`_.
@@ -129,6 +146,8 @@ class _Recomputed:
         self.block = block
         self.own = own
         self.selective = selective
+        # Whether the first recomputation was, or will be, compared with its forward.
+        self.compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
@@ -138,35 +157,72 @@ class _Recomputed:
         args, kwargs, holds_more = _without_cache(args, kwargs)
         if holds_more:
             return function(*args, **kwargs)
-        # The compiler separates writes to buffers from recomputation.
-        buffers = [] if torch.compiler.is_compiling() else _buffers(block)
-        if not buffers and self.selective:
-            return checkpoint(function, *args, use_reentrant=False, context_fn=_selective, **kwargs)
-        if not buffers:
+        if torch.compiler.is_compiling():
+            # The compiler separates writes to buffers from recomputation.
+            if self.selective:
+                return checkpoint(function, *args, use_reentrant=False, context_fn=_selective, **kwargs)
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return self._with_buffers(function, buffers, args, kwargs)
+        return self._with_state(function, args, kwargs)
 
-    def _with_buffers(
-        self,
-        function: Callable[..., Any],
-        buffers: list[tuple[nn.Module, str, Tensor]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Compute with buffers that may change; the recomputation starts with their values before the forward."""
-        versions = [tensor._version for _, _, tensor in buffers]
-        kept = {(id(owner), name): (owner, name, tensor.clone()) for owner, name, tensor in buffers}
+    def _with_state(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute; the recomputation starts with what the block held before, and its first one is compared."""
+        before = _Before(self.block, (*args, *kwargs.values()))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, second = _selective() if self.selective else (nullcontext(), nullcontext())
-            return first, _WithBuffers(kept, second)
+            return first, _Earlier(before, second)
 
-        output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        for (owner, name, tensor), version in zip(buffers, versions, strict=True):
-            if owner._buffers.get(name) is tensor and not may_have_changed(owner, tensor, version):
-                # Unchanged: the recomputation may read the buffer itself.
-                del kept[id(owner), name]
+        stops_early: AbstractContextManager[Any] = nullcontext()
+        if not self.compared:
+            self.compared = True
+            function, stops_early = self._compared(function), set_checkpoint_early_stop(False)
+        with stops_early:
+            output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        before.keep_what_changed()
         return output
+
+    def _compared(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` for a forward and its recomputation, which must give the same."""
+        outputs: list[Tensor] = []
+        versions: list[int] = []
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            output = function(*args, **kwargs)
+            found = [leaf.detach() for leaf in leaves(output) if isinstance(leaf, Tensor)]
+            if not versions:
+                outputs.extend(found)
+                versions.extend([leaf._version for leaf in found])
+            elif not all(
+                first._version != version or _alike(first, second)
+                for first, second, version in zip(outputs, found, versions, strict=False)
+            ):
+                raise MisconfigurationException(
+                    f"memory={'selective' if self.selective else 'full'!r}: {type(self.block).__name__}.forward gave "
+                    "other values when it was computed again in backward. It changes or draws from something that "
+                    "cannot be restored, for instance a global variable, an attribute of a class or an iterator. Keep "
+                    "it in an attribute of the block (a number, a list, a generator of random numbers), or leave "
+                    "memory out: micro_batch='auto' needs less memory, too."
+                )
+            else:
+                outputs.clear()
+            return output
+
+        return compute
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    """Return whether two results of one computation are equal up to rounding."""
+    if first.shape != second.shape or not first.is_floating_point():
+        return first.shape == second.shape
+    fine = first.dtype in (torch.float32, torch.float64) and first.is_cpu
+    tolerance = 1e-5 if fine else 1e-2
+    # Outside of dispatch modes: selective checkpointing takes each operation for one of the forward.
+    with torch.no_grad(), _disable_current_modes():
+        one, other = torch.nan_to_num(first.float()), torch.nan_to_num(second.float())
+        return bool((one - other).norm() <= tolerance * one.norm())
+
+
+# -- what a forward may change
 
 
 def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
@@ -175,33 +231,226 @@ def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
     return buffer._version != version or isinstance(owner, nn.modules.batchnorm._NormBase)
 
 
-class _WithBuffers:
-    """A context that computes with earlier values of buffers, and leaves the current buffers alone."""
+class _Before:
+    """What a forward may change, as it was before: buffers, attributes, generators of random numbers.
 
-    def __init__(
-        self, kept: dict[tuple[int, str], tuple[nn.Module, str, Tensor]], inner: AbstractContextManager[Any]
-    ) -> None:
-        self.kept, self.inner = kept, inner
+    Args:
+        block: the module.
+        arguments: those of its forward.
+
+    """
+
+    def __init__(self, block: nn.Module, arguments: Iterable[Any]) -> None:
+        self._held = [(thing, always, _contents(thing)) for thing, always in _holders(block, arguments)]
+        self._copies = {
+            id(value): (value._version, value.clone())
+            for _, _, contents in self._held
+            for value in _values(contents)
+            if isinstance(value, Tensor) and not value.requires_grad
+        }
+
+    def keep_what_changed(self) -> None:
+        """Forget what the forward has left as it was: the recomputation finds it so."""
+        kept = []
+        for thing, always, contents in self._held:
+            changed = not _same(contents, _contents(thing))
+            for key, value in _items(contents):
+                version, copy = self._copies.get(id(value), (None, None))
+                if version is not None and (always or value._version != version):
+                    contents[key], changed = copy, True
+            if changed:
+                kept.append((thing, always, contents))
+        self._held, self._copies = kept, {}
+
+    def exchange(self) -> list[tuple[Any, Any]]:
+        """Restore what was before; return what ``put_back`` takes to undo that."""
+        now = [(thing, _contents(thing)) for thing, _, _ in self._held]
+        put_back([(thing, contents) for thing, _, contents in self._held])
+        return now
+
+
+def put_back(held: Iterable[tuple[Any, Any]]) -> None:
+    """Give things the contents they had."""
+    for thing, contents in held:
+        _put(thing, contents)
+
+
+class _Earlier:
+    """A context that computes with what a block held earlier, and leaves what it holds now alone."""
+
+    def __init__(self, before: _Before, inner: AbstractContextManager[Any]) -> None:
+        self.before, self.inner = before, inner
 
     def __enter__(self) -> None:
-        self.now = [(owner, name, owner._buffers[name]) for owner, name, _ in self.kept.values()]
-        for owner, name, tensor in self.kept.values():
-            owner._buffers[name] = tensor
+        self.now = self.before.exchange()
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        for owner, name, tensor in self.now:
-            owner._buffers[name] = tensor
+        put_back(self.now)
         return self.inner.__exit__(*error)
 
 
-def _buffers(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (owner, name, tensor)
-        for owner in block.modules()
-        for name, tensor in owner._buffers.items()
-        if tensor is not None
-    ]
+_SIMPLE = (int, float, complex, str, bytes, type(None))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_LIBRARIES = (*ROOTS, "torch", "lightning", "numpy", "builtins")
+# How deep attributes of attributes are looked through, how many things at most, and how long a list may be.
+_DEPTH, _MOST_THINGS, _MOST_ITEMS = 3, 200, 200
+
+
+class _Python:
+    """Python's own generator of random numbers."""
+
+    getstate, setstate = staticmethod(random.getstate), staticmethod(random.setstate)
+
+
+class _Numpy:
+    """The generator behind ``numpy.random.rand`` and its like."""
+
+    @staticmethod
+    def getstate() -> Any:
+        return sys.modules["numpy"].random.get_state(legacy=False)
+
+    @staticmethod
+    def setstate(state: Any) -> None:
+        sys.modules["numpy"].random.set_state(state)
+
+
+def _holders(block: nn.Module, arguments: Iterable[Any]) -> list[tuple[Any, bool]]:
+    """Return what may hold something that the forward changes, and whether it must be taken to have changed."""
+    found: dict[int, tuple[Any, bool]] = {id(_Python): (_Python, False)}
+    if "numpy" in sys.modules:
+        found[id(_Numpy)] = _Numpy, False
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, (*_SIMPLE, Tensor, nn.Module)) or id(value) in found or len(found) > _MOST_THINGS:
+            return
+        if is_generator(value):
+            found[id(value)] = value, False
+        elif isinstance(value, (list, dict, set, deque)):
+            if len(value) <= _MOST_ITEMS:
+                found[id(value)] = value, False
+                for inner in value.values() if isinstance(value, dict) else value:
+                    visit(inner, depth - 1)
+        elif depth > 0 and _has_attributes(value):
+            found[id(value)] = value, False
+            for inner in vars(value).values():
+                visit(inner, depth - 1)
+
+    for part in block.modules():
+        if part._buffers:
+            found[id(part._buffers)] = part._buffers, isinstance(part, nn.modules.batchnorm._NormBase)
+        kind: Any = type(part)
+        if comes_from(kind, "torch.nn"):
+            continue
+        found[id(part)] = part, False
+        for value in _contents(part).values():
+            visit(value, _DEPTH)
+        for generator in _generators_of(kind):
+            visit(generator, 0)
+    for value in arguments:
+        if is_generator(value):
+            visit(value, 0)
+    return list(found.values())
+
+
+def _has_attributes(value: Any) -> bool:
+    kind = type(value)
+    if isinstance(value, (type, FunctionType, MethodType, ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    return not comes_from(kind, *_LIBRARIES)
+
+
+@functools.cache
+def _generators_of(kind: Any) -> tuple[Any, ...]:
+    """Return the generators that are global variables which the methods of a class read."""
+    found: dict[int, Any] = {}
+
+    def visit(function: Any, depth: int) -> None:
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if is_generator(value):
+                found[id(value)] = value
+            elif depth > 0 and isinstance(value, FunctionType) and not comes_from(value, "torch"):
+                visit(value, depth - 1)
+
+    for base in kind.__mro__:
+        if not comes_from(base, *_LIBRARIES):
+            for function in vars(base).values():
+                if isinstance(function, FunctionType):
+                    visit(function, 2)
+    return tuple(found.values())
+
+
+def _contents(thing: Any) -> Any:
+    """Return what a thing holds, to be given to ``_put``."""
+    if isinstance(thing, nn.Module):
+        return {name: value for name, value in vars(thing).items() if name not in _MODULE_ATTRIBUTES}
+    if isinstance(thing, (list, dict, set, deque)):
+        return copy.copy(thing)
+    if isinstance(thing, torch.Generator):
+        return thing.get_state()
+    if isinstance(thing, random.Random) or thing in (_Python, _Numpy):
+        return thing.getstate()
+    if not is_generator(thing):
+        return dict(vars(thing))
+    return thing.get_state(legacy=False) if hasattr(thing, "get_state") else thing.bit_generator.state
+
+
+def _put(thing: Any, contents: Any) -> None:
+    if isinstance(thing, dict):
+        thing.clear()
+        thing.update(contents)
+    elif isinstance(thing, list):
+        thing[:] = contents
+    elif isinstance(thing, set):
+        thing.clear()
+        thing.update(contents)
+    elif isinstance(thing, deque):
+        thing.clear()
+        thing.extend(contents)
+    elif isinstance(thing, torch.Generator):
+        thing.set_state(contents)
+    elif isinstance(thing, random.Random) or thing in (_Python, _Numpy):
+        thing.setstate(contents)
+    elif not is_generator(thing):
+        for name in set(_contents(thing)) - set(contents):
+            del vars(thing)[name]
+        vars(thing).update(contents)
+    elif hasattr(thing, "set_state"):
+        thing.set_state(contents)
+    else:
+        thing.bit_generator.state = contents
+
+
+def _values(contents: Any) -> Iterable[Any]:
+    return [value for _, value in _items(contents)]
+
+
+def _items(contents: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(contents, dict):
+        return list(contents.items())
+    return list(enumerate(contents)) if isinstance(contents, (list, deque)) else ()
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Return whether contents are the same: the same objects, or equal numbers and texts."""
+    if before is now:
+        return True
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, Tensor):
+        # States of torch's generators; other tensors are the same object or not.
+        return before.dtype == torch.uint8 and torch.equal(before, now)
+    if isinstance(before, _SIMPLE):
+        return bool(before == now)
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_same(before[key], now[key]) for key in before)
+    if isinstance(before, (list, tuple, deque)):
+        return len(before) == len(now) and all(map(_same, before, now))
+    if isinstance(before, set):
+        return bool(before == now)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(before, numpy.ndarray) and numpy.array_equal(before, now)
 
 
 def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:

@@ -10,19 +10,23 @@ import torch
 from hasten import elsewhere
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, WrongType
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import unknown_word
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.files import CheckpointIO
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.extend.entry_points import found, load
+from hasten.extend.origin import is_builtin
 from hasten.machine.cluster import (
     ClusterEnvironment,
     LightningEnvironment,
     ProcessGroupEnvironment,
     TorchElasticEnvironment,
     find_cluster,
+    number_of_processes,
 )
 from hasten.machine.devices import ACCELERATORS, Accelerator, CPUAccelerator, best_accelerator
 from hasten.machine.host import is_interactive
+from hasten.machine.launch import forget_other_rank
 from hasten.precision.base import Precision
 from hasten.precision.bitsandbytes import MODES
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
@@ -158,6 +162,7 @@ def runtime(
         _check_parallel_devices(given.get("devices", ()), accelerator.lower(), owner)
     chosen = _accelerator(accelerator, owner)
     num_nodes = _num_nodes(num_nodes, owner)
+    forget_other_rank()
     cluster = cluster if cluster is not None else find_cluster()
     if isinstance(chosen, XLAAccelerator) and type(cluster) is LightningEnvironment:
         cluster = XLAEnvironment()
@@ -168,7 +173,7 @@ def runtime(
     # A check of a GPU initializes CUDA, and this process could no longer be forked.
     is_forked = found[0].type == "cuda" and strategy_in_use.copies_this_process
     precision_in_use = _precision(precision, precision_plugin, found[0], owner, strategy_in_use, check=not is_forked)
-    _prefix_owner(owner, strategy_in_use.take_precision, precision_in_use)
+    _prefix_owner(owner, strategy_in_use.set_precision, precision_in_use)
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
     if isinstance(strategy_in_use, ParallelStrategy):
@@ -219,6 +224,7 @@ def _is_for_xla(strategy: object) -> bool:
 def _plugins(
     plugins: Any, owner: str
 ) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None, LayerSync | None]:
+    plugins = check.as_list(plugins)
     given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
     found: dict[type, Any] = {Precision: None, CheckpointIO: None, ClusterEnvironment: None, LayerSync: None}
     for plugin in given:
@@ -267,7 +273,8 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if name not in _ACCELERATORS and name in elsewhere.STRATEGIES:
         raise refused(elsewhere.STRATEGIES[name].message())
     if name not in _ACCELERATORS:
-        raise refused(f"use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
+        known = dict.fromkeys((*allowed, "gpu", *_ACCELERATORS))
+        raise refused(_unknown(name, known, f"use one of {_listed(allowed)}.", {"nvidia": "cuda", "rocm": "cuda"}))
     if name == "tpu":
         require_torch_xla(f"{owner}(accelerator={accelerator!r})")
         if not XLAAccelerator.is_available():
@@ -305,6 +312,7 @@ def _devices(
     devices: Any, num_nodes: int, accelerator: Accelerator, cluster: ClusterEnvironment, owner: str
 ) -> tuple[list[torch.device], int]:
     """Return the devices of this machine, one for each process, and the number of machines."""
+    devices = check.as_list(devices)
     if isinstance(devices, list) and devices and all(isinstance(device, torch.device) for device in devices):
         _check_parallel_devices(devices, accelerator.name(), owner)
         return devices, num_nodes
@@ -314,15 +322,32 @@ def _devices(
         if isinstance(started, (TorchElasticEnvironment, ProcessGroupEnvironment)):
             per_machine = started.local_world_size()
             if num_nodes == 1:
-                num_nodes = max(1, started.world_size() // per_machine)
+                num_nodes = max(1, number_of_processes(started) // per_machine)
             return accelerator.get_parallel_devices(per_machine), num_nodes
         return accelerator.get_parallel_devices(accelerator.auto_device_count()), num_nodes
     if isinstance(devices, (bool, float)):
         indices = "" if isinstance(accelerator, CPUAccelerator) else ", a list of indices, '0,1',"
         raise WrongType(f"{owner}(devices={devices!r}): use a number{indices} or 'auto'.")
+    if type(accelerator) is CPUAccelerator and (count := _count_of_indices(devices)):
+        # A program that chooses its device by one argument keeps the indices of its GPUs.
+        rank_zero_warn(
+            f"{owner}(devices={devices!r}, accelerator='cpu'): the CPU has no indices. Using devices={count}, the "
+            "number of processes."
+        )
+        devices = count
     parsed = _prefix_owner(owner, accelerator.parse_devices, devices)
     found: list[torch.device] = _prefix_owner(owner, accelerator.get_parallel_devices, parsed)
     return found, num_nodes
+
+
+def _count_of_indices(devices: Any) -> int:
+    """Return how many different indices a list of them has, also as text such as "0,1"; 0 for anything else."""
+    if isinstance(devices, str) and "," in devices:
+        devices = [int(part) if part.strip().isdigit() else part for part in devices.split(",") if part.strip()]
+    if not isinstance(devices, (list, tuple)):
+        return 0
+    is_index = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in devices)
+    return len(set(devices)) if is_index and len(set(devices)) == len(devices) else 0
 
 
 def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner: str) -> Strategy:
@@ -351,14 +376,16 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
         chosen = FSDPStrategy(**SHARDED[name])
     elif name in DEEPSPEED:
         chosen = DeepSpeedStrategy(**DEEPSPEED[name])
+    elif name and name in found("hasten.strategies"):
+        chosen = _added_strategy(name, owner)
     elif name:
-        raise MisconfigurationException(f"{owner}(strategy={strategy!r}): {_why_no_strategy(name)}")
+        raise MisconfigurationException(f"{owner}(strategy={strategy!r}): {_why_no_strategy(name, len(devices))}")
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise WrongType(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
     else:
         kind = type(strategy).__name__
         raise WrongType(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")
-    if on_xla and type(chosen).__module__.startswith("hasten.") and not isinstance(chosen, _XLA_STRATEGIES):
+    if on_xla and is_builtin(type(chosen)) and not isinstance(chosen, _XLA_STRATEGIES):
         raise MisconfigurationException(
             f"{owner}(strategy={strategy!r}, accelerator='tpu'): on TPUs use one of 'auto', {_listed(XLA)}."
         )
@@ -380,17 +407,31 @@ def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner:
     return chosen
 
 
-def _why_no_strategy(name: str) -> str:
+def _added_strategy(name: str, owner: str) -> Strategy:
+    """Return the strategy that a package has added by an entry point."""
+    make = load("hasten.strategies", name, purpose=f"{owner}(strategy={name!r})")
+    made = make() if callable(make) else make
+    if not isinstance(made, Strategy):
+        place = found("hasten.strategies")[name].value
+        raise WrongType(
+            f"{owner}(strategy={name!r}): the entry point {place} gives {type(made).__name__}. Let it name a "
+            "Strategy, or a class or function that makes one without arguments."
+        )
+    return made
+
+
+def _why_no_strategy(name: str, devices: int) -> str:
     """Return why a name is no strategy, and what to write."""
     if name in elsewhere.STRATEGIES:
-        return elsewhere.STRATEGIES[name].message()
+        return elsewhere.STRATEGIES[name].message(devices)
     if name in _ACCELERATORS or name in elsewhere.ACCELERATORS or name == "gpu":
         return f"that is a kind of device. Write accelerator={name!r}."
-    allowed = accepted_strategies()
+    allowed = {**accepted_strategies(), **found("hasten.strategies")}
     listed = _listed(one for one in allowed if "_find_unused" not in one)
-    return (
-        f"use one of {listed}, or a Strategy. Names with 'ddp' can end in '_find_unused_parameters_true'."
-        f"{did_you_mean(name, allowed)}"
+    return unknown_word(
+        name,
+        allowed,
+        f"use one of {listed}, or a Strategy. Names with 'ddp' can end in '_find_unused_parameters_true'.",
     )
 
 
@@ -456,8 +497,7 @@ def _precision(
     if (of_strategy := strategy.precision_of(name, device.type)) is not None:
         made = of_strategy
     elif name in ("16-true", "bf16-true"):
-        # Lightning's updates are rounded to 16 bits, and programs written for it get the same weights.
-        made = HalfPrecision(name, keep_small_updates=not alias.active())  # type: ignore[arg-type]
+        made = HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)  # type: ignore[arg-type]
     elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
         # Before the package is imported: the device may not support it at all.
         if check:
@@ -465,11 +505,6 @@ def _precision(
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
         made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
     elif name == "16-mixed" and device.type == "cpu":
-        if not alias.active():
-            raise ValueError(
-                f"{owner}(precision={precision!r}, accelerator='cpu'): 16-bit floats with a gradient scaler need a "
-                "GPU. Use precision='bf16-mixed', which needs no scaler."
-            )
         rank_zero_warn(
             f"{owner}(precision={precision!r}, accelerator='cpu'): 16-bit floats with a gradient scaler need a GPU. "
             "Using precision='bf16-mixed'."
@@ -496,7 +531,23 @@ def _precision_name(precision: Any, owner: str) -> str:
             f"{given}: a plugin quantizes weights. Use plugins=BitsandbytesPrecision({text!r})."
         )
     allowed = [spelling for spellings in PRECISIONS.values() for spelling in spellings]
-    raise MisconfigurationException(f"{given}: use one of {_listed(allowed)}.{did_you_mean(text, allowed)}")
+    told = _unknown(text, allowed, f"use one of {_listed(allowed)}.", _OTHER_PRECISIONS)
+    raise MisconfigurationException(f"{given}: {told}")
+
+
+# What torch and other libraries call them.
+_OTHER_PRECISIONS = {
+    "float16": "16-mixed", "amp": "16-mixed", "mixed": "16-mixed", "fp16-mixed": "16-mixed", "16bit": "16-mixed",
+    "torch.float16": "16-true", "bfloat16": "bf16-mixed", "torch.bfloat16": "bf16-true", "float32": "32-true",
+    "fp32": "32-true", "torch.float32": "32-true", "float": "32-true", "float64": "64-true", "fp64": "64-true",
+    "torch.float64": "64-true", "float8": "fp8", "int8": "bf16-mixed",
+}  # fmt: skip
+
+
+def _unknown(word: str, allowed: Iterable[str], otherwise: str, other_names: Mapping[str, str]) -> str:
+    """Return the sentence for an unknown word, which may be the name that other libraries have for one."""
+    same = other_names.get(word)
+    return f"{word!r} is unknown. Did you mean {same!r}?" if same else unknown_word(word, allowed, otherwise)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import logging
 import os
 import random
@@ -165,8 +166,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
     """
     if "python" in state:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(array.array("I", words)), gauss))
+        _set_python_state(random, state["python"])
     if "numpy" in state:
         with suppress(ImportError):
             import numpy
@@ -270,10 +270,66 @@ def set_generator_state(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(_tensor(state))
 
 
+def is_generator(thing: object) -> bool:
+    """Return whether ``thing`` is a generator of random numbers: of torch, Python or NumPy.
+
+    Example::
+
+        >>> is_generator(torch.Generator()), is_generator(random.Random()), is_generator(random)
+        (True, True, False)
+
+    """
+    kind: type = type(thing)
+    return is_kind_of_generator(kind)
+
+
+@functools.cache
+def is_kind_of_generator(kind: type) -> bool:
+    """Return the same of a class, from memory: there are few, and many objects to ask about."""
+    if issubclass(kind, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def state_of_generator(generator: object) -> object:
+    """Return the state of a generator that ``is_generator`` knows, as plain data."""
+    if isinstance(generator, torch.Generator):
+        return generator_state(generator)
+    if isinstance(generator, random.Random):
+        return _python_state(generator)
+    numpy_generator: Any = generator
+    bits = getattr(generator, "bit_generator", None)
+    return _packed(numpy_generator.get_state(legacy=False) if bits is None else bits.state)
+
+
+def set_state_of_generator(generator: object, state: object) -> None:
+    """Restore what ``state_of_generator`` returned."""
+    numpy_generator: Any = generator
+    if isinstance(generator, torch.Generator):
+        assert isinstance(state, bytes)
+        set_generator_state(generator, state)
+    elif isinstance(generator, random.Random):
+        _set_python_state(generator, state)
+    elif hasattr(generator, "bit_generator"):
+        numpy_generator.bit_generator.state = _unpacked(state)
+    else:
+        numpy_generator.set_state(_unpacked(state))
+
+
 def python_state() -> list[Any]:
     """Return the state of ``random`` as plain data."""
-    version, words, gauss = random.getstate()
+    return _python_state(random)
+
+
+def _python_state(generator: Any) -> list[Any]:
+    version, words, gauss = generator.getstate()
     return [version, array.array("I", words).tobytes(), gauss]
+
+
+def _set_python_state(generator: Any, state: Any) -> None:
+    version, words, gauss = state
+    generator.setstate((version, tuple(array.array("I", words)), gauss))
 
 
 def numpy_state() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hasten._lib.device import widest_float
 from hasten._lib.tree import send_to_host
 from hasten.logged_value import SETTINGS, LoggedValue, is_metric
 from hasten.machine import agreement
@@ -95,13 +96,11 @@ class SharedValues:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.several = runtime.world_size > 1
-        # Whether some processes may have no batch in a step of training; whether some have none in this step, and
-        # whether this process has none; the first process that has one.
-        self.uneven = self.somebody_has_none = self.has_no_batch = False
-        self.first_with_batch = 0
+        self.several = runtime.several_processes
         # What each moment reduced last.
         self._reduced: dict[str, list[str]] = {}
+        # What metrics gathered in the latest evaluation in which some processes had no batches.
+        self._states: _States = {}
         self._number: int | None = None
         # The number of the latest moment, its name, and whether this process waits there for the others.
         self._at = (0, "", False)
@@ -115,20 +114,9 @@ class SharedValues:
     def of_step(self, values: list[Any], logged: Sequence[LoggedValue], moment: str) -> list[Any]:
         """Return ``values`` with those of ``logged`` that are shared reduced; one collective an operation."""
         for op, chosen in self._agreed(logged, moment):
-            given = [values[i] for i in chosen]
-            reduced = self._of_present(given, op) if self.uneven else self._reduce(given, op)
-            for i, value in zip(chosen, reduced, strict=True):
+            for i, value in zip(chosen, self._reduce((values[i] for i in chosen), op), strict=True):
                 values[i] = value
         return values
-
-    def _of_present(self, values: list[Any], op: str) -> list[Any]:
-        """Reduce over the processes that have a batch in this step."""
-        if self.has_no_batch:
-            values = [_NEUTRAL[op]] * len(values)
-        if op != "mean":
-            return self._reduce(values, op)
-        *sums, count = self._reduce([*values, float(not self.has_no_batch)], "sum")
-        return [total / count for total in sums]
 
     def of_epoch(self, logged: Sequence[LoggedValue], moment: str) -> list[float]:
         """Return what an epoch's values amount to, on the host."""
@@ -159,7 +147,7 @@ class SharedValues:
 
     def _stacked(self, values: Iterable[Any]) -> Tensor:
         device = self._runtime.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = widest_float(device)
         return torch.stack([torch.as_tensor(value, device=device).to(dtype) for value in values])
 
     # -- agreement on the names
@@ -250,6 +238,10 @@ class SharedValues:
         digest = float(int(hashlib.sha256(repr((sorted(names), steps)).encode()).hexdigest()[:12], 16))
         longest = max((row.step + 1 for row in rows), default=0)
         states = _states_of(module)
+        for gathered in {id(each.gathered): each.gathered for _, each in own if each.gathered is not None}.values():
+            with gathered.shown():
+                for name, found in _states_of(module).items():
+                    states.setdefault(name, {}).update(found)
         mine = torch.tensor([digest, -digest, bool(no_batch), longest], dtype=torch.float64)
         # The only exchange in an evaluation of which all processes have batches and log the same.
         most, minus_least, somebody_has_none, length = self._runtime.all_reduce(mine, op="max").tolist()
@@ -265,8 +257,24 @@ class SharedValues:
                         mine_already.add(place)
                         absent.append(each)
                 steps = sorted({*steps, *their_steps})
-                _make_ready(module, their_states)
+                _make_ready(_metrics(module), their_states)
+                for name, found in their_states.items():
+                    states.setdefault(name, {}).update(found)
+        self._states = states
         return absent, self._of_rows(rows, steps, int(length))
+
+    def without_batches(self, metric: Any, name: str) -> Any:
+        """Return a copy of a metric as it is without batches, ready to exchange its states with other processes.
+
+        Args:
+            metric: the metric.
+            name: its name in the module.
+
+        """
+        empty = metric.clone()
+        empty.reset()
+        _make_ready(((f"{name}.{inner}".rstrip("."), part) for inner, part in _metrics(empty)), self._states)
+        return empty
 
     def _described(self, own: Sequence[tuple[int | None, LoggedValue]], module: nn.Module) -> list[Absent]:
         found = []
@@ -312,24 +320,9 @@ class SharedValues:
                 else:
                     by_place.setdefault((name.loader, row.step), {})[name.name] = name, value
         if steps and length:
-            summed = [i for i, name in enumerate(steps) if name.op in ("mean", "sum")]
-            presence = torch.tensor(there, dtype=torch.float64, device=self._runtime.device)
-            lines = [*(self._stacked(given[i]) for i in summed), *presence]
-            sums = self._runtime.data_parallel_reduce(torch.stack(lines), op="sum")
-            present = sums[len(summed) :]
-            reduced = dict(zip(summed, sums, strict=False))
-            for op in ("max", "min"):
-                chosen = [i for i, name in enumerate(steps) if name.op == op]
-                if chosen:
-                    lines = [self._stacked(given[i]) for i in chosen]
-                    extremes = self._runtime.data_parallel_reduce(torch.stack(lines), op=op)
-                    reduced |= dict(zip(chosen, extremes, strict=True))
-            counts = present.tolist()
-            for i, name in enumerate(steps):
-                line = reduced[i] / present[i] if name.op == "mean" else reduced[i]
-                for step, value in enumerate(line.tolist()):
-                    if counts[i][step]:
-                        by_place.setdefault((name.loader, step), {})[name.name] = name, value
+            for name, line in zip(steps, self._reduced_lines(steps, given, there), strict=True):
+                for step, value in line.items():
+                    by_place.setdefault((name.loader, step), {})[name.name] = name, value
         places = sorted(by_place)
         flat = [value for place in places for _, value in by_place[place].values()]
         on_host = iter(send_to_host(flat).values())
@@ -337,6 +330,36 @@ class SharedValues:
             StepRow(step, [(name, next(on_host)) for name, _ in by_place[loader, step].values()])
             for loader, step in places
         ]
+
+    def _reduced_lines(
+        self, steps: list[_StepName], given: list[list[Any]], there: list[list[float]]
+    ) -> list[dict[int, float]]:
+        """Return the values of each name by step, reduced over the processes that have one.
+
+        Args:
+            steps: the names.
+            given: the values of this process by name and step; a neutral one where it has none.
+            there: 1 where this process has a value.
+
+        """
+        summed = [i for i, name in enumerate(steps) if name.op in ("mean", "sum")]
+        presence = torch.tensor(there, dtype=torch.float64, device=self._runtime.device)
+        lines = [*(self._stacked(given[i]) for i in summed), *presence]
+        sums = self._runtime.data_parallel_reduce(torch.stack(lines), op="sum")
+        present = sums[len(summed) :]
+        reduced = dict(zip(summed, sums, strict=False))
+        for op in ("max", "min"):
+            chosen = [i for i, name in enumerate(steps) if name.op == op]
+            if chosen:
+                lines = [self._stacked(given[i]) for i in chosen]
+                extremes = self._runtime.data_parallel_reduce(torch.stack(lines), op=op)
+                reduced |= dict(zip(chosen, extremes, strict=True))
+        counts = present.tolist()
+        found = []
+        for i, name in enumerate(steps):
+            line = reduced[i] / present[i] if name.op == "mean" else reduced[i]
+            found.append({step: value for step, value in enumerate(line.tolist()) if counts[i][step]})
+        return found
 
 
 def _place(logged: LoggedValue) -> str:
@@ -427,9 +450,9 @@ def _states_of(module: nn.Module) -> _States:
     return found
 
 
-def _make_ready(module: nn.Module, states: _States) -> None:
+def _make_ready(metrics: Iterable[tuple[str, Any]], states: _States) -> None:
     """Give metrics that no batch has reached states that can be gathered beside those of other processes."""
-    for name, metric in _metrics(module):
+    for name, metric in metrics:
         for state, values in _samples_of(metric):
             if not values and (known := states.get(name, {}).get(state)) is not None:
                 dtype, shape = known

@@ -62,6 +62,12 @@ LoggerLike: TypeAlias = Logger | Iterable[Logger] | bool
 CompileLike: TypeAlias = bool | Literal["regional"] | dict[str, Any]
 """True for the whole model, "regional" for its repeated blocks, or options of ``torch.compile``."""
 
+SpeedName: TypeAlias = Literal[
+    "auto", "exact", "same bits", "same maths up to rounding", "other random draws", "same samples in other batches",
+    "lower precision",
+]  # fmt: skip
+"""What ``Trainer(speed=...)`` may change at most."""
+
 MatmulPrecision: TypeAlias = Literal["highest", "high", "medium"]
 """An argument of ``torch.set_float32_matmul_precision``."""
 
@@ -147,5 +153,5 @@ __all__ = [
     "AcceleratorLike", "Batch", "CompileLike", "Dataloaders", "Devices", "Duration", "Group",
     "LRSchedulerConfigType", "LoggerLike", "MapLocation", "MatmulPrecision", "MetricValue",
     "OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig", "PathLike", "Plugin",
-    "PrecisionName", "ReduceOperation", "Scheduler", "StepOutput", "Tensors",
+    "PrecisionName", "ReduceOperation", "Scheduler", "SpeedName", "StepOutput", "Tensors",
 ]  # fmt: skip

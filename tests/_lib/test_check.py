@@ -42,8 +42,7 @@ REFUSED: list[tuple[Callable[..., Any], Any, dict[str, Any], type[Exception], st
     (check.number, 1.5, {"at_least": 0, "at_most": 1}, ValueError, "a number from 0 to 1"),
     (check.boolean, 1, {"allow_none": True}, TypeError, "True, False or None"),
     (check.one_of, 1, {"allowed": (True, "a")}, ValueError, "one of True, 'a'"),
-    (check.one_of, "nrom", {"allowed": ("norm", "value")}, ValueError,
-     "one of 'norm', 'value'. Did you mean 'norm'?"),
+    (check.one_of, "nrom", {"allowed": ("norm", "value")}, ValueError, "is unknown. Did you mean 'norm'?"),
     (check.path, 3, {}, TypeError, "a path, not int"),
     (check.callable_, 3, {"allow_none": True}, TypeError, "a function, or None, not int"),
     (check.whole, 0, {"allowed": "a size", "at_least": 1, "error": MisconfigurationException},
@@ -57,4 +56,5 @@ def test_the_rest_is_refused_by_name(
 ) -> None:
     with pytest.raises(error) as caught:
         guard("Owner", "x", value, **options)
-    assert str(caught.value) == f"Owner(x={value!r}): use {allowed}" + ("" if allowed.endswith("?") else ".")
+    told = f"{value!r} {allowed}" if allowed.endswith("?") else f"use {allowed}."
+    assert str(caught.value) == f"Owner(x={value!r}): {told}"

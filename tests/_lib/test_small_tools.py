@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import warnings
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.programs import ROOT
 
 from hasten._lib.durations import parse_duration
-from hasten._lib.optional import installed, need
+from hasten._lib.optional import install_line, installed, need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
 
 
@@ -35,6 +39,30 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"Trick needs .*Run: pip install no_such_package_at_all"):
         need("no_such_package_at_all.part", purpose="Trick")
     assert need("json", purpose="Trick").dumps([1]) == "[1]"
+
+
+@pytest.mark.parametrize(
+    ("origin", "line"),
+    [
+        ('{"url": "file://FOLDER", "dir_info": {"editable": true}}', "pip install 'FOLDER[plots]'"),
+        ('{"url": "file://FOLDER/hasten.whl"}', "pip install 'hasten[plots] @ file://FOLDER/hasten.whl'"),
+        (
+            '{"url": "https://a.org/h.git", "vcs_info": {"vcs": "git", "commit_id": "1f"}}',
+            "pip install 'hasten[plots] @ git+https://a.org/h.git@1f'",
+        ),
+        (None, f"pip install '{ROOT}[plots]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_hasten_came(
+    origin: str | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = None if origin is None else origin.replace("FOLDER", str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    monkeypatch.chdir(tmp_path.parent)
+    assert install_line("plots") == line.replace("FOLDER", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    if origin is None:
+        assert install_line("plots") == "pip install '.[plots]'"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

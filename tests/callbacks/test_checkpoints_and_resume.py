@@ -16,7 +16,7 @@ import hasten as L
 from hasten.callbacks import LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
-from tests.models import quiet
+from tests.models import Classifier, loader, quiet
 
 VALUES = [5.0, 3.0, 4.0, 2.0, 6.0, 1.0]
 
@@ -246,3 +246,24 @@ def test_fit_can_be_called_again(tmp_path: Path) -> None:
         trainer.fit(module, BATCHES)
     assert "last.ckpt" in names(tmp_path)
     assert len(names(tmp_path)) == 2
+
+
+class Added(ModelCheckpoint):
+    """Finds no state of its class in the checkpoint."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [ModelCheckpoint, Added])
+def test_a_run_that_goes_on_in_an_epoch_ranks_by_steps_in_another_folder(
+    tmp_path: Path, kind: type[ModelCheckpoint]
+) -> None:
+    def fit(callback: ModelCheckpoint, steps: int, ckpt_path: Path | None = None) -> None:
+        trainer = quiet(max_steps=steps, max_epochs=-1, callbacks=[callback], enable_checkpointing=True)
+        trainer.fit(Classifier(), loader(80), loader(8), ckpt_path=ckpt_path)
+
+    options: Any = {"monitor": "train_loss", "every_n_train_steps": 3, "filename": "{step}"}
+    fit(ModelCheckpoint(dirpath=tmp_path / "first", save_top_k=-1, **options), 14)
+    # In the middle of an epoch of 20 batches, and it ends there.
+    second = kind(dirpath=tmp_path / "second", **options)
+    fit(second, 19, tmp_path / "first" / "step=12.ckpt")
+    assert Path(second.best_model_path) in (tmp_path / "second" / "step=15.ckpt", tmp_path / "second" / "step=18.ckpt")

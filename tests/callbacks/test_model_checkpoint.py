@@ -21,7 +21,7 @@ from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
 from hasten.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from tests.callbacks.scripted import Scripted, names, run
-from tests.models import quiet
+from tests.models import Classifier, loader, quiet
 
 
 def steps(folder: Path) -> dict[str, int]:
@@ -240,6 +240,27 @@ def test_files_of_another_run_are_kept_with_a_warning(tmp_path: Path) -> None:
         run(Scripted(), ModelCheckpoint(tmp_path, save_last=True, save_top_k=0))
     ranked = ["all.ckpt", "epoch=0-step=4-v1.ckpt", "epoch=0-step=4.ckpt"]
     assert names(tmp_path) == [*ranked, "last-v1.ckpt", "last-v2.ckpt", "last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "limits", "kept"),
+    [
+        ({"monitor": "step", "every_n_train_steps": 3, "save_top_k": 2}, {}, ["epoch=1-step=18", "epoch=1-step=15"]),
+        ({"monitor": "step", "every_n_train_steps": 3, "save_top_k": 1}, {"limit_val_batches": 0}, ["epoch=1-step=18"]),
+        ({"monitor": "step"}, {}, ["epoch=1-step=20"]),
+        ({"monitor": "epoch", "save_top_k": -1}, {"max_epochs": 3, "check_val_every_n_epoch": 2}, ["epoch=1-step=20"]),
+        ({"monitor": "epoch", "save_top_k": 2}, {"limit_val_batches": 0}, ["epoch=1-step=20", "epoch=0-step=10"]),
+    ],
+)
+def test_the_newest_are_kept_by_the_counters_that_nobody_logs(
+    tmp_path: Path, options: dict[str, Any], limits: dict[str, Any], kept: list[str]
+) -> None:
+    saved = ModelCheckpoint(tmp_path, mode="max", **options)
+    quiet(**{"max_epochs": 2, "callbacks": [saved], "enable_checkpointing": True, **limits}).fit(
+        Classifier(), loader(), loader()
+    )
+    assert {path.stem for path in tmp_path.iterdir()} == set(kept)
+    assert Path(saved.best_model_path).stem == kept[0]
 
 
 @pytest.mark.parametrize("weights_only", [True, False])

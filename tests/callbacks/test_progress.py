@@ -24,6 +24,7 @@ from hasten.callbacks.progress import Tqdm
 from hasten.callbacks.rich_progress import RichProgressBarTheme, speed_text
 from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
+from hasten_lightning.conventions import LIGHTNING
 from tests.callbacks.scripted import BATCHES, Endless, Scripted, python_calls
 from tests.models import quiet
 from tests.programs import environment_of_python
@@ -32,7 +33,7 @@ pty = pytest.importorskip("pty")
 rich = pytest.importorskip("rich")
 
 PROGRAM = """
-import sys, time
+import sys, time, warnings
 import torch
 import hasten as L
 
@@ -44,6 +45,8 @@ class Model(L.LightningModule):
         self.log("loss", float(batch_idx), prog_bar=True)
         if batch_idx == 5:
             self.print("printed", self.current_epoch)
+        if batch_idx == 200 and self.current_epoch == 1:
+            warnings.warn("careful in the middle")
         return self.weight * 1.0
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", 0.25, prog_bar=True)
@@ -69,18 +72,18 @@ for name in sys.argv[1:]:
 # For each bar, regular expressions of its lines: training, validation, test and prediction; and an epoch in lines.
 LOOKS = {
     "TQDMProgressBar": (
-        r"Epoch 1/1: 100%\|█+\| 400/400  (step 800  )?(loss=399.0  val_loss=0.250|val_loss=0.250  loss=399.0)  "
+        r"Epoch 2/2: 100%\|█+\| 400/400  (step 800  )?(loss=399.0  val_loss=0.250|val_loss=0.250  loss=399.0)  "
         r"\S+ samples/s  (data wait \d+%  )?took 0:\d\d$",
         ("Validation DataLoader 0: 100%", "Testing DataLoader 1: 100%", "Predicting DataLoader 0: 100%"),
-        r"Epoch \d/1: +\d+%",
-        "Epoch {}/1",
+        r"Epoch \d/2: +\d+%",
+        "Epoch {}/2",
     ),
     "RichProgressBar": (
-        r"Epoch 1/1 .* 400/400 \d:\d\d:\d\d • took 0:\d\d \S+ samples/s "
+        r"Epoch 2/2 .* 400/400 \d:\d\d:\d\d • took 0:\d\d \S+ samples/s "
         r"(loss: 399.000 val_loss: 0.250|val_loss: 0.250 loss: 399.000)( data wait \d+%)?$",
         ("Validation DataLoader 0 .* 30/30 ", "Testing DataLoader 1 .* 7/7 ", "Predicting DataLoader 0 .* 5/5 "),
-        r"Epoch \d/1",
-        "Epoch {}/1",
+        r"Epoch \d/2",
+        "Epoch {}/2",
     ),
 }
 
@@ -144,6 +147,9 @@ def test_in_a_terminal(kind: str) -> None:
     (training,) = [line for line in final if line.startswith("Epoch")]
     assert re.match(training_line, training)
     assert [line for line in final if line.startswith("printed")] == ["printed 0", "printed 1"]
+    # The warning has a line to itself, and the line with its code below.
+    (warned,) = [line for line in final if "careful in the middle" in line]
+    assert re.match(r"\S*<string>:\d+: UserWarning: careful in the middle$", warned), final
     for other in others:
         assert len([line for line in final if re.match(other, line)]) == 1
     # Messages are on separate lines, above the bar.
@@ -172,7 +178,7 @@ def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
     evaluations = [*stages, "Predicting DataLoader 0: 5/5"]
     found = [re.split(r" \[|  step", line)[0].replace("100% ", "") for line in lines]
     for *_, epoch in LOOKS.values():
-        training = [line for i in (0, 1) for line in (f"printed {i}", f"{epoch.format(i)}: 400/400")]
+        training = [line for i in (0, 1) for line in (f"printed {i}", f"{epoch.format(i + 1)}: 400/400")]
         assert found[:8] == [*training, *evaluations]
         del found[:8]
     assert found == []
@@ -209,7 +215,7 @@ def epoch_line(terminal: io.StringIO) -> str:
 
 @pytest.mark.parametrize(
     ("epochs", "line", "rich_line"),
-    [(3, "Epoch 0/2: 7it  step 7/7", r"Epoch 0/2 .* 7/-- "), (-1, "Epoch 0: 100% 7/7  step 7/7", r"Epoch 0  .* 7/7 ")],
+    [(3, "Epoch 1/3: 7it  step 7/7", r"Epoch 1/3 .* 7/-- "), (-1, "Epoch 1: 100% 7/7  step 7/7", r"Epoch 1  .* 7/7 ")],
 )
 def test_a_length_that_is_unknown_or_limited_by_steps(
     capsys: pytest.CaptureFixture[str], epochs: int, line: str, rich_line: str
@@ -240,7 +246,7 @@ def test_long_epochs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str
 
     fit(Late())
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  step")[0] for line in lines] == ["Epoch 0/0:  50% 2/4", "Epoch 0/0: 100% 4/4"]
+    assert [line.split("  step")[0] for line in lines] == ["Epoch 1/1:  50% 2/4", "Epoch 1/1: 100% 4/4"]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +303,7 @@ def test_the_version_of_the_logger_is_shown_where_lightning_does(
 ) -> None:
     fit(TQDMProgressBar(), logger=CSVLogger(tmp_path, version=17))
     assert "v_num" not in capsys.readouterr().out
-    monkeypatch.setattr("hasten.elsewhere.alias._active", True)
+    monkeypatch.setattr("hasten.elsewhere.conventions._current", LIGHTNING)
     fit(TQDMProgressBar(), logger=CSVLogger(tmp_path, version=17))
     assert "v_num=17" in capsys.readouterr().out
 
@@ -336,7 +342,7 @@ def test_bars_of_each_epoch_can_stay(leave: bool) -> None:
     terminal = Terminal()
     fit(rich_bar(terminal, leave=leave), max_epochs=3)
     epochs = [line.split()[1] for line in screen(terminal.getvalue()) if line.startswith("Epoch")]
-    assert epochs == (["0/2", "1/2", "2/2"] if leave else ["2/2"])
+    assert epochs == (["1/3", "2/3", "3/3"] if leave else ["3/3"])
 
 
 def test_columns_and_colours_can_be_chosen() -> None:
@@ -360,7 +366,7 @@ def test_columns_and_colours_can_be_chosen() -> None:
 def test_a_notebook_without_widgets_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("hasten.callbacks.rich_progress.installed", lambda name: False)
     fit(RichProgressBar(console_kwargs={"force_jupyter": True}))
-    assert "Epoch 0/0: 100% 4/4  step 4" in capsys.readouterr().out
+    assert "Epoch 1/1: 100% 4/4  step 4" in capsys.readouterr().out
 
 
 def test_the_tasks_can_be_read() -> None:
@@ -381,7 +387,7 @@ def test_the_tasks_can_be_read() -> None:
     trainer = quiet(callbacks=[bar, reads], enable_progress_bar=True, max_epochs=2)
     trainer.fit(Scripted(val=[1.0, 2.0]), BATCHES, [torch.zeros(2, 1)])
     assert seen == [(1,), *[(0, 4, True, 0), (1,), (4, 4, True, 0)] * 2]
-    assert bar.progress is None  # Nothing is left open.
+    assert not bar.progress.live.is_started  # Nothing is left open.
     assert (bar.test_progress_bar_id, bar.predict_progress_bar_id) == (None, None)
     message = r"`RichProgressBar._test_progress_bar` reference has not been set yet"
     with pytest.raises(TypeError, match=message):
@@ -443,7 +449,7 @@ class TestBoth:
         assert sys.stdout is stdout
         assert not Tqdm._instances
         if isinstance(bar, RichProgressBar):
-            assert bar.progress is None
+            assert not bar.progress.live.is_started
             assert shown_by_rich(bar).endswith("\x1b[?25h")
         else:
             assert bar.train_progress_bar.disable

@@ -15,8 +15,9 @@ import hasten as L
 from hasten.callbacks import TQDMProgressBar, progress_line
 from hasten.callbacks.progress_line import ProgressLine, Shown, line_text
 from hasten.record.pace import Pace, Speed
+from hasten_lightning.conventions import LIGHTNING
 from tests.callbacks.scripted import BATCHES, Scripted
-from tests.models import quiet
+from tests.models import Manual, loader, quiet
 
 ABOUT = Shown("step 2412", 0.48211, "13.2k samples/s", "data wait 12%", "GPU 3.1 GB", "4:12 left")
 VALUES = {"train_acc": "0.871", "val_loss": "0.412"}
@@ -86,7 +87,7 @@ def test_in_a_pipe_there_is_a_line_for_each_validation_and_each_epoch(capsys: py
     fit(TQDMProgressBar(), val_check_interval=2, max_epochs=2)
     rest = "412k tokens/s  data wait 12%  GPU 3.1 GB  1:02:05 left"
     starts = [
-        f"Epoch {epoch}/1: {share} {n}/4  step {4 * epoch + n}  "
+        f"Epoch {epoch + 1}/2: {share} {n}/4  step {4 * epoch + n}  "
         for epoch in (0, 1)
         for share, n in ((" 50%", 2), ("100%", 4))
     ]
@@ -123,9 +124,56 @@ def test_a_notebook_has_one_widget_or_one_text_for_training_and_validation(monke
             shown.append(f"{left.value} {drawn.value:.0f}/{drawn.max:.0f} {right.value}".replace("\u2007", " "))
 
     fit(Reads())
-    assert shown[0].startswith("Epoch 0/0:  25% 1/4 1/4  step 1  ")
-    assert any(line.startswith("Epoch 0/0 validation:  67% 2/3 2/3  step 4  ") for line in shown)
+    assert shown[0].startswith("Epoch 1/1:  25% 1/4 1/4  step 1  ")
+    assert any(line.startswith("Epoch 1/1 validation:  67% 2/3 2/3  step 4  ") for line in shown)
     assert shown[-1].endswith("took 0:00")
+
+
+def test_a_notebook_without_widgets_keeps_one_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[str] = []
+
+    class Handle:
+        def __init__(self, content: dict[str, str], raw: bool, display_id: bool) -> None:
+            self.place = len(kept)
+            kept.append(content["text/plain"])
+
+        def update(self, content: dict[str, str], raw: bool) -> None:
+            kept[self.place] = content["text/plain"]
+
+    for module in ("progress", "tqdm_bar"):
+        monkeypatch.setattr(f"hasten.callbacks.{module}.in_notebook", lambda: True)
+    monkeypatch.setattr("hasten.callbacks.progress.installed", lambda name: False)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=Handle))
+    fit(EachBatch())
+    assert [line for line in kept if line.strip()] == [kept[-1]]
+    assert kept[-1].startswith("Epoch 1/1: 100%")
+    assert "\r" not in capsys.readouterr().out
+
+
+class TwoOptimizers(Manual):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self, self)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+        self.log("seen", float(batch_idx))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"), [({}, "  step 10  "), ({"max_steps": 20}, "  step 10  optimizer steps 20/20  ")]
+)
+def test_a_step_of_two_optimizers_is_that_of_the_loggers(
+    given: dict[str, Any], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = quiet(enable_progress_bar=True, log_every_n_steps=1, **given)
+    trainer.fit(TwoOptimizers(), loader())
+    assert trainer.history["seen"].steps[-1] == 9
+    assert text in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_bar_of_validation_can_be_used_as_one_of_tqdm(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +203,7 @@ def test_the_loss_is_not_shown_twice() -> None:
 def test_under_lightnings_names_the_bars_are_as_they_were(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hasten.elsewhere.alias._active", True)
+    monkeypatch.setattr("hasten.elsewhere.conventions._current", LIGHTNING)
     fit(TQDMProgressBar())
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")]
     assert line.startswith("Epoch 0: 100% 4/4 [00:00<00:00, ")
@@ -173,5 +221,5 @@ def test_a_format_of_a_subclass_is_kept(capsys: pytest.CaptureFixture[str]) -> N
             return bar
 
     fit(Mine())
-    assert "Epoch 0/0: 100% 4/4 [" in capsys.readouterr().out
+    assert "Epoch 1/1: 100% 4/4 [" in capsys.readouterr().out
     assert sys.stdout is not None

@@ -86,8 +86,8 @@ VALUES = [(kind, name, value) for kind, wrong in WRONG.items() for name, values 
 
 @pytest.mark.parametrize(("kind", "name", "value"), VALUES, ids=range(len(VALUES)))
 def test_wrong_values(kind: type, name: str, value: Any) -> None:
-    message = f"{kind.__name__}({name}={value!r}): use "
-    with pytest.raises(ValueError, match=re.escape(message)):
+    message = re.escape(f"{kind.__name__}({name}={value!r}): ") + rf"(use |{re.escape(repr(value))} is unknown\. Did)"
+    with pytest.raises(ValueError, match=message):
         kind(**{**NEEDED.get(kind, {}), name: value})
 
 
@@ -120,7 +120,12 @@ OTHERS: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (cb.ModelCheckpoint, {"every_n_epochs": 1.5}, TypeError, "every_n_epochs=1.5"),
     (cb.ModelCheckpoint, {"filename": 5}, TypeError, "filename"),
     (cb.ModelCheckpoint, {"dirpath": 5}, TypeError, "dirpath=5"),
-    (cb.ModelPruning, {"parameter_names": ["weights"]}, ValueError, r"'weights'\): use one of 'weight', 'bias'"),
+    (
+        cb.ModelPruning,
+        {"parameter_names": ["weights"]},
+        ValueError,
+        r"'weights'\): 'weights' is unknown. Did you mean 'weight'",
+    ),
     (cb.ModelPruning, {"pruning_fn": prune.L1Unstructured(1)}, ValueError, "the class, not an instance"),
     (cb.ModelPruning, {"pruning_fn": prune.LnStructured}, ValueError, "ranks one parameter at a time"),
     *(

@@ -115,7 +115,7 @@ def test_the_file_and_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         callback = SpikeDetection(exclude_batches_path=given)
         callback.bad_batches = [1]  # Once in the list is enough.
         trainer = quiet(callbacks=[callback], default_root_dir=tmp_path / "root")
-        with pytest.raises(TrainingSpikeException, match=r"jumped in batch 2 of epoch 0\..*batches \[1, 2\]") as caught:
+        with pytest.raises(TrainingSpikeException, match=r"jumped in batch 2 of epoch 1\..*batches \[1, 2\]") as caught:
             trainer.fit(Losses([1.0, 1.0, 9.0]), [torch.zeros(1)] * 3)
         assert str(expected) in str(caught.value)
         assert json.loads(expected.read_text()) == [1, 2]

@@ -18,8 +18,8 @@ import torch
 import hasten as L
 from hasten.checkpoint import files
 from hasten.checkpoint.files import CheckpointRefused
-from hasten.commands.consolidate import main as consolidate
 from hasten.utilities import AttributeDict
+from hasten_tools.commands.consolidate import main as consolidate
 from tests.models import Classifier, loader, quiet
 
 

@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -514,7 +515,7 @@ def test_kills_leave_whole_checkpoints(tmp_path: Path, how: str) -> None:
 def in_folders() -> SingleDeviceStrategy:
     """Return a strategy of one process that saves folders."""
     strategy = SingleDeviceStrategy()
-    strategy.saves_folders = True
+    strategy.state.saves_folders = True
     return strategy
 
 
@@ -567,6 +568,57 @@ def test_a_run_resumes_exactly_from_folders(tmp_path: Path, plugin: Any) -> None
     assert again.current_epoch == 5
     fit(tmp_path / "parts", 6, resume="last", save_last=True)
     assert (tmp_path / "parts" / "last.ckpt").is_dir()
+
+
+def as_lightning_saves(path: Path, folder: Path, weights: str) -> None:
+    """Write a checkpoint file as a folder of Lightning's sharded strategies: with names in place of numbers."""
+    contents = files.load(path)
+    names = [name for name, _ in Classifier().named_parameters()]
+    parts = {weights: contents["state_dict"]}
+    for index, state in enumerate(contents["optimizer_states"]):
+        parts[f"optimizer_{index}"] = {
+            "state": {names[number]: entries for number, entries in state["state"].items()},
+            "param_groups": [{**each, "params": [names[i] for i in each["params"]]} for each in state["param_groups"]],
+        }
+    dcp.save(parts, checkpoint_id=folder)
+    kept = ("epoch", "global_step", "lr_schedulers", "hyper_parameters", "callbacks")
+    beside = {name: contents[name] for name in kept if name in contents}
+    torch.save({**beside, "loops": {}, "pytorch-lightning_version": "2.6.6"}, folder / "meta.pt")
+
+
+@pytest.mark.parametrize("weights", ["state_dict", "model"])  # of ModelParallelStrategy and of FSDPStrategy
+def test_a_run_goes_on_from_a_folder_that_lightning_wrote(weights: str, tmp_path: Path) -> None:
+    fit(tmp_path / "parts", 2, save_last=True, strategy="auto")
+    file, folder = tmp_path / "parts" / "last.ckpt", tmp_path / "theirs.ckpt"
+    contents = files.load(file)
+    del contents["hasten"]  # Lightning keeps no random states.
+    torch.save(contents, tmp_path / "file.ckpt")
+    as_lightning_saves(file, folder, weights)
+    torch.manual_seed(0)
+    expected = fit(tmp_path / "a", 4, seed=1, resume=str(tmp_path / "file.ckpt"), strategy="auto")
+    resumed = fit(tmp_path / "b", 4, seed=1, resume=str(folder), strategy="auto")
+    assert resumed.global_step == expected.global_step
+    assert same(weights_of(resumed), weights_of(expected))
+    own, theirs = (each.optimizers[0].state_dict() for each in (expected, resumed))
+    assert own["param_groups"] == theirs["param_groups"]
+    assert all(same(own["state"][i], theirs["state"][i]) for i in own["state"])
+
+    cut(folder / "__0_0.distcp")
+    with pytest.raises(CheckpointDamaged, match=r"__0_0\.distcp is too short"):
+        files.load(folder)
+
+
+def test_no_code_in_the_index_of_a_foreign_folder_runs(tmp_path: Path) -> None:
+    torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "meta.pt")
+
+    class Runs:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(CheckpointDamaged, match=r"its index holds posix\.mkdir"):
+        files.load(tmp_path)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_run_saves_and_resumes_behind_a_url(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ WRONG: list[tuple[list[str] | dict[str, Any], dict[str, Any], str, str | None]] 
     (["--model.width=abc"], {}, "Expected a <class 'int'>. Got value: abc", None),
     (["--model.kind=three"], {}, "{one,two}. Got value: three", None),
     (["--trainer.max_epochs=-7"], {}, "--trainer.max_epochs=-7: use a whole number", None),
-    (["--trainer.accelerator=cdua"], {}, "--trainer.accelerator='cdua': use one of ", None),
+    (["--trainer.accelerator=abacus"], {}, "--trainer.accelerator='abacus': use one of ", None),
     (["--trainer.logger=CSVLoger"], {}, "CSVLoger", "CSVLogger"),
     (["--trainer.callbacks+=EarlyStopping"], {}, "required: monitor", None),
     (
@@ -106,3 +106,16 @@ def test_errors_as_exceptions_for_programs_that_ask_for_them() -> None:
 
     with pytest.raises(ArgumentError, match=r"--model.widht=3\nDid you mean --model.width\?"):
         cli("--model.widht=3", parser_kwargs={"exit_on_error": False})
+
+
+def test_a_config_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli("--config=confg.yaml")
+    assert "Give the path of a file, seen from" in capsys.readouterr().err
+    Path("config.yaml").write_text("{}")
+    with pytest.raises(SystemExit):
+        cli("--config=confg.yaml")
+    assert "Did you mean '" + str(tmp_path / "config.yaml") in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_without_jsonargparse_the_line_that_installs_it_is_told(monkeypatch: pyt
 
     monkeypatch.setattr(optional, "installed", lambda name: name != "jsonargparse")
     with pytest.raises(
-        ModuleNotFoundError, match=r"needs the package jsonargparse, .*pip install hasten\[cli\]"
+        ModuleNotFoundError, match=r"needs the package jsonargparse, .*pip install '[^']+\[cli\]'"
     ) as error:
         runpy.run_path(str(ROOT / "src" / "hasten" / "cli" / "__init__.py"))
     assert error.value.name == "jsonargparse"

@@ -10,7 +10,7 @@ import torch
 
 import hasten
 from hasten.commands import main
-from hasten.commands.env import read_nvidia_smi
+from hasten_tools.commands.env import read_nvidia_smi
 
 
 @pytest.fixture

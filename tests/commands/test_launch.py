@@ -43,6 +43,10 @@ if os.environ["RANK"] == "1":
         ("--standalone --nnodes=2 x.py", "--standalone is for one machine, not 2."),
         ("--procs 0 x.py", "'0': use a whole number of at least 1, auto, gpu or cpu."),
         ("--restarts -1 x.py", "'-1' is not a whole number of at least 0."),
+        ("--devices 2 x.py", "unknown option --devices. Did you mean '--procs'?"),
+        ("--num_processes=2 x.py", "unknown option --num_processes. Did you mean '--procs'?"),
+        ("--num-nodes 2 x.py", "unknown option --num-nodes. Did you mean '--nodes'?"),
+        ("--colour red x.py", "unknown option --colour. See hasten launch --help."),
         ("--restart 3 x.py", "unknown option --restart. Did you mean '--restarts'?"),
         ("--master_addr host x.py", "machines meet at --rdzv HOST:PORT here"),
         ("--rdzv-backend=etcd x.py", "torchrun has other ways"),
@@ -98,7 +102,7 @@ def test_restarted_runs_end_with_the_same_weights_under_both_launchers(tmp_path:
         runs[name] = start_python("-m", *words, RESTARTS, "--worker", tmp_path / name, *killed)
     for name, run in runs.items():
         try:
-            output, _ = run.communicate(timeout=150)
+            output, _ = run.communicate(timeout=600)
         finally:
             run.kill()
         assert run.returncode == 0, output

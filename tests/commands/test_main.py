@@ -11,17 +11,20 @@ import pytest
 from tests.programs import run_python
 
 import hasten
-from hasten.commands import COMMANDS, main
+from hasten.commands import commands, main
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("dmeo", "'dmeo' (choose from "),
+        ("dmeo", "COMMAND 'dmeo' is unknown. Did you mean 'demo'?"),
+        ("chekc", "COMMAND 'chekc' is unknown. Did you mean 'check'?"),
+        ("--print-completion bsh", "SHELL 'bsh' is unknown. Did you mean 'bash'?"),
         ("--verson", "unknown option --verson. Did you mean '--version'?"),
         ("demo --tsak imdb", "unknown option --tsak. Did you mean '--task'?"),
         ("demo --row-second=3", "unknown option --row-second. Did you mean '--row-seconds'?"),
-        ("demo --task imbd", "argument --task: invalid choice: 'imbd' (choose from "),
+        ("train.py", "'train.py' is a program, not a command. Write hasten run train.py."),
+        ("demo --task imbd", "--task 'imbd' is unknown. Did you mean 'imdb'?"),
         ("demo imdb", "unexpected argument 'imdb'"),
         ("demo --limit many", "argument --limit: 'many' is not a whole number of at least 10."),
         ("demo --limit 9", "'9' is not a whole number of at least 10."),
@@ -30,7 +33,7 @@ from hasten.commands import COMMANDS, main
         ("plot", "name a run: hasten plot lightning_logs/version_0"),
         ("consolidate", "FOLDER"),
         ("consolidate a --weight-only", "Did you mean '--weights-only'?"),
-        ("--print-completion zhs", "'zhs' (choose from "),
+        ("--print-completion xyzzy", "'xyzzy' (choose from "),
         ("--print-completion", "expected one argument"),
         ("migrate", "DIR"),
         ("migrate nowhere", "'nowhere' does not exist"),
@@ -46,6 +49,17 @@ def test_wrong_words_are_answered_with_the_right_one(
     assert message in capsys.readouterr().err
 
 
+def test_a_file_to_migrate_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    for name, hint in (("trian.py", " Did you mean 'train.py'?\n"), ("rv.py", "\n")):
+        with pytest.raises(SystemExit):
+            main(["migrate", name])
+        assert f"{name!r} does not exist.{hint}" in capsys.readouterr().err
+
+
 def test_the_version_and_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hasten {hasten.__version__}\n"
@@ -55,12 +69,12 @@ def test_the_version_and_the_commands_are_shown(capsys: pytest.CaptureFixture[st
 
 
 def test_each_command_has_a_parser_that_can_be_asked() -> None:
-    for name, (module, summary) in COMMANDS.items():
-        made = importlib.import_module(module).make_parser()
+    for name, command in commands().items():
+        made = importlib.import_module(command.module).make_parser()
         assert made.prog == f"hasten {name}"
         assert made.description
-        assert summary[0].islower()
-        assert not summary.endswith(".")
+        assert command.summary[0].islower()
+        assert not command.summary.endswith(".")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
@@ -68,7 +82,7 @@ def test_shells_complete_commands_options_and_files(shell: str, capsys: pytest.C
     pytest.importorskip("shtab")
     assert main(["--print-completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(name in script for name in COMMANDS)
+    assert all(name in script for name in commands())
     assert "weights-only" in script
     assert {"bash": "_shtab_glob_compgen_", "zsh": "_files -g '(*.py)'", "tcsh": "f:{*.py}"}[shell] in script
 
@@ -95,7 +109,7 @@ def test_bash_offers_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str
         quoted = " ".join(f"'{word}'" for word in ("hasten", *words))
         lines += [f"COMP_WORDS=({quoted}) COMP_CWORD={len(words)} COMPREPLY=()"]
         lines += ['_shtab_hasten hasten "${COMP_WORDS[COMP_CWORD]}"; echo "${COMPREPLY[@]}"']
-    done = subprocess.run([bash, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([bash, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=600, check=True)
     assert [set(line.split()) for line in done.stdout.splitlines()] == list(asked.values()), done.stderr
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hasten.commands import main
-from hasten.compat import rewrite
+from hasten_lightning import rewrite
 
 
 def migrated(source: str) -> str:

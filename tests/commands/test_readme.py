@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,20 @@ def test_examples_run_as_printed(number: int, tmp_path: Path, monkeypatch: pytes
 def test_the_first_example_is_about_ten_lines() -> None:
     lines = [line for line in BLOCKS[0].splitlines() if line.strip() and not line.startswith(("import", "from"))]
     assert len(lines) <= 14
+
+
+def test_the_install_line_brings_what_the_page_names() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+
+    def packages(names: str) -> set[str]:
+        found = {one for name in names.split(",") for one in extras[name]}
+        nested = {one for one in found if one.startswith("hasten[")}
+        return (found - nested).union(*(packages(one[7:-1]) for one in nested))
+
+    (line,) = re.findall(r"pip install '\.\[([\w,]+)\]'", README)
+    brought = {re.split(r"[><=~]", one)[0] for one in packages(line)}
+    # The report, its pictures, the data of the ten lines and the demo.
+    assert {"plotly", "jinja2", "matplotlib", "scikit-learn", "transformers"} <= brought
 
 
 def test_two_commands_are_named_and_exist() -> None:

@@ -163,6 +163,7 @@ def test_an_error_is_shown_without_the_frames_of_the_command(folder: Path) -> No
     [
         ([], "name a program: hasten run train.py"),
         (["trian.py"], r"no file 'trian.py' in .*Did you mean 'train.py'\? For a module: hasten run -m MODULE\."),
+        (["rv.py"], r"no file 'rv.py' in \S+ For a module"),
         (["-m", "nothing_here.at_all"], "-m nothing_here.at_all: not found"),
         (["-mnothing_here"], "-m nothing_here: not found"),
         (["-m"], "expected one argument"),

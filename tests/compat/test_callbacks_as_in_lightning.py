@@ -25,20 +25,19 @@ from hasten.callbacks import (
 )
 from hasten.data import CombinedLoader
 from hasten.demos.boring_classes import BoringModel, RandomDataset
-from hasten.elsewhere import alias
-from hasten.fabric.loggers import CSVLogger as FabricCSVLogger
 from hasten.loggers import CSVLogger
 from hasten.tuner import Tuner
 from hasten.tuner.lr_find import LRFinder
 from hasten.utilities.data import has_len_all_ranks
 from hasten.utilities.model_helpers import is_overridden
 from hasten.utilities.warnings import PossibleUserWarning, disable_if_requested
+from hasten_lightning.conventions import LIGHTNING
 from tests.models import quiet
 
 
 @pytest.fixture
 def under_alias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alias, "_active", True)
+    monkeypatch.setattr("hasten.elsewhere.conventions._current", LIGHTNING)
 
 
 class Model(BoringModel):
@@ -178,8 +177,6 @@ def test_csv_files_of_an_existing_version_start_over(under_alias: None, tmp_path
             logger.log_metrics({"loss": value}, step=0)
             logger.save()
     assert Path(logger.experiment.metrics_file_path).read_text().split() == ["loss,step", "2.0,0"]
-    with pytest.raises(NotImplementedError):
-        FabricCSVLogger(tmp_path).log_hyperparams({"lr": 0.1})
 
 
 def test_helpers_answer_as_in_lightning(monkeypatch: pytest.MonkeyPatch) -> None:

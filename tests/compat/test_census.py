@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-import hasten.compat
+import hasten_lightning
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import hasten
-import hasten.compat
+import hasten_lightning
 
 pytest.importorskip("jsonargparse")
 
@@ -24,9 +24,9 @@ QUIETLY = {
 def alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["program.py"])
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 class Net(hasten.demos.BoringModel):
@@ -80,7 +80,7 @@ def test_configs_have_lightnings_class_paths(capsys: pytest.CaptureFixture[str])
     trainer = printed(capsys, trainer_defaults={"strategy": default})["trainer"]
     assert trainer["strategy"]["init_args"]["process_group_backend"] == "mine"
     # Without the alias they are hasten's again.
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
     from hasten.cli import LightningArgumentParser
 
     parser = LightningArgumentParser()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import hasten.compat
+import hasten_lightning
 
 QUIETLY: dict[str, Any] = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
@@ -19,9 +19,9 @@ QUIETLY: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def test_errors_of_arguments_are_lightnings() -> None:

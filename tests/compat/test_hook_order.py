@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import hasten.compat
+import hasten_lightning
 from hasten import Callback, LightningModule
 from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, loader, quiet
@@ -19,9 +19,9 @@ from tests.models import Classifier, loader, quiet
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def watched(model: LightningModule, calls: list[str], *names: str) -> LightningModule:

@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-import hasten.compat
+import hasten
+import hasten_lightning
 from hasten.demos import BoringModel
 from tests.models import quiet
 
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def test_a_file_is_read_when_its_tensors_are_used(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import hasten.compat
+import hasten_lightning
 
 
 @pytest.fixture(autouse=True)
 def _alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def test_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

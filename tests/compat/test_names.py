@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import hasten
-import hasten.compat
+import hasten_lightning
 from hasten.checkpoint.files import CheckpointRefused
-from hasten.compat.facades import original
-from hasten.compat.modules import ROOTS, TABLE, AliasModule, all_modules, relative
+from hasten_lightning.facades import original
+from hasten_lightning.modules import ROOTS, TABLE, AliasModule, all_modules, relative
 from tests.models import quiet
 
 SURFACE = Path(__file__).parent / "surface.txt"
@@ -28,9 +28,9 @@ SURFACE = Path(__file__).parent / "surface.txt"
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def surface() -> list[tuple[str, list[str]]]:
@@ -193,26 +193,26 @@ def test_uninstall_leaves_nothing() -> None:
     import lightning_utilities.core.rank_zero as shared
 
     assert isinstance(lightning, AliasModule)
-    assert hasten.compat.installed()
-    hasten.compat.install()  # Again: nothing happens.
-    hasten.compat.uninstall()
-    assert not hasten.compat.installed()
+    assert hasten_lightning.installed()
+    hasten_lightning.install()  # Again: nothing happens.
+    hasten_lightning.uninstall()
+    assert not hasten_lightning.installed()
     assert not [name for name, module in sys.modules.items() if isinstance(module, AliasModule)]
     assert shared.rank_zero_only is not hasten.utilities.rank_zero_only
-    hasten.compat.uninstall()  # Again: nothing happens.
+    hasten_lightning.uninstall()  # Again: nothing happens.
     with pytest.raises(ModuleNotFoundError):
         importlib.metadata.version("lightning")
 
 
 def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
     module = type(sys)("lightning.pytorch")
     module.__file__ = "/somewhere/lightning/pytorch/__init__.py"
     monkeypatch.setitem(sys.modules, "lightning.pytorch", module)
     message = r"install\(\): lightning\.pytorch was imported already from /somewhere/.*hasten run PROGRAM"
     with pytest.raises(RuntimeError, match=message):
-        hasten.compat.install()
-    assert not hasten.compat.installed()
+        hasten_lightning.install()
+    assert not hasten_lightning.installed()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_checkpoints_may_hold_objects_under_the_alias_and_say_so(
     assert files.load(path, weights_only=False) == contents
     with pytest.raises(RuntimeError):
         files.load(path)
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
     with pytest.raises(TypeError, match="which a checkpoint does not hold"):
         files.save(contents, path)
 

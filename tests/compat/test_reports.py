@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch.profiler import schedule
 
-import hasten.compat
+import hasten_lightning
 from tests.models import Classifier, loader, quiet
 
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def test_messages_are_found_under_the_loggers_of_lightning() -> None:
     for name in ("lightning.pytorch", "pytorch_lightning", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
         assert logging.getLogger(name) is logging.getLogger("hasten")
     assert logging.getLogger("lightning.pytorch.callbacks").parent is logging.getLogger("hasten")
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
     assert logging.getLogger("lightning.pytorch").name == "lightning.pytorch"
 
 
@@ -117,7 +117,7 @@ def test_a_progress_bar_counts_and_its_class_can_be_replaced(monkeypatch: pytest
     monkeypatch.undo()
     assert ours.Tqdm is tqdm_progress.Tqdm is original
     tqdm_progress.Tqdm = Counts
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
     assert ours.Tqdm is original
 
 

@@ -10,18 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.loggers import Logger
+from hasten_lightning.conventions import LIGHTNING
+from hasten_lightning.fabric import Fabric
+from hasten_lightning.trainer import Trainer
 from tests.models import quiet
 
 
 @pytest.fixture(autouse=True)
 def lightning_s_names() -> Iterator[None]:
-    alias.activate(True)
+    conventions.use(LIGHTNING)
     yield
-    alias.activate(False)
+    conventions.use(conventions.HASTEN)
 
 
 class Draws(L.LightningModule):
@@ -185,12 +190,96 @@ def test_processes_train_on_shuffled_samples() -> None:
         def train_dataloader(self) -> Any:
             return DataLoader(torch.arange(8.0).view(8, 1), 2)  # type: ignore[arg-type,var-annotated]
 
-    alias.activate(True)  # Fixtures run in the first process only.
+    conventions.use(LIGHTNING)  # Fixtures run in the first process only.
     module = Seen()
     trainer = quiet(devices=2, strategy="ddp", max_epochs=1)
     try:
         trainer.fit(module)
     finally:
-        alias.activate(False)
+        conventions.use(conventions.HASTEN)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()
     assert module.seen == order[trainer.global_rank :: 2]
+
+
+class Calls(Logger):
+    """Notes what it is asked to do, on every process."""
+
+    name, version = "calls", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.calls.append(step)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("hyper-parameters")
+
+    def finalize(self, status: str) -> None:
+        self.calls.append(status)
+
+
+@pytest.mark.world_size(2)
+def test_a_logger_of_the_program_is_called_on_every_process() -> None:
+    class Logs(Draws):
+        def __init__(self, width: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.layer(batch).sum()
+            self.log("loss", loss)
+            return loss
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.arange(8.0).view(8, 1), 2)  # type: ignore[arg-type,var-annotated]
+
+    logger = Calls()
+    conventions.use(LIGHTNING)
+    try:
+        Trainer(
+            devices=2, strategy="ddp", accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=1,
+            enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+        ).fit(Logs())  # fmt: skip
+    finally:
+        conventions.use(conventions.HASTEN)
+    assert logger.calls == ["hyper-parameters", 0, 1, "success"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_means_of_64_bit_values_keep_their_digits(precision: Any) -> None:
+    class Logs(Draws):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("third", torch.tensor(1 / 3, dtype=torch.float64), on_step=False, on_epoch=True)
+            self.log("number", 1 / 3, on_step=False, on_epoch=True)
+            self.log("single", torch.tensor(1 / 3, dtype=torch.float32), on_step=False, on_epoch=True)
+            return self.layer(batch).sum()
+
+    trainer = quiet(max_epochs=1, precision=precision)
+    trainer.fit(Logs(), DataLoader(torch.arange(6.0).view(6, 1), 2))  # type: ignore[arg-type]
+    found = trainer.callback_metrics
+    single = torch.tensor(1 / 3, dtype=torch.float32).double().item()
+    assert found["third"].dtype == torch.float64
+    assert found["third"].item() == 1 / 3
+    assert found["number"].item() == (1 / 3 if precision == "64-true" else single)
+    assert found["single"].item() == single
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_fabric_gives_forward_the_inputs_of_mixed_precision(dtype: torch.dtype) -> None:
+    class Sees(torch.nn.Linear):
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+            self.seen = x.dtype, None if more is None else more.dtype
+            return super().forward(x)
+
+    def seen(fabric: Any) -> Any:
+        model = Sees(2, 1)
+        assert (
+            fabric.setup(model)(torch.ones(1, 2, dtype=dtype), more=torch.ones(1, dtype=dtype)).dtype == torch.float32
+        )
+        return model.seen
+
+    assert seen(Fabric(accelerator="cpu", precision="bf16-mixed")) == (torch.bfloat16,) * 2
+    # hasten leaves digits to what autocast does not compute in 16 bits, such as positions.
+    assert seen(L.Fabric(accelerator="cpu", precision="bf16-mixed")) == (torch.float32,) * 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import hasten.compat
+import hasten_lightning
 from hasten.machine.cluster import find_free_port
 from tests.models import Classifier, loader, quiet
 
@@ -18,9 +18,9 @@ pytest.importorskip("uvicorn")
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def model(**methods: Any) -> Any:

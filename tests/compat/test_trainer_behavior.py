@@ -16,8 +16,8 @@ import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
-import hasten.compat
 import hasten.seed
+import hasten_lightning
 from hasten.utilities.exceptions import MisconfigurationException
 from hasten.utilities.warnings import PossibleUserWarning
 from tests.fakes import RowLogger
@@ -26,9 +26,9 @@ from tests.models import Classifier, Manual, loader, quiet
 
 @pytest.fixture(autouse=True)
 def alias() -> Iterator[None]:
-    hasten.compat.install()
+    hasten_lightning.install()
     yield
-    hasten.compat.uninstall()
+    hasten_lightning.uninstall()
 
 
 def test_empty_loaders_are_a_warning() -> None:
@@ -249,4 +249,4 @@ def test_a_method_that_is_patched_on_a_base_class_is_called() -> None:
         trainer.fit(Manual(), loader(8))
     assert backward.call_count == 2
     assert "backward" not in vars(strategies.Strategy)
-    assert L.strategies.Strategy.backward.__module__ == "hasten.strategies.base"
+    assert L.strategies.Strategy.backward.__module__ == "hasten.strategies.program"

@@ -308,7 +308,7 @@ def chained(dataset: Any, *runs: tuple[int, int, int, int | None]) -> list[int] 
                 if made.not_known:
                     return made.not_known
             seen.append(read(made, count))
-            states.append(made.state_dict(made.handed))
+            states.append(made.state_dict(made.consumed))
             made.close()
         state = states[0]
     return samples(seen)

@@ -48,7 +48,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: L.Trainer(num_workers="atuo"), ValueError, "num_workers"),
     (lambda: L.Trainer(num_workers=-1), ValueError, "num_workers"),
     (lambda: L.Trainer(num_workers=1.5), TypeError, "num_workers"),
-    (lambda: L.Trainer(resident="autos"), ValueError, r"\(resident='autos'\): use .*'auto'.*'device'.*auto"),
+    (lambda: L.Trainer(resident="autos"), ValueError, r"\(resident='autos'\): .*Did you mean 'auto'\?"),
     (lambda: L.Trainer(resident=1), TypeError, r"Trainer\(resident=1\): use True, False"),
     (lambda: L.Trainer(resident="device", batching="length"), ValueError, "Use resident=True"),
 ]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.demo import row
-from hasten.demo.task import RowVariant, Task
-from hasten.demo.text import Imdb
-from hasten.demo.text_models import find
-from hasten.speed.engine import TrialError, Turn
+from hasten_tools.demo import row
+from hasten_tools.demo.task import RowVariant, Task
+from hasten_tools.demo.text import Imdb
+from hasten_tools.demo.text_models import find
+from hasten_tools.speed.engine import TrialError, Turn
 
 Seconds = Callable[[int], float]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.demo import cumulative
-from hasten.demo.cumulative import Measurement, Result
-from hasten.demo.images import Digits, Vit
-from hasten.demo.task import LadderRow, RowVariant, Task, first_rows
-from hasten.speed.engine import TrialError
-from hasten.speed.safety import Safety
+from hasten_tools.demo import cumulative
+from hasten_tools.demo.cumulative import Measurement, Result
+from hasten_tools.demo.images import Digits, Vit
+from hasten_tools.demo.task import LadderRow, RowVariant, Task, first_rows
+from hasten_tools.speed.engine import TrialError
+from hasten_tools.speed.safety import Safety
 
 from .conftest import FakeEngine, Seconds, imdb, make_folder, silent
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hasten.demo import text as demo_text
-from hasten.demo.task import RowVariant
-from hasten.demo.text import Docstrings, docstrings_of, split_docstrings
-from hasten.demo.text_models import find
-from hasten.speed.safety import Safety
+from hasten_tools.demo import text as demo_text
+from hasten_tools.demo.task import RowVariant
+from hasten_tools.demo.text import Docstrings, docstrings_of, split_docstrings
+from hasten_tools.demo.text_models import find
+from hasten_tools.speed.safety import Safety
 
 from .conftest import silent
 
@@ -72,7 +72,7 @@ def test_libraries_are_found_without_being_imported() -> None:
     assert (demo_text.find_sources("numpy") / "__init__.py").is_file()
     assert (demo_text.find_sources("python") / "ast.py").is_file()
     assert set(sys.modules) == before
-    with pytest.raises(ModuleNotFoundError, match=r"reads the sources of nowhere.*hasten\[demo\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"reads the sources of nowhere.*pip install .*\[demo\]"):
         demo_text.find_sources("nowhere")
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.demo.download import Remote, download
-from hasten.demo.task import DemoError
+from hasten_tools.demo.download import Remote, download
+from hasten_tools.demo.task import DemoError
 
 CONTENT = random.Random(0).randbytes(1_000_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.demo import images
-from hasten.demo.images import Vit
-from hasten.demo.task import DemoError, RowVariant
+from hasten_tools.demo import images
+from hasten_tools.demo.images import Vit
+from hasten_tools.demo.task import DemoError, RowVariant
 
 from .conftest import pack, silent, weights_of
 
@@ -85,7 +85,7 @@ def test_rows_train_the_same_weights(archive: Path) -> None:
 
 
 def test_noise_needs_no_archive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.demo.images.download", lambda *a, **k: pytest.fail("it was downloaded"))
+    monkeypatch.setattr("hasten_tools.demo.images.download", lambda *a, **k: pytest.fail("it was downloaded"))
     task = small(random_images=True, limit=60)
     assert "noise" in task.title
     assert len(task.train_data) == 45

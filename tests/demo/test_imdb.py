@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.demo.task import DemoError
-from hasten.demo.text import Pad, TextDataset, Tokens, split_reviews, tokens_of
+from hasten_tools.demo.task import DemoError
+from hasten_tools.demo.text import Pad, TextDataset, Tokens, split_reviews, tokens_of
 
 from .conftest import silent
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.demo import outcome
-from hasten.demo.cumulative import Result
-from hasten.demo.images import Digits
-from hasten.demo.outcome import Arithmetic
-from hasten.demo.task import LadderRow, RowVariant, first_rows, lever_rows
-from hasten.speed.engine import Comparison, Turn
-from hasten.speed.safety import Safety
+from hasten_tools.demo import outcome
+from hasten_tools.demo.cumulative import Result
+from hasten_tools.demo.images import Digits
+from hasten_tools.demo.outcome import Arithmetic
+from hasten_tools.demo.task import LadderRow, RowVariant, first_rows, lever_rows
+from hasten_tools.speed.engine import Comparison, Turn
+from hasten_tools.speed.safety import Safety
 
 from .conftest import imdb
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.demo.images import Digits
-from hasten.demo.task import RowVariant
+from hasten_tools.demo.images import Digits
+from hasten_tools.demo.task import RowVariant
 
 from .conftest import imdb, train, weights_of
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.programs import run_python
 
-from hasten.demo import text_models as models
-from hasten.demo.text import Imdb
+from hasten_tools.demo import text_models as models
+from hasten_tools.demo.text import Imdb
 
 from .conftest import silent
 

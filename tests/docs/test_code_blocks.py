@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 import hasten as L
-from hasten.commands import COMMANDS
-from hasten.commands.run import parse_program
+from hasten.commands import commands
+from hasten_tools.commands.run import parse_program
 from tests.docs.blocks import ELSEWHERE, LANGUAGES, ROOT, Block, blocks_in, blocks_of, commands_of, pages
 
 PAGES = {page: blocks_of(page) for page in pages()}
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder to run in, where modules that a page writes can be imported; one thread, and no seed left."""
     import torch
 
-    from hasten.speed import levers
+    from hasten_tools.speed import levers
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -57,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for lever in levers.known_levers():
         if lever.name not in registered:
             levers.unregister(lever.name)
-    if "hasten.compat" in sys.modules:
-        sys.modules["hasten.compat"].uninstall()  # A program of Lightning ended with an error.
+    if "hasten_lightning" in sys.modules:
+        sys.modules["hasten_lightning"].uninstall()  # A program of Lightning ended with an error.
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     sys.modules["__main__"] = main
@@ -104,8 +104,8 @@ def check_command(line: str) -> None:
         words.pop(0)
     if not words or words[0] != "hasten" or len(words) == 1 or words[1].startswith("-"):
         return
-    assert words[1] in COMMANDS, line
-    module = importlib.import_module(COMMANDS[words[1]][0])
+    assert words[1] in commands(), line
+    module = importlib.import_module(commands()[words[1]].module)
     parser = module.make_parser()
     of_program = any(action.dest == "program" for action in parser._actions)
     read = functools.partial(parse_program, parser) if of_program else parser.parse

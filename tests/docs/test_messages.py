@@ -6,13 +6,15 @@ import ast
 import re
 from pathlib import Path
 
+from hasten._lib.explain import remedy_for
+
 ROOT = Path(__file__).parents[2]
 
 
 def messages() -> str:
     """Return all texts of the package, one on a line, with ``{}`` for what is filled in and without backticks."""
     texts = []
-    for path in (ROOT / "src" / "hasten").rglob("*.py"):
+    for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values]
@@ -29,7 +31,8 @@ def test_each_message_of_the_page_is_one_of_the_code() -> None:
     assert len(shown) > 50
     # Shorter ones would be found in other messages too.
     assert min(map(len, shown)) >= 17
-    assert [message for message in shown if message not in known] == []
+    # Those of torch are known by what is told to write for them.
+    assert [message for message in shown if message not in known and not remedy_for(message)] == []
 
 
 def test_the_tests_behind_the_promises_exist() -> None:

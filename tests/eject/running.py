@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
-from hasten.commands.eject import eject_program
+from hasten_tools.commands.eject import eject_program
 
 Weights = dict[str, Tensor]
 BEGIN, END = "# -- the training loop of ", "# -- the program"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hasten.demo import images, text
-from hasten.eject import EjectError
+from hasten_tools.demo import images, text
+from hasten_tools.eject import EjectError
 from tests.eject.running import check_form, eject, fits, same
 from tests.programs import ROOT
 

@@ -87,6 +87,12 @@ def scheduled(what: str, options: str = "") -> str:
     )
 
 
+# For the first batch of a window, the last one, and all of one.
+SOME = STEPS.replace("return self.loss(batch)", "return self.loss(batch) if batch_idx not in (0, 3, 4, 5) else None", 1)
+FALLS_THROUGH = STEPS.replace(
+    "return self.loss(batch)", "if batch_idx not in (0, 3, 4, 5):\n            return self.loss(batch)", 1
+)
+
 CASES = {
     "plain": Case(),
     "accumulation with a tail": Case(
@@ -288,6 +294,39 @@ CASES |= {
         "max_epochs=2, accumulate_grad_batches=2", steps=STEPS + OPTIMIZER_STEP, lacks=("autocast",)
     ),
     "a dict": Case(steps=DICTS, has=('loss = outputs["loss"]',), lacks=("autocast",)),
+    **{
+        f"batches without a loss, {arguments}": Case(
+            f"max_epochs=2, {arguments}",
+            steps=SOME if "clip" in arguments else FALLS_THROUGH,
+            configure=scheduled("StepLR(optimizer, 2, 0.5)", ', "interval": "step"'),
+            has=("if loss is not None:",),
+            lacks=("autocast",),
+        )
+        for arguments in (
+            "accumulate_grad_batches=2",
+            "accumulate_grad_batches=3, max_steps=3",
+            "accumulate_grad_batches=2, gradient_clip_val=0.1",
+            "max_steps=9",
+        )
+    },
+    "a train() of its own": Case(
+        methods="""
+    def train(self, mode=True):
+        super().train(mode)
+        self.layers[1].eval()
+        return self
+""",
+        has=("switch_back(modes)",),
+        lacks=("autocast",),
+    ),
+    "stopped within an epoch and an accumulation": Case(
+        "max_epochs=3, accumulate_grad_batches=3",
+        steps=STEPS.replace(
+            "return self.loss(batch)", "self.trainer.should_stop = batch_idx == 3\n        return self.loss(batch)", 1
+        ),
+        configure=scheduled("ExponentialLR(optimizer, 0.5)"),
+        lacks=("autocast",),
+    ),
     "a batch without a loss": Case(steps=SKIPS, has=("if loss is not None:",), lacks=("autocast",)),
     "a datamodule": Case(
         extra=DATA,
@@ -332,7 +371,7 @@ CASES |= {
         has=("class ModelCheckpoint",),
         lacks=("autocast",),
     ),
-    "the last checkpoint": Case(checkpoints=True, has=('"last.pt"',), lacks=("class ModelCheckpoint",)),
+    "the last checkpoint": Case(checkpoints=True, has=('"last.ckpt"',), lacks=("class ModelCheckpoint",)),
 }
 CASES["manual optimization"].methods = ""
 
@@ -354,7 +393,7 @@ def test_feature(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 FORMATTED = (
     "accumulation, clipping and a schedule by steps", "manual optimization", "overridden hooks",
     "optimizer_step and accumulation", "a datamodule", "a callback of the program", "the best checkpoint", "averages",
-    "64-true", "few batches",
+    "64-true", "few batches", "a train() of its own", "batches without a loss, accumulate_grad_batches=2",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 
 import hasten as L
 from hasten.callbacks import EarlyStopping
-from hasten.eject import EjectError
+from hasten_tools.eject import EjectError
 from tests.eject.running import check_form
 from tests.models import Classifier, loader, quiet, same_weights
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.commands import main
-from hasten.eject import EjectError
+from hasten_tools.eject import EjectError
 from tests.eject.running import check_form, eject
 from tests.eject.test_features import STEPS, Case
 
@@ -20,7 +20,7 @@ REFUSED = {
     "precision": (Case('max_epochs=1, precision="16-true"'), "precision='16-true' has no short equivalent"),
     "logger": (
         Case(steps=STEPS + "\n    def on_train_end(self):\n        self.logger.save()\n"),
-        "line 28: self.logger is hasten's",
+        "line 28: self.logger.save: the ejected CSVLogger has log_dir, log_hyperparams,",
     ),
     "attribute": (
         Case(steps=STEPS + "\n    def on_train_end(self):\n        print(self.trainer.global_stepp)\n"),
@@ -41,6 +41,21 @@ REFUSED = {
         Case(steps=STEPS + "\n    def on_train_batch_start(self, batch, batch_idx):\n        return -1\n"),
         "on_train_batch_start ends epochs by returning -1",
     ),
+    "an epoch cut short sometimes": (
+        Case(
+            steps=STEPS + "\n    def on_train_batch_start(self, batch, batch_idx):\n        return self.left()\n",
+            methods="    def left(self):\n        return -1 if self.current_epoch else None\n",
+        ),
+        "on_train_batch_start ends epochs by returning -1",
+    ),
+    "batches left out of a closure": (
+        Case(
+            steps=STEPS.replace("return self.loss(batch)", "return self.loss(batch) if batch_idx else None", 1),
+            optimizer="torch.optim.LBFGS(self.parameters())",
+        ),
+        "leaves batches out by returning None, with a step that takes a closure. Return 0 * loss instead",
+    ),
+    "no batches": (Case("max_epochs=1, limit_train_batches=0"), "limit_train_batches=0 trains on no batch"),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import hasten as L
 from hasten.fabric import is_wrapped
 from hasten.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer
 from hasten.plugins import MixedPrecision
+from tests.models import quiet
 
 
 class Model(nn.Module):
@@ -468,7 +469,49 @@ def test_modules_and_tensors_go_to_the_device(fabric: L.Fabric, capsys: pytest.C
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-def test_modules_made_empty_keep_their_memory_as_it_is(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+class MadeEmpty(L.LightningModule):
+    """Draws values twice for a weight, and sets some by other means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, padding_idx=1)
+        self.layer = nn.Linear(3, 2)
+        nn.init.normal_(self.layer.weight, std=0.02)
+        self.last = nn.Linear(2, 2)
+        self.last.bias.data.zero_()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.last(self.layer(self.embedding(batch[0]))).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("by", ["Fabric.setup", "Trainer.fit"])
+def test_what_no_checkpoint_brings_gets_its_initial_values(by: str, fabric: L.Fabric) -> None:
+    def begin(model: MadeEmpty) -> None:
+        if by == "Fabric.setup":
+            fabric.setup(model)
+        else:
+            quiet(max_steps=1).fit(model, DataLoader(TensorDataset(torch.tensor([[0, 1]]))))
+
+    torch.manual_seed(0)
+    expected = MadeEmpty().state_dict()
+    with (fabric if by == "Fabric.setup" else quiet()).init_module(empty_init=True):
+        model, loaded, in_part = MadeEmpty(), MadeEmpty(), MadeEmpty()
+    torch.manual_seed(0)
+    begin(model)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    loaded.load_state_dict({name: torch.full_like(value, 7.0) for name, value in expected.items()})
+    begin(loaded)
+    assert all(bool((value == 7).all()) for value in loaded.state_dict().values())
+    in_part.load_state_dict({"layer.weight": torch.full((2, 3), 7.0)}, strict=False)
+    begin(in_part)
+    assert bool((in_part.layer.weight == 7).all())
+    assert bool(in_part.last.weight.isfinite().all())
+
+
+def test_modules_made_empty_draw_no_values(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     monkeypatch.setattr(Tensor, "uniform_", lambda tensor, *args, **kwargs: called.append(1) or tensor)
     with fabric.init_module(empty_init=True):
@@ -609,3 +652,24 @@ def test_a_fabric_can_be_sent_to_other_processes() -> None:
     sent = pickle.loads(pickle.dumps(L.Fabric(accelerator="cpu")))
     model = sent.setup(nn.Linear(2, 1))
     assert model(torch.ones(1, 2)).shape == (1, 1)
+
+
+def test_what_is_no_optimizer_and_no_loss_is_told_what_to_do(fabric: L.Fabric) -> None:
+    layer = nn.Linear(8, 2)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"a DataLoader is not an optimizer. Give loaders to fabric.setup_dataloaders"):
+        fabric.setup(layer, sgd, loader())
+    with pytest.raises(TypeError, match=r"SGD is a class, not an optimizer. Make one: SGD\(module.parameters\(\), lr="):
+        fabric.setup(layer, torch.optim.SGD)
+    wrapped, _ = fabric.setup(layer, sgd)
+    with pytest.raises(RuntimeError) as caught:
+        fabric.backward(wrapped(torch.ones(4, 8)))
+    assert "Return its mean" in caught.value.__notes__[0]
+
+
+def test_a_loop_whose_module_was_never_set_up_is_told_so(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    layer = nn.Linear(8, 2)
+    with pytest.warns(UserWarning, match=r"no module was set up, .*fabric.setup\(model, optimizer\) before the loop"):
+        fabric.backward(layer(torch.ones(4, 8)).mean())
+    assert layer.weight.grad is not None

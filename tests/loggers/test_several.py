@@ -458,13 +458,12 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_training(
         def prepare_data(self) -> None:
             seen.append(1)
 
-    trainer = quiet(logger=kind(save_dir=folder))
     with pytest.raises(NotADirectoryError) as caught:
-        trainer.fit(Watched(), loader())
+        quiet(logger=kind(save_dir=folder)).fit(Watched(), loader())
     message = str(caught.value)
     assert f"{kind.__name__}(save_dir='" in message
-    assert f"cannot write to {folder}" in message
-    assert "Give a folder that can be written to" in message
+    assert str(tmp_path / "file") in message
+    assert "Give a folder" in message
     assert seen == []
     # A superuser, as in many containers, may write anywhere: what the system would say is put in its place.
     monkeypatch.setattr("os.access", lambda path, mode: False)

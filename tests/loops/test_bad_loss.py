@@ -98,7 +98,7 @@ def test_a_bad_loss_is_told_of_once_with_step_and_cure() -> None:
         trainer.fit(Classifier(), data(BAD))
     messages = [str(one.message) for one in said if "is nan" in str(one.message)]
     assert len(messages) == 1
-    assert messages[0].startswith("The loss of training_step is nan at step 3 (epoch 0); at step 1 it was finite.")
+    assert messages[0].startswith("The loss of training_step is nan at step 3 (epoch 1); at step 1 it was finite.")
     assert "on_bad_loss='stop'" in messages[0]
 
 
@@ -136,7 +136,7 @@ class Manual(Classifier):
 def test_manual_optimization_is_warned_of_too() -> None:
     with pytest.warns(UserWarning, match="training_step is nan"):
         quiet().fit(Manual(), data(BAD))
-    with pytest.raises(FloatingPointError, match=r"manual_backward is nan, at step 3 \(epoch 0, batch 3\)"):
+    with pytest.raises(FloatingPointError, match=r"manual_backward is nan, at step 3 \(epoch 1, batch 3\)"):
         quiet(on_bad_loss="stop").fit(Manual(), data(BAD))
 
 
@@ -240,7 +240,7 @@ def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> No
         quiet(on_bad_loss="stop").fit(Roots(), data())
     with pytest.raises(FloatingPointError, match=r"inf at step 3 .*every layer is finite: the loss itself"):
         quiet(on_bad_loss="stop").fit(Last(), data())
-    with pytest.raises(FloatingPointError, match=r"nan at step 3 \(epoch 0, batch 3\). batch\[0\] itself is not"):
+    with pytest.raises(FloatingPointError, match=r"nan at step 3 \(epoch 1, batch 3\). batch\[0\] itself is not"):
         quiet(on_bad_loss="stop").fit(Net(), data(BAD))
 
 
@@ -349,7 +349,7 @@ class Without(Classifier):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (Net, {"on_bad_loss": "skp"}, r"Trainer\(on_bad_loss='skp'\): use one of 'warn'.*Did you mean 'skip'"),
+        (Net, {"on_bad_loss": "skp"}, r"Trainer\(on_bad_loss='skp'\): 'skp' is unknown. Did you mean 'skip'"),
         (Manual, {"on_bad_loss": "skip"}, "Test the loss there before"),
         (InBackward, {"on_bad_loss": "skip"}, r"='skip'\): each parameter steps in backward"),
         (Without, {"on_bad_loss": "rewind"}, "no optimizer, so there is no step to leave out"),

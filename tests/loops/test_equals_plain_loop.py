@@ -170,6 +170,69 @@ def test_validation_does_not_change_training() -> None:
     assert same_weights(model, twin)
 
 
+class FrozenStatistics(nn.Module):
+    """Keeps its normalization in eval mode, and counts how often it is switched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.switched: list[bool] = []
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.norm.eval()
+        self.switched.append(mode)
+        return self
+
+    def forward(self, x: Any) -> Any:
+        return self.scale(self.norm(x))
+
+
+class HasFrozenStatistics(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kept = FrozenStatistics(), nn.Dropout(0.5).eval()
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(self.kept(self.body(x)))
+
+
+class FreezesInTheModule(HasFrozenStatistics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.body[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("make", [HasFrozenStatistics, FreezesInTheModule])
+@pytest.mark.parametrize("validates", [False, True])
+def test_the_train_method_of_a_module_is_called_as_by_hand(make: Any, validates: bool) -> None:
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    torch.manual_seed(7)
+    quiet(max_epochs=2).fit(model, loader(), loader() if validates else None)
+    torch.manual_seed(7)
+    twin.train()
+    twin.kept.eval()  # Switched off by the program, and left so.
+    train_by_hand(twin, loader())
+    assert same_weights(model, twin)
+    assert model.state_dict().keys() == twin.state_dict().keys()
+    assert all(torch.equal(value, twin.state_dict()[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert not model.kept.training
+
+
+def test_the_train_method_is_called_when_training_begins_and_around_each_validation() -> None:
+    model = HasFrozenStatistics()
+    quiet(max_epochs=2, num_sanity_val_steps=0).fit(model, loader(), loader())
+    assert model.body.switched == [True, False, True, False, True]
+
+
 def test_losses_weighted_by_tokens_equal_the_full_batch() -> None:
     class Weighted(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -38,6 +38,11 @@ def unpacks_three(self: Any, batch: Any, batch_idx: int) -> Any:
         ),
         (lambda self, batch, _: self.loss(batch).detach(), ["does not depend on any parameter"]),
         (lambda self, batch, _: self(batch[0]).sum(1), ["Return its mean"]),
+        (lambda self, batch, _: (self(batch[0]).argmax(1) == batch[1]).float().mean(), [".argmax() or =="]),
+        (lambda self, batch, _: [self.optimizers()].zero_grad(), ["first, second = self.optimizers()"]),
+        (lambda self, batch, _: torch.optim.Adam(self.parameters(), lr="1e-3"), ["Write a number: lr=1e-3"]),
+        (lambda self, batch, _: self.outputs, ["Nothing has set self.outputs so far: set it in Net.__init__"]),
+        (lambda self, batch, _: self.layer(batch[0]), ["Did you mean 'layers'?"]),
         (reaches_back, ["Detach what you carry over"]),
         (unpacks_three, ["unpacks the batch into another number of parts"]),
     ],
@@ -114,3 +119,49 @@ def test_weights_beside_batches_without_a_loss_are_fine() -> None:
 
     with pytest.warns(UserWarning, match="returned None: the batch is skipped"):
         quiet(accumulate_grad_batches=2, limit_train_batches=6).fit(with_step(step), loader())
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        self.layer = torch.nn.Linear(8, 8)
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        self.by = 2
+
+
+class LaysItFirst(Classifier):
+    def __init__(self) -> None:
+        self.first = torch.nn.Linear(8, 8)
+        super().__init__()
+
+
+class BuildsItLater(Classifier):
+    def configure_model(self) -> None:
+        self.block = Block()
+
+
+class HoldsOne(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+
+@pytest.mark.parametrize(
+    ("make", "owner"), [(LaysItFirst, LaysItFirst), (BuildsItLater, Block), (HoldsOne, Scale)], ids=str
+)
+def test_a_module_without_the_init_of_its_base_is_named_with_the_line_to_add(make: Any, owner: type) -> None:
+    with pytest.raises(AttributeError) as caught:
+        quiet().fit(make(), loader())
+    line = owner.__init__.__code__.co_firstlineno  # type: ignore[misc]
+    advice = f"Write super().__init__() as the first line of {owner.__name__}.__init__ ({__file__}, line {line})."
+    assert notes(caught.value).endswith(advice)
+
+
+def test_the_place_of_an_error_in_backward_comes_before_what_mends_it() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        quiet().fit(with_step(lambda self, batch, _: self(batch[0]).sum(1)), loader())
+    place, remedy = notes(caught.value).splitlines()
+    assert place.startswith("in Net.training_step, batch 0")
+    assert "Return its mean" in remedy

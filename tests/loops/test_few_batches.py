@@ -117,8 +117,12 @@ def test_a_process_without_batches_has_the_values_of_one_process(strategy: str, 
 
     # One sample for the first loader, three for the second.
     values, others = trainer.validate(Evaluates(), [samples(1), samples(3)], verbose=False)
-    assert values["mean/dataloader_idx_0"] == pytest.approx(expected(1)["mean"])
-    assert others["mean/dataloader_idx_1"] == pytest.approx(expected(3)["mean"])
+    # The metrics are the same objects for both.
+    for name in ("mean", "accuracy", "auroc"):
+        assert values[f"{name}/dataloader_idx_0"] == pytest.approx(expected(1)[name])
+        assert others[f"{name}/dataloader_idx_1"] == pytest.approx(expected(3)[name])
+    (*_, others) = trainer.validate(Evaluates(), [samples(4), samples(2), samples(1)], verbose=False)
+    assert others["auroc/dataloader_idx_2"] == pytest.approx(expected(1)["auroc"])
     (values,) = trainer.test(Evaluates(), samples(1), verbose=False)
     assert values == {"test": 1.5} | ({"first": 1.0} if trainer.is_global_zero else {})
     predictions = trainer.predict(Evaluates(), samples(1))

@@ -99,6 +99,39 @@ class HasTrainOfItsOwn(Tuned):
         return self
 
 
+class PassesItOn(Body):
+    """Defines train() and changes no mode by it, as the models of transformers do."""
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(mode)
+
+
+class TrainsOfTheLibrary(Tuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = PassesItOn()
+
+
+class KeepsAnotherPart(TrainsOfTheLibrary):
+    """Keeps one part in eval mode by its train(), which says nothing about the others."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.body.layers[2].eval()
+        return self
+
+
+@pytest.mark.parametrize("make", [TrainsOfTheLibrary, KeepsAnotherPart])
+def test_a_train_method_that_leaves_a_layer_in_train_mode_does_not_silence_the_warning(make: Any) -> None:
+    model = make()
+    (text,) = said(lambda: quiet().fit(model, loader()))
+    assert text.startswith(f"{make.__name__} trains 1 layers in eval mode (body.layers.0)")
+    assert not model.body.layers[0].training, "looking for it changes nothing"
+    model.train()
+    with nothing_said():
+        quiet().fit(model, loader())
+
+
 class ExtractsFeatures(Tuned):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.layers.parameters(), lr=0.1)
@@ -195,3 +228,40 @@ def test_a_resumed_run_does_not_say_it_again(tmp_path: Path) -> None:
     assert "go to the loggers every 50 steps" in text
     (path,) = tmp_path.rglob("*.ckpt")
     assert not said(lambda: quiet(max_epochs=3, **options).fit(LogsSteps(), loader(), ckpt_path=path))
+
+
+class Regressor(Classifier):
+    """Gives one number for each sample, as (batch, 1)."""
+
+    def __init__(self, loss: Any, values: Any = lambda out: out) -> None:
+        super().__init__()
+        self.compare, self.values = loss, values
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.compare(self.values(self(batch[0])[:, :1]), batch[1].float())
+
+
+@pytest.mark.parametrize(
+    ("loss", "place"),
+    [
+        (lambda values, target: nn.functional.mse_loss(values, target), rf" \({re.escape(__file__)}, line \d+\)"),
+        (nn.L1Loss(), ""),
+    ],
+)
+def test_a_loss_of_two_shapes_is_mended(loss: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        # As Python has it outside the tests: once for each line.
+        warnings.simplefilter("default")
+        quiet(max_epochs=2, limit_val_batches=0).fit(Regressor(loss), loader())
+    texts = [text for one in caught if "gets predictions" in (text := str(one.message))]
+    assert len(texts) == 1
+    assert re.match(
+        rf"Regressor: a loss{place} gets predictions of shape \(4, 1\) and targets of shape \(4,\)", texts[0]
+    )
+    assert texts[0].endswith("write y.unsqueeze(-1) for the targets y, or squeeze(-1) for the predictions.")
+
+
+def test_a_loss_of_one_shape_is_not_mentioned() -> None:
+    model = Regressor(nn.MSELoss(), lambda out: out.squeeze(-1))
+    assert not any("gets predictions" in text for text in said(lambda: quiet(limit_val_batches=0).fit(model, loader())))

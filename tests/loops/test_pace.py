@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ class Lines(L.Callback):
         self.lines: list[tuple[str, dict[str, Any]]] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.current_run.record = self
+        trainer.current_run.observers.record = self
 
     def add(self, kind: str, **fields: Any) -> None:
         self.lines.append((kind, fields))
@@ -48,12 +47,29 @@ class Lines(L.Callback):
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a sample of every second step, and count operations as soon as possible."""
+    """Take a sample of every second step."""
     # Another test may have compiled something in this process: then logging is not timed by itself.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     monkeypatch.delitem(counters, "frames", raising=False)
-    for name in ("_FIRST_SECONDS", "_SECONDS", "_SHARE", "_COUNTS_AFTER_SECONDS"):
+    for name in ("_FIRST_SECONDS", "_SECONDS", "_SHARE"):
         monkeypatch.setattr(pace, name, 0.0)
+
+
+class Moments:
+    """In the place of time.perf_counter: a moment passes with each look at it, and ``now`` can be moved on."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Moments:
+    clock = Moments()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
 
 
 def fit(module: L.LightningModule, lines: Lines | None, **arguments: Any) -> L.Trainer:
@@ -134,9 +150,7 @@ def test_timed_steps_train_the_same_and_say_where_their_time_goes(kind: str) -> 
     assert (speeds[-1]["memory_bytes"], speeds[-1]["peak_flops"], speeds[-1]["tokens"]) == (None, None, None)
     if kind == "automatic":
         assert speeds[-1]["lr"] == {"SGD": 0.1}
-        # Two layers, of 8 by 16 and 16 by 2: forward, gradients of weights, and of the second layer's inputs.
-        per_step = 2 * 4 * (2 * (8 * 16 + 16 * 2) + 16 * 2)
-        assert {line["flops"] / line["steps"] for line in speeds[4:] if line["steps"]} == {per_step}
+    assert {line["flops"] for line in speeds} == {None}, "nobody asked to count them"
     assert [line["step"] for line in lines.of("validation")] == [
         run.progress.logged_step // 2 - 1,
         run.progress.logged_step - 1,
@@ -144,53 +158,56 @@ def test_timed_steps_train_the_same_and_say_where_their_time_goes(kind: str) -> 
 
 
 @pytest.mark.usefixtures("often")
-def test_hooks_loggers_and_checkpoints_take_time_too(tmp_path: Any) -> None:
-    class Sleeps(L.Callback):
+def test_hooks_loggers_and_checkpoints_take_time_too(clock: Moments, tmp_path: Any) -> None:
+    class Works(L.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
-            time.sleep(0.001)
+            clock.now += 1.0
 
         def on_validation_start(self, *_: Any) -> None:
-            time.sleep(0.02)
+            clock.now += 20.0
+
+        def on_save_checkpoint(self, *_: Any) -> None:
+            clock.now += 30.0
 
     lines = Lines()
     checkpoint = L.callbacks.ModelCheckpoint(
         tmp_path, monitor="val_loss", every_n_train_steps=4, save_top_k=-1, filename="{step}", save_last=True
     )
     fit(
-        Classifier(), lines, callbacks=[Sleeps(), checkpoint], enable_checkpointing=True, val_check_interval=4,
+        Classifier(), lines, callbacks=[Works(), checkpoint], enable_checkpointing=True, val_check_interval=4,
         max_epochs=1,
     )  # fmt: skip
-    assert all(line["parts"]["callbacks"] > 0.001 for line in lines.of("step_time"))
-    assert any(line["parts"]["checkpoints"] > 0 for line in lines.of("step_time"))
+    assert all(1.0 <= line["parts"]["callbacks"] < 2.0 for line in lines.of("step_time"))
+    assert any(line["parts"]["checkpoints"] >= 30.0 for line in lines.of("step_time"))
     validations, saved = lines.of("validation"), lines.of("checkpoint")
     assert len(validations) == BATCHES / 4
-    assert all(line["seconds"] > 0.02 for line in validations)
+    assert all(20.0 <= line["seconds"] < 21.0 for line in validations)
     # Neither is part of the steps' time.
-    assert max(line["seconds"] / max(1, line["steps"]) for line in lines.of("speed")) < 0.02
+    assert all(line["seconds"] == pytest.approx(line["steps"], abs=0.1) for line in lines.of("speed"))
     ranked = [line for line in saved if line["monitor"] is not None]
     assert [line["step"] for line in ranked][:2] == [3, 7]
     assert set(ranked[0]["monitor"]) == {"val_loss"}
     assert any(line["best"] for line in ranked)
-    assert all(line["bytes"] > 1000 and line["seconds"] > 0 for line in saved)
+    assert all(line["bytes"] > 1000 and 30.0 <= line["seconds"] < 31.0 for line in saved)
     assert any(line["path"].endswith("last.ckpt") for line in saved)
 
 
 @pytest.mark.usefixtures("often")
-def test_waiting_for_data_is_measured_in_all_steps() -> None:
+def test_waiting_for_data_is_measured_in_all_steps(clock: Moments) -> None:
     class Slow:
         def __len__(self) -> int:
             return 8
 
         def __iter__(self) -> Iterator[Tensor]:
             for _ in range(8):
-                time.sleep(0.01)
+                clock.now += 1.0
                 yield torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
 
     lines = Lines()
     quiet(callbacks=[lines], max_epochs=1).fit(Classifier(), Slow())
     speeds = lines.of("speed")
-    assert sum(line["data_seconds"] for line in speeds) >= 0.07
-    assert all(line["parts"]["data"] >= 0.01 for line in lines.of("step_time"))
+    assert 7.0 <= sum(line["data_seconds"] for line in speeds) < 8.1
+    assert all(line["parts"]["data"] >= 1.0 for line in lines.of("step_time"))
 
     class Fetches(Classifier):
         def training_step(self, dataloader_iter: Any) -> Tensor:
@@ -200,8 +217,8 @@ def test_waiting_for_data_is_measured_in_all_steps() -> None:
     lines = Lines()
     trainer = quiet(callbacks=[lines], max_epochs=1)
     trainer.fit(Fetches(), Slow())
-    assert trainer.current_run.pace.waited >= 0.07
-    assert all(line["parts"]["forward"] < 0.01 <= line["parts"]["data"] for line in lines.of("step_time"))
+    assert trainer.current_run.observers.pace.waited >= 7.0
+    assert all(line["parts"]["forward"] < 1.0 <= line["parts"]["data"] for line in lines.of("step_time"))
 
 
 class Event:
@@ -270,8 +287,11 @@ def test_tokens_are_counted_where_batches_have_some() -> None:
     lines = Lines()
     trainer = quiet(callbacks=[lines], max_epochs=1)
     seen: list[Any] = []
-    look = L.callbacks.LambdaCallback(on_train_batch_end=lambda *_: seen.append(trainer.current_run.pace.speed()))
-    trainer.callbacks.append(look)
+
+    def look(*_: Any) -> None:
+        seen.append(trainer.current_run.observers.pace.speed())
+
+    trainer.callbacks.append(L.callbacks.LambdaCallback(on_train_batch_end=look))
     trainer.fit(Tokens(), batches)
     speeds = lines.of("speed")
     assert sum(line["tokens"] for line in speeds) == 8 * 20
@@ -330,12 +350,12 @@ def test_the_time_to_the_end(arguments: dict[str, Any], seconds: float | None, m
             clock.now += 2.0
             if trainer.current_run.progress.total_batches == 10:
                 # A validation is measured once there was one: here as if.
-                trainer.current_run.pace._last_validation = 4.5
-                left.append(trainer.current_run.pace.seconds_left())
+                trainer.current_run.observers.pace._last_validation = 4.5
+                left.append(trainer.current_run.observers.pace.seconds_left())
                 trainer.should_stop = True
 
     arguments = {"max_epochs": None, **arguments}
-    fit(Classifier(), None, callbacks=[Measured()], **arguments)
+    fit(Classifier(), Lines(), callbacks=[Measured()], **arguments)
     assert left == [None if seconds is None else pytest.approx(seconds)]
 
 
@@ -360,7 +380,18 @@ def test_a_long_fit_says_so_once(monkeypatch: Any, caplog: pytest.LogCaptureFixt
     assert (pace.about(30), pace.about(3590), pace.about(7000), pace.about(90_000)) == (
         "1 min", "60 min", "2 h", "1 day 1 h",
     )  # fmt: skip
-    assert math.isinf(pace.Pace().due)
+
+
+def test_nothing_stands_between_the_loop_and_its_batches_where_nobody_looks() -> None:
+    seen: list[bool] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            seen.append(trainer.current_run.observers.pace.measures)
+
+    for lines in (None, Lines()):
+        fit(Classifier(), lines, callbacks=[Looks()], max_epochs=1)
+    assert seen == [False] * BATCHES + [True] * BATCHES
 
 
 def test_a_small_last_batch_and_large_batches_of_validation_do_not_change_what_is_counted(tmp_path: Path) -> None:

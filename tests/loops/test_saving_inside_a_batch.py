@@ -172,3 +172,19 @@ def test_what_could_not_be_seen_beforehand_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"in on_after_backward, batch 0.*on_train_batch_end"):
         fitted(Moving, list, Hidden())
     assert not list(tmp_path.iterdir())
+
+
+def test_learning_rates_and_generators_are_those_with_which_the_batch_began(tmp_path: Path) -> None:
+    class Scales(Moving):
+        """Lowers the learning rate in each batch, and draws from a generator of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            for group in self.optimizers().param_groups:
+                group["lr"] *= 0.9 + 0.1 * torch.rand((), generator=self.generator).item()
+
+    whole = fitted(Scales, lambda: [Saving(tmp_path, "on_before_optimizer_step", (2, 3))])
+    assert assert_all_resume(tmp_path, whole, Scales) == 2

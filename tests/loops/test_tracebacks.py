@@ -19,6 +19,7 @@ from tests.models import Classifier, loader, quiet
 
 PACKAGE = str(Path(inspect.getfile(L)).parent)
 AT_MOST = 6
+CALLS_OF_TORCH = ("_wrapped_call_impl", "_call_impl")
 
 
 class MistakeError(Exception):
@@ -110,11 +111,29 @@ def test_all_frames_of_the_program_and_few_of_hasten(monkeypatch: pytest.MonkeyP
         assert 1 <= counts[-1] <= AT_MOST, name
         monkeypatch.setenv("HASTEN_FULL_TRACEBACK", "1")
         full = frames_of(error_of(make))
-        of_the_program = [[f for f in frames if not f[0].startswith(PACKAGE)] for frames in (short, full)]
+        of_the_program = [
+            [f for f in frames if not f[0].startswith(PACKAGE) and f[1] not in CALLS_OF_TORCH]
+            for frames in (short, full)
+        ]
         assert of_the_program[0] == of_the_program[1], name
         assert set(short) <= set(full), name
         assert short[-1] == full[-1], f"{name}: the line of the mistake"
     assert statistics.median(counts) <= 4
+
+
+def test_the_calls_of_torch_between_layers_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_wide(self: Any, batch: Any, batch_idx: int) -> Any:
+        return self(torch.ones(4, 9)).sum()
+
+    def names() -> set[str]:
+        error = error_of(lambda: fit(with_method("training_step", too_wide)))
+        return {name for _, name, _ in frames_of(error)}
+
+    monkeypatch.delenv("HASTEN_FULL_TRACEBACK", raising=False)
+    assert {"too_wide", "forward"} <= names()
+    assert names().isdisjoint(CALLS_OF_TORCH)
+    monkeypatch.setenv("HASTEN_FULL_TRACEBACK", "1")
+    assert set(CALLS_OF_TORCH) <= names()
 
 
 def test_the_traceback_can_be_inspected_after_the_fact() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset, default_collate, random_split
 
 from tests.models import Classifier, quiet
 
@@ -75,6 +75,19 @@ def test_slow_data_is_named_with_its_share_and_what_helps(clock: Clock) -> None:
     (text,) = warned(clock, DataLoader(Slow(clock, 3.0)), num_workers=0)
     assert "num_workers='auto'" not in text
     assert "resident='auto'" in text
+
+
+def test_samples_in_memory_need_no_workers(clock: Clock) -> None:
+    def collate(samples: Any) -> Any:
+        clock.now += 3.0
+        return default_collate(samples)
+
+    rows = TensorDataset(torch.ones(40, 8), torch.zeros(40, dtype=torch.long))
+    part, _ = random_split(ConcatDataset([rows, rows]), [0.5, 0.5])
+    for dataset in (rows, part):
+        (text,) = warned(clock, DataLoader(dataset, collate_fn=collate))
+        assert "Trainer(resident=True) reads its samples, which are in memory" in text
+        assert "num_workers" not in text
 
 
 def test_data_that_costs_less_than_the_steps_is_no_cause_for_a_warning(clock: Clock) -> None:

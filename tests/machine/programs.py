@@ -30,11 +30,11 @@ def train(run: Runtime, mode: str, folder: str) -> None:
     run.place(model)
     wrapped = run.wrap(model)
     forward = run.bind(lambda x: model(x).pow(2).mean(), module=model, wrapped=wrapped, training=True)
-    step, zero_grad = run.make_step(optimizer), run.make_zero_grad(optimizer)
+    step, zero_grad = run.engine.make_step(optimizer), run.engine.make_zero_grad(optimizer)
     with StopRequests(run.all_reduce if run.world_size > 1 else None) as stop:
         for i in range(STEPS if mode != "endless" else 100_000):
             zero_grad()
-            run.backward(forward(torch.ones(4, 4)))
+            run.engine.backward(forward(torch.ones(4, 4)))
             step()
             if i == 3:
                 Path(folder, f"started-{rank}").touch()

@@ -28,6 +28,7 @@ from hasten.machine.cluster import (
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
 from hasten.utilities.warnings import PossibleUserWarning
+from hasten_lightning.conventions import LIGHTNING
 
 
 @pytest.fixture
@@ -261,7 +262,9 @@ def test_what_a_scheduler_set_is_compared_with_the_arguments(monkeypatch: pytest
     for name in [name for name in os.environ if name.startswith(("SLURM_", "LSB_"))]:
         monkeypatch.delenv(name)
     slurm = SLURMEnvironment()
-    assert (slurm.main_port, slurm.world_size(), slurm.local_rank()) == (12910, 1, 0)
+    assert slurm.main_port == 12910
+    with pytest.raises(KeyError, match="SLURM_NTASKS"):
+        slurm.world_size()
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
     monkeypatch.setenv("SLURM_NNODES", "2")
     slurm.validate_settings(4, 2)
@@ -280,7 +283,7 @@ def test_what_a_scheduler_set_is_compared_with_the_arguments(monkeypatch: pytest
 
 
 def test_srun_under_the_names_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.elsewhere.alias._active", True)
+    monkeypatch.setattr("hasten.elsewhere.conventions._current", LIGHTNING)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     with pytest.raises(KeyError):

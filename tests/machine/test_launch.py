@@ -19,7 +19,7 @@ from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
 
 PROGRAM = Path(__file__).with_name("programs.py")
-SECONDS = 120  # Far more than any of it takes, on a loaded machine too.
+SECONDS = 600  # Far more than any of it takes, on a loaded machine too.
 
 
 def start(strategy: str, mode: str, folder: Path) -> subprocess.Popen[str]:
@@ -175,6 +175,33 @@ def test_the_owners_results_come_back_from_the_copies() -> None:
     assert owner.learned == {"metric": torch.tensor(3.0)}
 
 
+# -- a run within a rank of another one
+
+NESTED = """
+import subprocess, sys
+import hasten as L
+
+def work(fabric):
+    if len(sys.argv) > 1:
+        print(f"inner {sorted(fabric.all_gather(fabric.global_rank).tolist())}\\n", end="", flush=True)
+    else:
+        subprocess.run([sys.executable, __file__, "inner"], check=True)
+    fabric.barrier()
+
+if __name__ == "__main__":
+    L.Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(work)
+"""
+
+
+def test_a_program_that_a_rank_starts_can_have_processes_of_its_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(NESTED)
+    process = start_python(program)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output
+    assert output.count("inner [0, 1]") == 4
+
+
 # -- several machines
 
 ON_TWO_MACHINES = """
@@ -203,7 +230,7 @@ def test_a_machine_that_waits_prints_what_to_start_on_the_others(tmp_path: Path)
         assert f"NODE_RANK=1 waits at 127.0.0.1:{port} for the others of num_nodes=2 machines" in text
         assert re.search(rf"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} NODE_RANK=... .*program.py --some option", text)
         first = start_machine(0)
-        outputs = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
+        outputs = [process.communicate(timeout=SECONDS)[0].splitlines() for process in (first, second)]
         assert [lines[-1] for lines in outputs] == ["[0, 1]"] * 2
     finally:
         second.kill()

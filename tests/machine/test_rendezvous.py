@@ -11,9 +11,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hasten.machine import rendezvous
+from hasten.machine import collectives, rendezvous
 from hasten.machine.cluster import find_free_port
 from hasten.machine.rendezvous import Party, agree_on_name, store_of_this_attempt
+from hasten.resolve import runtime
+from hasten.strategies import DDPStrategy
+from hasten.strategies.parallel import TIMEOUT
 
 
 def meet(store: dist.Store, ranks: list[int], world_size: int) -> list[str]:
@@ -99,3 +102,15 @@ def test_who_started_the_processes_says_whether_those_that_are_missing_live() ->
         "is alive and has not come to this call.",
         "has ended.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "waited"), [(timedelta(seconds=5), TIMEOUT), (timedelta(hours=1), timedelta(hours=1))]
+)
+def test_a_short_timeout_of_a_strategy_is_for_steps_and_not_for_the_start(
+    given: timedelta, waited: timedelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parties: list[Party] = []
+    monkeypatch.setattr(collectives, "join", lambda party, **_: parties.append(party))
+    runtime(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=given)).strategy.setup_environment()
+    assert parties[0].timeout == waited

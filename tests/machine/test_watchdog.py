@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 
 from tests.programs import run_python
@@ -54,6 +53,10 @@ def test_what_takes_long_on_all_ranks_and_checkpoints_are_no_standstill() -> Non
 def test_a_stop_that_was_asked_for_ends_a_standstill_soon_and_lets_work_be_completed() -> None:
     asked = {"stop": int(signal.SIGTERM), "stop_seconds": 16.0, "presses": 1}
     assert decision(waiting(100), late(100, **asked)) == (True, 143)
+    # With the time of the report and of killing what does not end, 12 seconds in all.
+    assert decision(waiting(7.5), late(7.5, **asked)) == (True, 143)
+    # Nobody waits for another: this step is the first, and long.
+    assert decision(waiting(7.5), waiting(7.5, **asked)) == (False, None)
     # A step was completed since: it ends by itself.
     assert decision(waiting(5), late(5, **asked)) == (False, None)
     # Steps take 40 seconds.
@@ -141,7 +144,7 @@ class Model(Classifier):
         if batch_idx == 3 and self.global_rank == 1 and HOW != "differ":
             if HOW == "SIGTERM":
                 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            print("stuck", time.time(), file=sys.stderr, flush=True)
+            print("stuck", file=sys.stderr, flush=True)
             time.sleep(1000)  # here
         return super().training_step(batch, batch_idx)
 
@@ -168,24 +171,24 @@ def differ():
         print("done", file=sys.stderr, flush=True)
 
 if __name__ == "__main__":
-    watchdog.WARN_SECONDS, watchdog.GRACE_SECONDS = 2.0, 2.0
+    watchdog.WARN_SECONDS, watchdog.GRACE_SECONDS, watchdog.STALLED_SECONDS = 2.0, 2.0, 2.0
     if HOW == "stuck":
         differ()
     trainer(4 if HOW == "stuck" else 100).fit(Model(), loader(64))
 """
 
 
-def run(tmp_path: Path, how: str, method: str) -> tuple[int, str, float]:
+def run(tmp_path: Path, how: str, method: str) -> tuple[int, str]:
+    """Run the program, whose rank 1 sleeps for longer than any program may take here."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = run_python(program, how, method)
-    stuck = [float(line.split()[1]) for line in done.stderr.splitlines() if line.startswith("stuck ")]
-    assert len(stuck) == 1, done.stderr[-3000:]
-    return done.returncode, done.stderr, time.time() - stuck[0]
+    assert done.stderr.splitlines().count("stuck") == 1, done.stderr[-3000:]
+    return done.returncode, done.stderr
 
 
 def test_processes_that_differ_are_refused_and_a_rank_that_is_stuck_ends_the_run_by_name(tmp_path: Path) -> None:
-    code, output, seconds = run(tmp_path, "stuck", "popen")
+    code, output = run(tmp_path, "stuck", "popen")
     assert code == 1, output[-3000:]
     for rank in (0, 1):
         differ = f"refused on {rank}: Trainer.fit(): the processes of this run differ:"
@@ -198,17 +201,15 @@ def test_processes_that_differ_are_refused_and_a_rank_that_is_stuck_ends_the_run
     assert output.count("\nhasten: Rank 1 did not come for") in (1, 2)
     line = 1 + PROGRAM.splitlines().index("            time.sleep(1000)  # here")
     where = f"{tmp_path / 'program.py'}:{line}"
-    assert "rank 0: fit, train, epoch 0, batch 3, step 3: waits for rank 1 in backward" in output
-    assert f"rank 1: fit, train, epoch 0, batch 3, step 3: in Model.training_step, {where}" in output
+    assert "rank 0: fit, train, epoch 1, batch 3, step 3: waits for rank 1 in backward" in output
+    assert f"rank 1: fit, train, epoch 1, batch 3, step 3: in Model.training_step, {where}" in output
     assert f"  > {where} in Model.training_step" in output
-    assert seconds < 60
 
 
 def test_a_signal_in_a_run_that_is_stuck_ends_it_and_leaves_no_process(tmp_path: Path) -> None:
-    code, output, seconds = run(tmp_path, "SIGTERM", "fork")
+    code, output = run(tmp_path, "SIGTERM", "fork")
     assert code == 143, output[-3000:]
     assert "hasten: SIGTERM arrived, and rank 1 did not come for" in output
-    assert seconds < 60
     assert not _processes_with(str(tmp_path / "program.py"))
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -131,6 +135,131 @@ def test_weights_and_buffers_are_bit_equal_with_dropout_on(
     block: Callable[[], nn.Module], kind: type[Deep], how: str
 ) -> None:
     assert same_weights(trained(block, kind), trained(block, kind, memory=how))
+
+
+OF_THE_PROGRAM = random.Random(4)
+COUNTED = [0]
+
+
+def drawn() -> float:
+    return OF_THE_PROGRAM.random()
+
+
+class Draws(Block):
+    """Multiplies by a number that each forward draws or counts anew."""
+
+    how: Callable[[Any], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+        self.old_numpy = np.random.RandomState(1)
+        self.generator = torch.Generator().manual_seed(1)
+        self.count, self.seen, self.recent = 0, [1.0], deque([1.0], maxlen=3)
+        self.state = SimpleNamespace(inner={"n": 0})
+        self.mean: Any = torch.ones(16)
+        self.last: Any = torch.zeros(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (0.5 + 0.1 * type(self).how(self))
+
+    def counted(self) -> float:
+        self.count += 1
+        return 0.1 * self.count
+
+    def listed(self) -> float:
+        self.seen.append(self.seen[-1] + 0.1)
+        return self.seen[-1]
+
+    def queued(self) -> float:
+        self.recent.append(self.recent[-1] + 0.1)
+        return self.recent[0]
+
+    def nested(self) -> float:
+        self.state.inner["n"] += 1
+        return 0.1 * self.state.inner["n"]
+
+    def averaged(self) -> Tensor:
+        self.mean.mul_(0.9)
+        return self.mean
+
+    def replaced(self) -> Tensor:
+        self.last = self.last + 0.1
+        return self.last
+
+    def appeared(self) -> float:
+        self.late = getattr(self, "late", 0) + 1
+        return 0.1 * self.late
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda self: random.random(),
+        lambda self: float(np.random.rand()),
+        lambda self: self.python.random(),
+        lambda self: float(self.numpy.random()),
+        lambda self: float(self.old_numpy.rand()),
+        lambda self: torch.rand(16, generator=self.generator),
+        lambda self: OF_THE_PROGRAM.random(),
+        lambda self: drawn(),
+        Draws.counted,
+        Draws.listed,
+        Draws.queued,
+        Draws.nested,
+        Draws.averaged,
+        Draws.replaced,
+        Draws.appeared,
+    ],
+)
+@pytest.mark.parametrize("kind", [Deep, Twice])
+def test_numbers_that_blocks_draw_or_count_are_the_same_again(how: Any, kind: type[Deep]) -> None:
+    block = type("OwnDraws", (Draws,), {"how": how})
+    models = []
+    for memory in ("selective", "full", None):
+        OF_THE_PROGRAM.seed(4)
+        models.append(trained(block, kind, memory=memory))
+        state = models[-1].blocks[0]
+        assert state.count == (how is Draws.counted) * 4 * (2 if kind is Twice else 1), "as often as it was called"
+    assert same_weights(models[0], models[2])
+    assert same_weights(models[1], models[2])
+
+
+class CountsForAll(Block):
+    """Counts where nothing can be restored."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        COUNTED[0] += 1
+        return super().forward(x) * (1 + 0.1 * COUNTED[0])
+
+
+class CountsInTheClass(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+class TakesNext(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = iter(range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + next(self.numbers))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("block", [CountsForAll, CountsInTheClass, TakesNext])
+def test_what_cannot_be_restored_is_refused_before_the_first_step(block: Any, how: str) -> None:
+    model = Deep(block)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ValueError, match=rf"memory='{how}': {block.__name__}.forward gave other values.*attribute of the b"
+    ):
+        quiet(memory=how).fit(model, loader(40, 10))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_bf16_and_accumulation_and_micro_batches() -> None:

@@ -94,6 +94,17 @@ def test_missing_and_unexpected_keys_are_named(saved: tuple[Net, Path]) -> None:
     assert "missing (2): aa.weight, aa.bias" in text
     assert "unexpected (2): a.weight, a.bias" in text
     assert "'a.weight' looks like 'aa.weight': was a layer renamed?" in text
+
+    class Larger(Net):
+        def __init__(self, width: int = 4, extra: bool = False) -> None:
+            super().__init__(width, extra)
+            self.aa = nn.Linear(5, 5)
+            del self.a
+
+    with pytest.raises(RuntimeError) as caught:
+        Larger.load_from_checkpoint(path)
+    assert "missing (2): aa.weight, aa.bias" in str(caught.value)
+    assert "looks like" not in str(caught.value)
     words = r"missing \(2\): b.weight, b.bias\nPass strict=False \(or set strict_loading = False\)"
     with pytest.raises(RuntimeError, match=words):
         Net.load_from_checkpoint(path, extra=True)
@@ -110,7 +121,7 @@ def test_strict_loading_can_be_switched_off(saved: tuple[Net, Path]) -> None:
     for again in (Net.load_from_checkpoint(path, extra=True, strict=False), Loose.load_from_checkpoint(path)):
         assert torch.equal(again.a.weight, model.a.weight)
         assert again.b.weight.shape == (1, 3)
-    with pytest.raises(RuntimeError, match="missing"):
+    with pytest.raises(ValueError, match="conflict"):
         Loose.load_from_checkpoint(path, strict=True)
     batches = [torch.ones(2, 2)]
     loose, strict = Loose(3), Net(3, extra=True)

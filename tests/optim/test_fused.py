@@ -12,6 +12,7 @@ from torch import nn
 
 import hasten as L
 from hasten.optim import adamw, use_fused
+from hasten.optim.fused import fused_where_possible
 from tests.models import Classifier, loader, quiet, same_weights
 
 MAKERS = {
@@ -120,9 +121,30 @@ class Own(Classifier):
         return MyAdam(self.parameters())
 
 
+class Words(Classifier):
+    """Looks its inputs up in a table whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.EmbeddingBag(4, 8, sparse=True)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x + self.table((x.abs() * 2).long().clamp(0, 3)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+SPARSE = "a fused SGD cannot take sparse gradients, and table is EmbeddingBag\\(sparse=True\\)"
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
-    [(Rms, "torch has no fused RMSprop; it has Adagrad, Adam, AdamW, SGD"), (Own, "torch has no fused MyAdam")],
+    [
+        (Rms, "torch has no fused RMSprop; it has Adagrad, Adam, AdamW, SGD"),
+        (Own, "torch has no fused MyAdam"),
+        (Words, SPARSE),
+    ],
 )
 def test_optimizers_without_a_fused_kernel_are_refused_before_training(module: type[Classifier], message: str) -> None:
     made = module()
@@ -130,6 +152,16 @@ def test_optimizers_without_a_fused_kernel_are_refused_before_training(module: t
     with pytest.raises(ValueError, match=rf"^Trainer\(fused_optimizer=True\): {message}"):
         quiet(fused_optimizer=True).fit(made, loader())
     assert same_weights(made, before)
+
+
+def test_sparse_gradients_are_refused_by_fabric_and_left_to_the_optimizer_of_a_command_line() -> None:
+    module = Words()
+    with pytest.raises(ValueError, match=rf"^Fabric\(fused_optimizer=True\): {SPARSE}"):
+        L.Fabric(accelerator="cpu", fused_optimizer=True).setup(module, module.configure_optimizers())
+    quiet(fused_optimizer=False).fit(Words(), loader())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    assert not fused_where_possible(optimizer, module).defaults.get("fused")
+    assert fused_where_possible(optimizer, module.layers).param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

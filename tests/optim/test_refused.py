@@ -28,7 +28,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
      r"use a class, such as torch.optim.AdamW, not AdamW"),
     (lambda: in_backward(torch.optim.SGD, LINEAR), TypeError,  # type: ignore[arg-type]
      r"not the module Linear. Pass its parameters\(\).*torch.optim.SGD, model.para"),
-    (lambda: schedule_free(LINEAR, kind="adam"), ValueError, "use one of 'adamw', 'radam', 'sgd'. Did you mean"),
+    (lambda: schedule_free(LINEAR, kind="adam"), ValueError, "'adam' is unknown. Did you mean 'radam'"),
     (lambda: use_fused(torch.optim.Adam([COMPLEX])), ValueError, "floating-point parameters, and one is torch.comp"),
     (lambda: use_fused(torch.optim.Adam(WEIGHTS, differentiable=True)), ValueError, "cannot be differentiated"),
     (lambda: quiet(fused_optimizer="yes"), TypeError, "use True, False or None"),

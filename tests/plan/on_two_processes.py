@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.plan import Ledger
 from hasten.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from hasten_tools.plan import Ledger
 
 WORDS, WIDTH, TOKENS, STEP = 300, 96, 40, 2
 SOON = timedelta(seconds=60)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.plan import Ledger, PlanError, plan_fit
-from hasten.plan.report import parse_size, size
+from hasten_tools.plan import Ledger, PlanError, plan_fit
+from hasten_tools.plan.report import parse_size, size
 from tests.plan import on_two_processes
 from tests.plan.on_two_processes import Transformer, loader, trainer
 from tests.programs import run_python
@@ -159,6 +159,10 @@ def test_manual_optimization_with_two_optimizers() -> None:
     found = plan_fit(one, _Manual(), data, devices=4, strategy="fsdp2").measured
     assert found.optimizer == found.weights
     assert found.sent["reduce-scatter"][0] == 2
+    # It asks on every process which parameters a backward has used.
+    found = plan_fit(one, _Manual(), data, devices=4, strategy="ddp").measured
+    assert found.optimizer == found.weights
+    assert found.sent["all-reduce"][0] >= 2
 
 
 class _Measures(Transformer):
@@ -185,14 +189,21 @@ def test_the_command(tmp_path: Path) -> None:
         "import sys\n"
         "from tests.plan.on_two_processes import *\n"
         "assert sys.argv[1:] == ['--size', '1']\n"
-        "trainer(devices=8, strategy='ddp', precision='16-mixed', compile=True).fit(Transformer(), loader())\n"
-        "raise SystemExit('the program went on')\n",
+        "from hasten.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar\n"
+        "from hasten.loggers import CSVLogger\n"
+        "import hasten as L\n"
+        "best, logger = ModelCheckpoint(save_last=True), CSVLogger('logs')\n"
+        "given = dict(callbacks=[best, EarlyStopping('loss'), TQDMProgressBar()], logger=logger)\n"
+        "given |= dict(devices=8, strategy='ddp', precision='16-mixed', compile=True)\n"
+        "L.Trainer(max_steps=2, **given).fit(Transformer(), loader())\n"
+        "raise SystemExit('the program went on ' + best.best_model_path)\n",
         encoding="utf-8",
     )
     file = tmp_path / "plan.json"
     options = ("--devices", "16", "--memory", "80GB", "--json", file)
-    ended = run_python("-m", "hasten", "plan", *options, program, "--size", "1")
+    ended = run_python("-m", "hasten", "plan", *options, program, "--size", "1", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["plan.json", "program.py"]
     assert "Transformer on 16 devices of 2 machines\nstrategy 'ddp', precision 'bf16-mixed'" in ended.stdout
     assert "precision='16-mixed' is planned as 'bf16-mixed'" in ended.stdout
     assert "compile=True is left out" in ended.stdout

@@ -83,7 +83,7 @@ class Scaled:
         torch.manual_seed(0)
         self.module = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
-        self.step = self.run.make_step(self.optimizer)
+        self.step = self.run.engine.make_step(self.optimizer)
 
 
 def test_the_scaler_scales_unscales_and_steps_as_in_a_plain_loop() -> None:
@@ -100,25 +100,25 @@ def test_the_scaler_scales_unscales_and_steps_as_in_a_plain_loop() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-        scaled.run.make_zero_grad(scaled.optimizer)()
-        scaled.run.backward(scaled.module(x).pow(2).mean())
-        assert scaled.run.unscale is not None
-        scaled.run.unscale(scaled.optimizer)
-        scaled.run.unscale(scaled.optimizer)  # A second time does nothing.
-        assert torch.equal(scaled.run.clip_norm(scaled.module.parameters(), 0.5), norm)
+        scaled.run.engine.make_zero_grad(scaled.optimizer)()
+        scaled.run.engine.backward(scaled.module(x).pow(2).mean())
+        assert scaled.run.engine.unscale is not None
+        scaled.run.engine.unscale(scaled.optimizer)
+        scaled.run.engine.unscale(scaled.optimizer)  # A second time does nothing.
+        assert torch.equal(scaled.run.engine.clip_norm(scaled.module.parameters(), 0.5), norm)
         scaled.step()
     assert torch.equal(plain.weight, scaled.module.weight)
 
 
 def test_a_scaled_step_without_gradients_is_none() -> None:
     scaled = Scaled()
-    assert scaled.run.unscale is not None
+    assert scaled.run.engine.unscale is not None
     before = scaled.module.weight.clone()
     for batch in (None, torch.ones(2, 4), None):
-        scaled.run.make_zero_grad(scaled.optimizer)()
+        scaled.run.engine.make_zero_grad(scaled.optimizer)()
         if batch is not None:
-            scaled.run.backward(scaled.module(batch).sum())
-        scaled.run.unscale(scaled.optimizer)
+            scaled.run.engine.backward(scaled.module(batch).sum())
+        scaled.run.engine.unscale(scaled.optimizer)
         scaled.step()
         assert torch.equal(before, scaled.module.weight) == (batch is None)
         before = scaled.module.weight.clone()
@@ -127,7 +127,7 @@ def test_a_scaled_step_without_gradients_is_none() -> None:
 def test_a_step_with_infinite_gradients_is_left_out_and_the_scale_halved() -> None:
     scaled = Scaled()
     before = scaled.module.weight.clone()
-    scaled.run.backward(scaled.module(torch.full((1, 4), float("inf"))).sum())
+    scaled.run.engine.backward(scaled.module(torch.full((1, 4), float("inf"))).sum())
     scaled.step()
     assert torch.equal(before, scaled.module.weight)
     assert scaled.run.scaler is not None
@@ -137,7 +137,7 @@ def test_a_step_with_infinite_gradients_is_left_out_and_the_scale_halved() -> No
 
 def test_the_scaler_and_lbfgs_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
-        Scaled().run.make_step(torch.optim.LBFGS(nn.Linear(1, 1).parameters()))
+        Scaled().run.engine.make_step(torch.optim.LBFGS(nn.Linear(1, 1).parameters()))
 
 
 def test_what_a_precision_cannot_be() -> None:
@@ -205,11 +205,11 @@ def test_formats_of_sharded_parameters(name: Any) -> None:
         assert torch.is_autocast_enabled("cpu") == (name == "bf16-mixed")
 
 
-def test_16_bit_floats_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="16-bit floats with a gradient scaler need a GPU"):
-        L.Trainer(precision="16-mixed", accelerator="cpu")
-    monkeypatch.setattr("hasten.elsewhere.alias._active", True)
-    with pytest.warns(UserWarning, match="Using precision='bf16-mixed'"):
-        trainer = L.Trainer(precision="16-mixed", accelerator="cpu", logger=False)
+@pytest.mark.parametrize("precision", [16, "16", "16-mixed"])
+def test_16_bit_floats_on_the_processor(precision: Any) -> None:
+    with pytest.warns(UserWarning, match=r"scaler need a GPU\. Using precision='bf16-mixed'"):
+        L.Fabric(precision=precision, accelerator="cpu")
+    with pytest.warns(UserWarning, match=r"scaler need a GPU\. Using precision='bf16-mixed'"):
+        trainer = L.Trainer(precision=precision, accelerator="cpu", logger=False)
     assert trainer.precision == "bf16-mixed"
     assert trainer.scaler is None

@@ -45,7 +45,7 @@ def made(seed: int = 0) -> Wide:
     [
         (Float8Precision, {"recipe": "tensorwize"}, ValueError, "recipe='tensorwize'.*Did you mean 'tensorwise'"),
         (Float8Precision, {"ignore_modules": "head"}, TypeError, r"use a set of names, \{'head'\}"),
-        (BitsandbytesPrecision, {"mode": "nf8"}, ValueError, "mode='nf8'.*use one of 'nf4', 'nf4-dq', 'fp4'"),
+        (BitsandbytesPrecision, {"mode": "nf8"}, ValueError, "mode='nf8'.*Did you mean 'nf4'"),
         (BitsandbytesPrecision, {"mode": "int8", "dtype": torch.bfloat16}, ValueError,
          "mode='int8', dtype=torch.bfloat16.*Use dtype=torch.float16"),
         (BitsandbytesPrecision, {"mode": "nf4", "dtype": torch.int8}, ValueError, "dtype=torch.int8"),

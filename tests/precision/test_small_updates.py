@@ -129,6 +129,97 @@ def test_checkpoints_of_other_precisions_can_be_resumed(first: str, second: str,
         torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", ["SGD", "momentum", "AdamW"])
+@pytest.mark.parametrize("what", ["zero_", "mask", "load_state_dict", "fill_", "data"])
+def test_a_weight_that_the_program_sets_is_the_one_that_is_trained(precision: Any, name: str, what: str) -> None:
+    """As 32-bit weights that the program sets in the same way, of which the model has the nearest 16-bit numbers."""
+    make = {
+        "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    }[name]
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).to(DTYPES[precision])
+    full = copy.deepcopy(model).float()
+    optimizer, of_full = make(model.parameters()), make(full.parameters())
+    HalfPrecision(precision).convert_optimizer(optimizer)
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+
+    def change(layer: nn.Linear) -> None:
+        with torch.no_grad():
+            if what == "zero_":
+                layer.weight.zero_()
+            elif what == "mask":
+                layer.weight.mul_(mask.to(layer.weight))
+            elif what == "fill_":
+                layer.weight[0].fill_(0.5)
+            elif what == "data":
+                layer.weight.data = torch.zeros_like(layer.weight)
+            else:
+                layer.load_state_dict({key: torch.zeros_like(value) for key, value in layer.state_dict().items()})
+
+    for step in range(12):
+        x = torch.randn(3, 4).to(DTYPES[precision])
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for p, q in zip(model.parameters(), full.parameters(), strict=True):
+            q.grad = p.grad.float()
+        optimizer.step()
+        of_full.step()
+        if step % 4 == 1:
+            change(model)
+            change(full)
+        for p, q in zip(model.parameters(), full.parameters(), strict=True):
+            assert torch.equal(p, q.to(p.dtype)), step
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_an_optimizer_without_state_goes_on_exactly(precision: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).to(DTYPES[precision])
+
+    def prepared(layer: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+        HalfPrecision(precision).convert_optimizer(optimizer)
+        return optimizer
+
+    def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        layer(torch.ones(3, 4, dtype=DTYPES[precision])).square().mean().backward()
+        optimizer.step()
+
+    optimizer = prepared(model)
+    for _ in range(5):
+        step(model, optimizer)
+    # The order in which a program loads its parts does not matter.
+    again = nn.Linear(4, 2).to(DTYPES[precision])
+    resumed = prepared(again)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    for _ in range(20):
+        step(model, optimizer)
+        step(again, resumed)
+    assert same_weights(model, again)
+    ends = [o.state_dict()["state"][0]["full_weight"] for o in (optimizer, resumed)]
+    assert torch.equal(*ends)
+
+
+def test_the_low_bits_of_an_older_checkpoint_are_used() -> None:
+    layer = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    HalfPrecision("bf16-true").convert_optimizer(optimizer)
+    nn.init.ones_(layer.weight)
+    state = optimizer.state_dict()
+    # 1.003 as the distance from 1, in 32-bit floats.
+    wanted = torch.tensor([[1.003]])
+    state["state"] = {0: {"low_bits": (wanted.view(torch.int32) - torch.ones(1, 1).view(torch.int32)).short()}}
+    optimizer.load_state_dict(state)
+    (-0.003 * layer(torch.ones(1, 1, dtype=torch.bfloat16))).sum().backward()
+    optimizer.step()
+    assert layer.weight.item() == 1.0078125, "the nearest to 1.006; from 1 it would be 1"
+
+
 def test_weights_changed_from_outside_stay_changed() -> None:
     class Halved(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import hasten as L
-from hasten.commands import check as command
 from hasten.fabric import Fabric
-from hasten.preflight import CheckFailed, CheckReport, CheckRow, loaders
+from hasten_tools.commands import check as command
+from hasten_tools.preflight import CheckFailed, CheckReport, CheckRow, loaders
 from tests.models import Classifier, Several, dataset, loader, quiet
 
 ROWS = [
@@ -31,9 +31,16 @@ ROWS = [
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take back what a command changes for the rest of its process."""
-    for owner, names in ((L.Trainer, ("fit", "validate", "test", "predict")), (Fabric, ("setup", "setup_module"))):
+    for owner, names in (
+        (L.Trainer, ("fit", "validate", "test", "predict")),
+        (Fabric, ("launch", "setup", "setup_module")),
+    ):
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def two_processes() -> Fabric:
+    return Fabric(accelerator="cpu", devices=2, strategy="ddp")
 
 
 def checked(run: Callable[[], object]) -> CheckReport:
@@ -75,6 +82,8 @@ def test_a_program_is_checked_at_its_first_fit() -> None:
         (lambda: sys.exit("no data here"), "error", "no data here"),
         (lambda: quiet().validate(Classifier(), loader(), verbose=False), "not checked", "never Trainer.fit"),
         (lambda: Fabric(accelerator="cpu").setup(nn.Linear(1, 1)), "not checked", "keeps its own loop (Fabric)"),
+        (lambda: two_processes().launch(), "not checked", "keeps its own loop (Fabric)"),
+        (lambda: two_processes().launch(print), "not checked", "keeps its own loop (Fabric)"),
         (lambda: sys.excepthook(KeyError, KeyError("x"), None), "error", "before Trainer.fit: KeyError: 'x'"),
     ],
 )

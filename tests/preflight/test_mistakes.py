@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hasten as L
-from hasten.preflight import CheckReport
+from hasten_tools.preflight import CheckReport
 from tests.models import Classifier, Manual, dataset, quiet
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
@@ -272,6 +272,14 @@ MISTAKES = [
                 self(batch[0]).sigmoid(), torch.ones(len(batch[0]), 2))), loader(batch_size=8))),
     warning("`mse_loss` of two shapes", "loss", "target size",
             lambda: check(step(lambda self, batch: F.mse_loss(self(batch[0])[:, :1], batch[1].float())))),
+    warning("`.item()` in each step", "training_step", ".item() in each step: a device has to finish",
+            lambda: check(step(reads_a_value))),
+    warning("`.cpu()` and `.numpy()` in each step", "training_step", ".cpu(), .numpy() in each step",
+            lambda: check(step(moves_to_numpy))),
+    warning("a tensor is printed in each step", "training_step", "print(tensor) in each step",
+            lambda: check(step(prints_the_loss))),
+    warning("`empty_cache()` in each step", "training_step", "torch.cuda.empty_cache() in each step",
+            lambda: check(step(empties_the_cache))),
     # Values.
     error("the data has nan", "data values", "in 1 of 4 samples, first in sample 0", lambda: check(Net(), with_nan())),
     error("a layer takes the logarithm of negative numbers", "loss", "the output of layers.0 (Log)",
@@ -290,6 +298,10 @@ MISTAKES = [
     error("the optimizer has parameters of another module", "configure_optimizers", "would not be trained",
           lambda: check(optimizer(lambda self: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)))),
     warning("layers are kept in a plain list", "optimizer", "nn.ModuleList", lambda: check(Held())),
+    warning("a tensor is held in a plain attribute", "buffers", 'self.register_buffer("weights", ...)',
+            lambda: check(net(parts={"weights": torch.ones(2)}))),
+    warning("a tensor with gradients is no parameter", "buffers", "no optimizer trains it",
+            lambda: check(net(parts={"scales": [torch.ones(2, requires_grad=True)]}))),
     warning("layers train in eval mode", "modes", "in eval mode (layers.0", lambda: check(in_eval_mode())),
     warning("dropout that does not end in eval mode", "eval mode", "layers.4 (Noisy)",
             lambda: check(noisy(), loader(), loader(shuffle=False))),
@@ -407,6 +419,28 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+def reads_a_value(self: Any, batch: Any) -> Any:
+    loss = self.loss(batch)
+    self.last = loss.item()
+    return loss
+
+
+def moves_to_numpy(self: Any, batch: Any) -> Any:
+    self.guessed = self(batch[0]).detach().cpu().numpy()
+    return self.loss(batch)
+
+
+def prints_the_loss(self: Any, batch: Any) -> Any:
+    loss = self.loss(batch)
+    print(f"loss {loss:.3f}")
+    return loss
+
+
+def empties_the_cache(self: Any, batch: Any) -> Any:
+    torch.cuda.empty_cache()
+    return self.loss(batch)
+
+
 def unpack(batch: Any) -> Any:
     _x, _y, _z = batch
 
@@ -461,18 +495,18 @@ def overlapping() -> CheckReport:
 
 
 def large_data() -> CheckReport:
-    import hasten.preflight.cost
+    import hasten_tools.preflight.cost
 
     def make() -> CheckReport:
         return check(Net(), resident=True, memory="auto")
 
-    return patched(hasten.preflight.cost, "available_memory_bytes", lambda: 1500, make)
+    return patched(hasten_tools.preflight.cost, "available_memory_bytes", lambda: 1500, make)
 
 
 def little_memory() -> CheckReport:
-    import hasten.preflight.cost
+    import hasten_tools.preflight.cost
 
-    return patched(hasten.preflight.cost, "available_memory_bytes", lambda: 1000, lambda: check(Net()))
+    return patched(hasten_tools.preflight.cost, "available_memory_bytes", lambda: 1000, lambda: check(Net()))
 
 
 @pytest.fixture(autouse=True)
@@ -496,6 +530,30 @@ def test_a_check_finds_it(mistake: Mistake) -> None:
 def test_a_model_without_mistakes_has_none() -> None:
     report = check(net(Classifier), loader(), loader(shuffle=False))
     assert [row.status for row in report.rows if row.status in ("error", "warning")] == [], str(report)
+
+
+def test_what_only_some_steps_read_is_no_mistake() -> None:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx % 100 == 0:
+            print(loss.item(), loss)
+        self.register_buffer("seen", torch.zeros(1))
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    report = check(net(training_step=training_step))
+    assert [row.seen for row in report.rows if row.status == "warning"] == [], str(report)
+
+
+def test_a_missing_monitor_shows_where_only_validation_ran() -> None:
+    model = validated(training_step=lambda self, batch, batch_idx: self.loss(batch) / 0)
+    stopping = CALLBACKS.EarlyStopping("val_lss")
+    assert "nothing logs 'val_lss'" in str(check(model, loader(), loader(shuffle=False), callbacks=stopping))
+    with (
+        pytest.warns(UserWarning, match=r"Did you mean EarlyStopping\(monitor='val_loss'\)"),
+        pytest.raises(RuntimeError),
+    ):
+        quiet(callbacks=stopping, num_sanity_val_steps=1).fit(validated(), loader(), loader(shuffle=False))
 
 
 # -- the table of the documentation

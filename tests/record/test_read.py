@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hasten.record.read import read_run
+from hasten_tools.report.read import read_run
 
 
 def start(step: int, at: float) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_runs_without_a_record_and_folders_of_runs(tmp_path: Path) -> None:
     assert read_run(tmp_path).folder == read_run(newer / "run.jsonl").folder == newer
 
 
-def test_a_folder_without_a_run_says_what_is_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_says_what_is_there_until_one_is_below_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="does not exist"):
         read_run(tmp_path / "no")
     with pytest.raises(FileNotFoundError, match="A fit writes"):
@@ -103,6 +103,5 @@ def test_a_folder_without_a_run_says_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "tb" / "events.out.tfevents.1").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="TensorBoard alone"):
         read_run(tmp_path)
-    written(tmp_path / "deep" / "er" / "run3", row(1, 1.0, a=1))
-    with pytest.raises(FileNotFoundError, match="run3"):
-        read_run(tmp_path)
+    deep = written(tmp_path / "deep" / "er" / "run3", row(1, 1.0, a=1))
+    assert read_run(tmp_path).folder == deep

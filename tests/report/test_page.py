@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from hasten.commands import main
-from hasten.record.read import RecordedRow, read_run
-from hasten.report import page, page_curves, page_run
+from hasten_tools.report import page, page_curves, page_run
+from hasten_tools.report.read import RecordedRow, read_run
 
 EVIL = "</script><script>alert(1)</script><b>%{y}"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -240,7 +240,7 @@ def test_chromium_shows_the_curves_on_a_phone_without_errors(tmp_path: Path) -> 
          "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
          "--virtual-time-budget=5000", "--window-size=500,6000",
          f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "frame.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert "CONSOLE" not in done.stderr, done.stderr
     told = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import re
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 
 import hasten
 from hasten.loggers import CSVLogger
-from hasten.report.plots import _read, curves_of, find_metrics
+from hasten.record.file import Record
+from hasten_tools.report.plots import _read, curves_of, find_metrics
+from hasten_tools.report.read import read_run
 from tests.programs import run_python
 
 pytest.importorskip("matplotlib")
@@ -72,9 +76,32 @@ def test_the_latest_version_counts(tmp_path: Path) -> None:
     assert find_metrics(tmp_path).parent.name == "version_10"
 
 
+def test_the_run_written_last_counts_however_deep_it_is(tmp_path: Path) -> None:
+    for age, name in enumerate(("logs/new/version_0", "logs/old/version_3", "venv/site-packages/version_9")):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text("epoch,step,loss\n0,0,1\n")
+        os.utime(folder / "metrics.csv", (100 - age, 100 - age))
+    for source in (tmp_path, tmp_path / "logs", tmp_path / "logs" / "new"):
+        assert find_metrics(source).parent == tmp_path / "logs" / "new" / "version_0"
+        assert read_run(source).folder == tmp_path / "logs" / "new" / "version_0"
+
+
+def test_a_run_of_any_logger_gives_the_same_pictures(run: Path, tmp_path: Path) -> None:
+    record = Record(tmp_path / "run.jsonl")
+    with (run / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            values = {name: float(text) for name, text in row.items() if text and name not in ("step", "epoch")}
+            record.add("row", step=int(row["step"]), epoch=int(row["epoch"]), values=values)
+    record.flush()
+    for own, other in zip(hasten.plot_logs(run), hasten.plot_logs(tmp_path), strict=True):
+        assert own.name == other.name
+        assert own.read_bytes() == other.read_bytes()
+
+
 def test_errors_name_what_is_missing(tmp_path: Path) -> None:
     for folder in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"no metrics\.csv"):
+        with pytest.raises(FileNotFoundError, match=r"does not exist|no metrics\.csv"):
             hasten.plot_logs(folder)
     for text, message in (
         ("epoch,step,speed\n0,0,1\n", r"its columns are \['epoch', 'speed', 'step'\]"),

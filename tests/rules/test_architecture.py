@@ -26,7 +26,7 @@ def section(title: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = {f"src/{path}" for path in re.findall(r"`(?:src/)?(hasten/[\w/]*(?:\.py|/))`", text)}
+    named = {f"src/{path}" for path in re.findall(r"`(?:src/)?(hasten(?:_\w+)?/[\w/]*(?:\.py|/))`", text)}
     named |= set(re.findall(r"`((?:tests|scripts|benchmarks|docs)/[\w/.]+)`", text))
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
 

@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 
+from hasten.extend.origin import ROOTS
+
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -18,7 +20,8 @@ def modules_with_examples() -> list[str]:
     """Return the modules whose text holds an example; only those need be imported."""
     return [
         ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted((SOURCE / "hasten").rglob("*.py"))
+        for root in sorted(ROOTS)
+        for path in sorted((SOURCE / root).rglob("*.py"))
         if ">>> " in path.read_text(encoding="utf-8")
     ]
 

@@ -23,7 +23,7 @@ HEAVY = (
     "torch._dynamo",
     "torch.utils.tensorboard",
 )
-CLI = ("argparse", "hasten.commands", "hasten.demo")
+CLI = ("argparse", "hasten.commands", "hasten_tools.demo")
 
 PROGRAM = """
 import json, sys
@@ -66,3 +66,8 @@ def test_importing_hasten_brings_few_light_modules_and_calls_few_functions() -> 
 def test_the_names_a_program_uses_bring_nothing_heavy_either() -> None:
     names = "Trainer, LightningModule, LightningDataModule, Callback, Fabric, seed_everything"
     assert heavy(run(f"from hasten import {names}")["new"], HEAVY + CLI) == []
+
+
+def test_nor_do_they_under_the_names_of_lightning() -> None:
+    alias = "import hasten_lightning; hasten_lightning.install(); import pytorch_lightning as pl; pl.Trainer"
+    assert heavy(run(alias)["new"], HEAVY) == []

@@ -11,12 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
+# Rooms of the core with a private name that its other roots may import, as if they were in it. May only become fewer.
+HELPERS = {"_lib"}
 
 
 def layers() -> dict[str, int]:
     """Return the layer of each package and module, from the table in ``docs/architecture.md``."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    return {name: int(layer) for layer, name in re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)}
+    return {name: int(layer) for layer, name in re.findall(r"^\| (\d+) \| `([\w.]+)` \|", page, re.MULTILINE)}
 
 
 LAYER_OF_PACKAGE = layers()
@@ -25,18 +27,28 @@ LAYER_OF_PACKAGE = layers()
 def modules() -> dict[str, Path]:
     """Return every module of the package with its file."""
     found = {}
-    for path in sorted((SOURCE / "hasten").rglob("*.py")):
+    for path in sorted(SOURCE.glob("hasten*/**/*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
 MODULES = modules()
+ROOTS = {module for module in MODULES if "." not in module}
+
+
+def package_of(module: str) -> str:
+    """Return the package of a module as the table has it: in the core without its root."""
+    root, _, rest = module.partition(".")
+    room = rest.partition(".")[0]
+    if root == "hasten":
+        return room or "__init__"
+    return f"{root}.{room}" if f"{root}.{room}" in LAYER_OF_PACKAGE else root
 
 
 def layer_of(module: str) -> int | None:
     """Return the layer of a module; None if the table does not have its package."""
-    return LAYER_OF_PACKAGE.get(module.split(".")[1] if "." in module else "__init__")
+    return LAYER_OF_PACKAGE.get(package_of(module))
 
 
 def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -57,14 +69,14 @@ def imports_of(module: str, source: str, known: frozenset[str]) -> Iterator[tupl
     for node in _run_time_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == "hasten":
+                if alias.name.split(".")[0] in ROOTS:
                     yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parent = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parent, base] if base else parent)
-            if base.split(".")[0] == "hasten":
+            if base.split(".")[0] in ROOTS:
                 for alias in node.names:
                     name = f"{base}.{alias.name}"
                     yield node.lineno, name if name in known else base
@@ -81,12 +93,12 @@ IMPORTS = all_imports()
 
 
 def test_the_table_of_layers_has_every_package_and_no_other() -> None:
-    packages = {module.split(".")[1] if "." in module else "__init__" for module in MODULES}
+    packages = {package_of(module) for module in MODULES} - (ROOTS - LAYER_OF_PACKAGE.keys())
     assert sorted(packages - LAYER_OF_PACKAGE.keys()) == [], "add them to the table in docs/architecture.md"
     assert sorted(LAYER_OF_PACKAGE.keys() - packages) == [], "take them out of docs/architecture.md"
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - (ROOTS - LAYER_OF_PACKAGE.keys() - {"hasten"})))
 def test_imports_point_down(module: str) -> None:
     mine = layer_of(module)
     assert mine is not None
@@ -100,7 +112,7 @@ def test_imports_point_down(module: str) -> None:
 
 def rooms_seen_by(room: str) -> set[str]:
     """Return the rooms that the modules of a room import; an empty name for the package's own face."""
-    members = [module for module in MODULES if module.split(".")[1:2] == [room]]
+    members = [module for module in MODULES if package_of(module) == room]
     assert members
     return {imported.partition(".")[2].partition(".")[0] for module in members for _, imported in IMPORTS[module]}
 
@@ -113,6 +125,29 @@ def test_the_front_doors_do_not_know_each_other() -> None:
 @pytest.mark.parametrize("room", ["loops", "strategies", "precision", "logged_values"])
 def test_nothing_below_the_front_doors_sees_them(room: str) -> None:
     assert not rooms_seen_by(room) & {"trainer", "fabric", ""}
+
+
+@pytest.mark.parametrize("module", sorted(module for module in MODULES if module.partition(".")[0] == "hasten"))
+def test_the_core_imports_no_other_root(module: str) -> None:
+    """Neither at the top of a module nor in a function; for type checkers it may."""
+    assert [name for _, name in IMPORTS[module] if name.partition(".")[0] != "hasten"] == []
+
+
+def private_imports(module: str) -> list[str]:
+    """Return the private names and modules of other roots that a module imports."""
+    root = module.partition(".")[0]
+    found = []
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in ROOTS - {root}:
+            continue
+        names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        found += [f"{node.module}: {name}" for name in names if name.startswith("_") and name not in HELPERS]
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(module for module in MODULES if module.partition(".")[0] != "hasten"))
+def test_other_roots_import_public_names_of_the_core(module: str) -> None:
+    assert private_imports(module) == []
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:

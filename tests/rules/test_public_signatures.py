@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hasten
+from hasten.extend.origin import ROOTS
 from hasten.module.log_methods import Unlisted
 
 SNAPSHOT = Path(__file__).with_name("public_signatures.txt")
@@ -29,7 +30,7 @@ MODULES = (
     "hasten.accelerators",
     "hasten.callbacks",
     "hasten.cli",
-    "hasten.compat",
+    "hasten_lightning",
     "hasten.data",
     "hasten.demos",
     "hasten.fabric",
@@ -93,7 +94,7 @@ def lines_now() -> Iterator[str]:
     }
     classes: dict[type, str] = {}
     for path, value in names.items():
-        if inspect.isclass(value) and value.__module__.split(".")[0] == "hasten":
+        if inspect.isclass(value) and value.__module__.split(".")[0] in ROOTS:
             classes.setdefault(value, path)
     functions: set[int] = set()
     for path, value in names.items():

@@ -77,7 +77,7 @@ class Outcome:
         self.weights = [p.detach().clone() for p in network.parameters()]
         states = optimizer.state_dict()["state"]
         self.optimizer_state = [
-            v.clone() for s in states.values() for k, v in s.items() if isinstance(v, Tensor) and k != "low_bits"
+            v.clone() for s in states.values() for k, v in s.items() if isinstance(v, Tensor) and k != "full_weight"
         ]
 
 

@@ -43,7 +43,7 @@ def test_each_refusal_says_why_and_what_to_write(owner: Any) -> None:
         for name, refused in names.items():
             with pytest.raises(ValueError, match=f"{owner.__name__}") as error:
                 owner(**{argument: name.upper()})
-            assert str(error.value) == f"{owner.__name__}({argument}={name.upper()!r}): {refused.message()}"
+            assert str(error.value) == f"{owner.__name__}({argument}={name.upper()!r}): {refused.message(devices=1)}"
             assert len(str(error.value)) < 240, "a message has two lines at most"
 
 

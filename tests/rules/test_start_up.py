@@ -112,7 +112,7 @@ def test_the_first_fit_imports_nothing_but_hasten(counted: dict[str, Any]) -> No
     others = [name for name in counted["new"] if name.split(".")[0] != "hasten"]
     assert heavy(others, HEAVY) == []
     assert len(others) <= 5, others
-    unused = ("hasten.packed", "hasten.packed.dropout", "hasten.tuner", "hasten.demo", "hasten.cli")
+    unused = ("hasten.packed", "hasten.packed.dropout", "hasten.tuner", "hasten_tools.demo", "hasten.cli")
     assert heavy(counted["new"], unused) == []
 
 
@@ -120,6 +120,6 @@ def test_no_fit_makes_a_full_pass_of_the_garbage_collector(counted: dict[str, An
     assert counted["passes"] == 0
 
 
-@pytest.mark.parametrize(("what", "allowed"), [("defaults", 8900), ("off", 3800), ("validate", 1500), ("fabric", 600)])
+@pytest.mark.parametrize(("what", "allowed"), [("defaults", 7500), ("off", 3300), ("validate", 700), ("fabric", 600)])
 def test_a_repeated_call_costs_few_calls(counted: dict[str, Any], what: str, allowed: int) -> None:
     assert counted["calls"][what] <= counted["calls"]["plain"] + allowed

@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MOST_LINES_PER_FILE = 900
 MOST_FILES_PER_PACKAGE = 14
 ONE_FILE_EACH = {"callbacks", "loggers"}  # One file for each callback and for each logger.
 
@@ -52,15 +51,6 @@ def sources() -> list[Any]:
 def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
     with capsys.disabled():
         print(f"\n[tests/rules/test_structure.py] {text}")
-
-
-def test_no_file_is_too_long() -> None:
-    lengths = {
-        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for folder in ("src", "tests", "benchmarks", "scripts", "examples")
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES_PER_FILE} == {}
 
 
 def test_no_package_has_too_many_files(sources: list[Any]) -> None:

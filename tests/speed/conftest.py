@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hasten.speed.engine import Engine
+from hasten_tools.speed.engine import Engine
+from tests.speed import planted
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +20,10 @@ def _server() -> Iterator[Any]:
 @pytest.fixture
 def one_fork_server(_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "_fork_server", _server)
+
+
+@pytest.fixture
+def only_naps_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time the steps of this process with the clock of the planted models."""
+    for module in planted.TIMING:
+        monkeypatch.setattr(module, "time", planted.CLOCK)

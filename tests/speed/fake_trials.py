@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.arguments import SPEED_NAMES
-from hasten.speed.advice import Advice
-from hasten.speed.advisor import LineSearch
-from hasten.speed.engine import LateError, TrialError, Turn
-from hasten.speed.fit_trial import Orders
-from hasten.speed.levers import LEVERS, Lever
-from hasten.speed.races import Plan
-from hasten.speed.safety import Safety
+from hasten_tools.speed.advice import Advice
+from hasten_tools.speed.advisor import LineSearch
+from hasten_tools.speed.engine import LateError, TrialError, Turn
+from hasten_tools.speed.fit_trial import Orders
+from hasten_tools.speed.levers import LEVERS, Lever
+from hasten_tools.speed.races import Plan
+from hasten_tools.speed.safety import Safety
 
 Levers = frozenset[str]
 
@@ -43,6 +43,8 @@ class FakeProgram:
     apart: Callable[[Levers], str | None] = lambda levers: None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     steps_planned: float = math.inf
+    # The part of the time in which other programs have the cores.
+    waited_share: float = 0.0
     now: float = 0.0
     open: int = 0
     opened: list[Levers] = dataclasses.field(default_factory=list)
@@ -99,7 +101,7 @@ class FakeTrial:
         losses: list[float | None] = [program.losses(self.levers, self.steps + step) for step in range(steps)]
         self.steps += steps
         program.now += sum(each)
-        turn = Turn(sum(each), each, losses, samples=steps)
+        turn = Turn(sum(each), each, losses, samples=steps, waited=program.waited_share * sum(each))
         self.history.append(turn)
         return turn
 

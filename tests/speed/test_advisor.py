@@ -14,11 +14,11 @@ import torch
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.seed import collect_rng_state
-from hasten.speed import changes
-from hasten.speed.advice import Advice, figures
-from hasten.speed.engine import Turn
-from hasten.speed.levers import Lever, choose, expected_gain
-from hasten.speed.safety import Safety
+from hasten_tools.speed import changes
+from hasten_tools.speed.advice import Advice, figures
+from hasten_tools.speed.engine import Turn
+from hasten_tools.speed.levers import Lever, choose, expected_gain
+from hasten_tools.speed.safety import Safety
 from tests.models import loader, quiet, same_weights
 from tests.speed import planted
 

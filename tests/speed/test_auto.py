@@ -11,17 +11,19 @@ import pytest
 import torch
 
 import hasten as L
+from hasten.arguments import SPEEDS
 from hasten.loggers import CSVLogger
-from hasten.record.read import read_run
-from hasten.speed import auto, levers
-from hasten.speed.advice import Advice, Line, Row, recall, remember
-from hasten.speed.advisor import TooShortError
-from hasten.speed.inspect_run import key_of
-from hasten.speed.levers import Lever
-from hasten.speed.races import Plan
-from hasten.speed.safety import Safety
+from hasten_tools.report.read import read_run
+from hasten_tools.speed import auto, levers
+from hasten_tools.speed.advice import Advice, Line, Row, recall, remember
+from hasten_tools.speed.inspect_run import data_shape, key_of
+from hasten_tools.speed.levers import Lever
+from hasten_tools.speed.races import Plan
+from hasten_tools.speed.safety import Safety
 from tests.models import Classifier, loader, quiet, same_weights
 from tests.speed import planted
+
+pytestmark = pytest.mark.usefixtures("only_naps_take_long")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCa
 
 def keep(winners: list[str], model: Any, **more: Any) -> str:
     """Keep a verdict for the Trainer and the model of these tests; return its key."""
-    key = key_of(quiet(speed="auto").given_arguments, model, torch.device("cpu"))
+    key = key_of(quiet(speed="auto").given_arguments, model, torch.device("cpu"), data_shape(loader(), None, model))
     unchanged = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0)
     lines = [Line(Safety.ROUNDING, "all of it", winners, 3.0)]
     advice = Advice("train.py", unchanged, **{"rows": [], "lines": lines, "winners": winners, **more})
@@ -49,10 +51,10 @@ class Watches(Classifier):
         self.arguments = self.trainer.given_arguments
 
 
-def test_arguments_are_those_a_user_would_write(caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments_are_those_that_end_no_training(caplog: pytest.LogCaptureFixture) -> None:
     keep(["fused optimizer", "resident data"], model := Watches())
     quiet(speed="auto").fit(model, loader())
-    assert (model.arguments["fused_optimizer"], model.arguments["resident"]) == (True, True)
+    assert (model.arguments["fused_optimizer"], model.arguments["resident"]) == (True, "auto")
     assert "3.0x with L.Trainer(..., fused_optimizer=True, resident=True) (remembered)" in caplog.text
 
 
@@ -115,29 +117,20 @@ def test_a_training_of_few_steps_starts_at_once(
     assert "ends before anything could be measured: it goes on unchanged" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (TooShortError("it takes about 3 s"), "this training goes on unchanged: it takes about 3 s"),
-        (TypeError("Trainer.advise: the model cannot be sent"), "goes on unchanged: the model cannot be sent"),
-    ],
-)
-def test_what_is_not_measured_trains_unchanged(
-    error: Exception,
-    text: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    recwarn: pytest.WarningsRecorder,
+def test_what_cannot_be_sent_to_other_processes_keeps_what_was_found_before(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
-        raise error
+        raise TypeError("Trainer.advise: the model cannot be sent")
 
     monkeypatch.setattr(auto, "measure", fails)
-    model = planted.Sleeper(0.0)
-    quiet(speed="auto", max_epochs=10).fit(model, loader())
-    assert model.layer.weight.grad is not None
-    assert "measuring for at most 20% of the time it takes" in caplog.text
-    assert text in caplog.text + "".join(str(warning.message) for warning in recwarn)
+    # As if the training were long.
+    monkeypatch.setattr(auto, "PLAN", Plan())
+    trainer = quiet(speed="auto", max_epochs=10)
+    with pytest.warns(UserWarning, match="what was measured before is used: the model cannot be sent"):
+        trainer.fit(planted.Sleeper(0.0), loader())
+    assert trainer.chosen_levers == ("resident data", "fused optimizer")
+    assert "more levers pay; training begins after that" in caplog.text
 
 
 def never(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +146,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for lever in (planted.LIAR, Lever("halved", "halved()", Safety.ROUNDING, change=planted.halve), length):
         levers.register(lever)
     added = [levers.choose([name])[0] for name in ("liar", "halved", "by length")]
-    monkeypatch.setattr(auto, "PLAN", Plan(rounds=1, steps=2, warm_up=1, consent=False))
+    monkeypatch.setattr(auto, "PLAN", Plan(rounds=1, steps=2, warm_up=1))
     monkeypatch.setattr(auto, "known_levers", lambda: added)
     yield
     for lever in added:
@@ -173,10 +166,11 @@ def test_auto_switches_on_what_wins_remembers_it_and_names_the_rest(
     # Only the right one is on, and measuring changed nothing else.
     assert model.nap_seconds == planted.NAP_SECONDS / 2
     assert same_weights(plain, model)
-    assert "which of 2 levers pay" in caplog.text
+    assert "which of 2 more levers pay" in caplog.text
     assert "with halved() (measured in" in caplog.text
     assert (
-        "speed='auto' leaves out what changes more than rounding: batching=\"length\" (same samples in other batches)"
+        "speed='auto' leaves out what changes more than rounding and random draws: batching=\"length\" "
+        "(same samples in other batches)"
     ) in caplog.text
 
     with monkeypatch.context() as patch:
@@ -190,3 +184,136 @@ def test_auto_switches_on_what_wins_remembers_it_and_names_the_rest(
         # What is damaged is measured again.
         with pytest.warns(UserWarning, match="cannot be read"), pytest.raises(AssertionError, match="measured"):
             quiet(speed="auto").fit(planted.Sleeper(), loader())
+
+
+# -- what may be switched on
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("atuo", "speed='atuo'.*Did you mean 'auto'"),
+        ("exakt", "Did you mean 'exact'"),
+        ("lower precison", "Did you mean 'lower precision'"),
+        ("changes the maths", "no other model is chosen for you. Use 'lower precision' or a safer class"),
+        (True, "speed=True"),
+    ],
+)
+def test_other_words_are_refused_with_the_nearest(value: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        quiet(speed=value)
+
+
+def test_every_class_but_the_last_can_be_asked_for() -> None:
+    assert set(SPEEDS.values()) | {str(Safety.OTHER_MATHS)} == set(map(str, Safety))
+    assert all(SPEEDS[str(safety)] == safety for safety in Safety if safety != Safety.OTHER_MATHS)
+    assert (Safety.of_speed("exact"), Safety.of_speed("auto")) == (Safety.ROUNDING, Safety.OTHER_DRAWS)
+
+
+def test_a_full_verdict_serves_every_class() -> None:
+    lines = [
+        Line(Safety.SAME_BITS, "a", ["resident data"], 1.2),
+        Line(Safety.ROUNDING, "b", ["resident data", "fused optimizer"], 1.5),
+        Line(Safety.OTHER_DRAWS, "c", ["resident data", "fused optimizer", "fast dropout masks"], 2.0),
+    ]
+    keep(lines[-1].levers, model := Watches(dropout=0.5), lines=lines)
+    chosen = []
+    for speed in ("same bits", "exact", "auto", "lower precision"):
+        trainer = quiet(speed=speed)
+        trainer.fit(model, loader())
+        chosen.append(list(trainer.chosen_levers or ()))
+    assert chosen == [*(line.levers for line in lines), lines[-1].levers]
+
+
+def test_exact_trains_the_same_up_to_rounding_and_measuring_changes_nothing() -> None:
+    models = []
+    for arguments in ({}, {"speed": "exact"}, {"resident": True, "fused_optimizer": True}):
+        L.seed_everything(3, verbose=False)
+        model = Watches(dropout=0.3)
+        generator = torch.Generator().manual_seed(5)
+        # Long enough for steps to be timed, with an order that the loader's own generator draws.
+        quiet(max_epochs=20, **arguments).fit(model, loader(shuffle=True, generator=generator))
+        models.append(model)
+    plain, exact, by_hand = models
+    assert exact.arguments["fused_optimizer"] is True
+    # The random numbers, the order and the weights are those of a run that measured nothing.
+    assert same_weights(exact, by_hand)
+    for name, value in plain.state_dict().items():
+        # Rounding grows over 200 steps with momentum.
+        torch.testing.assert_close(exact.state_dict()[name], value, rtol=0.0, atol=2e-3)
+
+
+def test_what_is_written_by_hand_stays() -> None:
+    # Measured at first, then remembered.
+    for _ in range(2):
+        trainer = quiet(speed="auto", fused_optimizer=False, max_epochs=3)
+        trainer.fit(Watches(), loader())
+        assert trainer.given_arguments["fused_optimizer"] is False
+        assert trainer.chosen_levers == ("resident data",)
+    quiet(speed="auto", max_epochs=3).fit(Watches(), loader())
+
+
+def test_a_second_run_starts_at_once_and_a_damaged_file_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit() -> Any:
+        trainer = quiet(speed="auto", max_epochs=3)
+        trainer.fit(Watches(), loader())
+        return trainer.chosen_levers
+
+    first = fit()
+    with monkeypatch.context() as patch:
+        patch.setattr(auto, "FirstChoice", never)
+        assert fit() == first
+    assert "(remembered)" in caplog.text
+    (kept,) = (tmp_path / "cache" / "advice").iterdir()
+    kept.write_text("{half")
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert fit() == first
+
+
+def test_other_data_and_another_class_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet(speed="auto", max_epochs=3).fit(Watches(), loader())
+    monkeypatch.setattr(auto, "FirstChoice", never)
+    for speed, data in (("exact", loader()), ("auto", loader(batch_size=8)), ("auto", loader(400))):
+        with pytest.raises(AssertionError, match="measured"):
+            quiet(speed=speed, max_epochs=3).fit(Watches(), data)
+
+
+def test_a_resumed_run_has_the_levers_of_the_run_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    L.seed_everything(0, verbose=False)
+    whole = Watches()
+    start = copy.deepcopy(whole)
+    trainer = quiet(speed="auto", max_epochs=4)
+    trainer.fit(whole, loader())
+    first = quiet(speed="auto", max_epochs=2)
+    first.fit(start, loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    # On a machine that remembers nothing, and would measure something else.
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(auto, "FirstChoice", never)
+    resumed = Watches()
+    second = quiet(speed="auto", max_epochs=4)
+    second.fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert second.chosen_levers == first.chosen_levers == ("resident data", "fused optimizer")
+    assert same_weights(resumed, whole)
+    assert "(as in the run that this one continues)" in caplog.text
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """Rows of which nobody knows how many there are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = torch.Generator().manual_seed(0)
+        for _ in range(80):
+            yield torch.randn(8, generator=numbers), 1
+
+
+def test_a_training_without_a_known_end_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "measure", never)
+    trainer = quiet(speed="auto")
+    trainer.fit(Watches(), torch.utils.data.DataLoader(Endless(), batch_size=4))
+    assert trainer.global_step == 20
+    assert trainer.chosen_levers is not None

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.speed import engine
-from hasten.speed.engine import Engine, TrialError, Turn, interval, race
-from hasten.speed.trial import Session
+from hasten_tools.speed import engine
+from hasten_tools.speed.engine import Engine, TrialError, Turn, interval, race
+from hasten_tools.speed.trial import Session
 
 
 class FakeTrial:

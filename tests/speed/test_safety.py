@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.speed.advice import Advice, Line, Row
-from hasten.speed.checks import why_not_apart
-from hasten.speed.levers import LEVERS, Lever
-from hasten.speed.safety import Safety
+from hasten_tools.speed.advice import Advice, Line, Row
+from hasten_tools.speed.checks import why_not_apart
+from hasten_tools.speed.levers import LEVERS, Lever
+from hasten_tools.speed.safety import Safety
 from tests.models import quiet
 from tests.speed import planted
 
@@ -176,7 +176,8 @@ def test_what_needs_consent_is_written_after_what_does_not(tmp_path: Path) -> No
 def test_the_documentation_has_the_classes_of_the_code() -> None:
     text = DOCS.read_text(encoding="utf-8")
     for safety in Safety:
-        consent = "yes" if safety.is_automatic else "no"
+        consent = "yes" if safety.is_automatic else f'with `speed="{safety}"`'
+        consent = "never" if safety is Safety.OTHER_MATHS else consent
         assert f"| {safety} | {safety.means.removesuffix('.')} | {consent} |" in text
     rows = dict(re.findall(r"^\| `Trainer\((.*?)\)`.*?\|.*?\|.*\| ([^|]+) \|$", text, re.MULTILINE))
     checked = set()

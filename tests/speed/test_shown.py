@@ -7,37 +7,34 @@ import re
 
 import pytest
 
-from hasten.speed.advice import Advice, Line, Row
-from hasten.speed.engine import speed_text
-from hasten.speed.safety import Safety
+from hasten_tools.speed.advice import Advice, Line, Row
+from hasten_tools.speed.engine import speed_text
+from hasten_tools.speed.safety import Safety
 
 
 @pytest.mark.parametrize(
-    ("speed", "low", "high", "noise", "text"),
+    ("speed", "low", "high", "text"),
     [
-        (1.8, 1.6, 2.0, 0.0, "1.8x (1.6x to 2.0x)"),
-        (1.8, 1.6, 2.0, 0.31, "at least 1.6x"),
-        (1.066, 1.049, 1.08, 0.0, "1.07x (1.05x to 1.08x)"),
-        (1.066, 1.049, 1.08, 0.5, "at least 1.04x"),
-        (2.0, 2.0, 2.0, 0.0, "2.0x"),
+        (1.8, 1.6, 2.0, "1.8x (1.6x to 2.0x)"),
+        (1.066, 1.049, 1.08, "1.07x (1.05x to 1.08x)"),
+        (2.0, 2.0, 2.0, "2.0x"),
         # Seen on busy machines.
-        (174.0, 72.47, 419.83, 1.51, "at least 72x"),
-        (0.73, 0.02, 27.0, 0.0, ""),
-        (1.0, 0.0, 139537.0, 0.0, ""),
-        (3.0, 0.0, math.inf, 0.0, ""),
-        (0.2, 0.01, 0.6, 0.0, "at most 0.60x"),
-        (3.0, None, None, 0.0, "3.0x"),
-        (3.0, None, None, 0.4, ""),
-        (None, None, None, 0.0, ""),
-        (math.nan, 1.0, 2.0, 0.0, ""),
-        (math.inf, 1.0, math.inf, 0.0, ""),
-        (0.0, 0.0, 0.0, 0.0, ""),
+        (174.0, 72.47, 419.83, "at least 72x"),
+        (0.73, 0.02, 27.0, ""),
+        (1.0, 0.0, 139537.0, ""),
+        (3.0, 0.0, math.inf, ""),
+        (0.2, 0.01, 0.6, "at most 0.60x"),
+        (3.0, None, None, "3.0x"),
+        (None, None, None, ""),
+        (math.nan, 1.0, 2.0, ""),
+        (math.inf, 1.0, math.inf, ""),
+        (0.0, 0.0, 0.0, ""),
     ],
 )
 def test_a_factor_is_named_as_far_as_it_is_known(
-    speed: float | None, low: float | None, high: float | None, noise: float, text: str
+    speed: float | None, low: float | None, high: float | None, text: str
 ) -> None:
-    assert speed_text(speed, low, high, noise=noise) == text
+    assert speed_text(speed, low, high) == text
 
 
 def advice(*, noise: float = 0.05, rows: int = 40, long: str = "") -> Advice:
@@ -53,7 +50,7 @@ def advice(*, noise: float = 0.05, rows: int = 40, long: str = "") -> Advice:
     names = [row.name for row in found[:9]]
     line = "L.Trainer(..., " + ", ".join(f"argument_{number}=True" for number in range(9)) + ")"
     lines = [
-        Line(safety, line, names, speed, speed * 0.9, speed * 1.1)
+        Line(safety, line, names, speed, speed * 0.9, speed * 1.1, speed * 0.85)
         for safety, speed in ((Safety.ROUNDING, 2.0), (Safety.OTHER_BATCHES, 3.0), (Safety.OTHER_MATHS, 4.0))
     ]
     unchanged = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0, step_seconds=123456.789)
@@ -71,7 +68,7 @@ def test_the_verdict_fits_on_ten_lines(width: int, long: str, noise: float) -> N
     lines = found.summary(width).splitlines()
     if width >= 80:
         assert len(lines) <= 10
-    assert ".py: at least 1.8x" in lines[0] if noise > 1 else ".py: 2.0x (1.8x to 2.2x)" in lines[0]
+    assert ".py: at least 1.7x" in lines[0] if noise > 1 else ".py: 2.0x (1.8x to 2.2x)" in lines[0]
     assert max(map(len, lines)) <= width
     text = " ".join(line.strip() for line in lines)
     # Every line to write is whole.
@@ -92,6 +89,6 @@ def test_columns_do_not_run_into_each_other() -> None:
         assert len(cells) == (4 if width == 80 else 5)
 
 
-def test_figures_of_a_noisy_machine_are_lower_ends() -> None:
-    assert advice(noise=1.51).summary().startswith("train.py: at least 1.8x as fast")
+def test_figures_of_a_noisy_machine_are_ends_that_several_turns_agree_on() -> None:
+    assert advice(noise=1.51).summary().startswith("train.py: at least 1.7x as fast")
     assert "1.8x to 2.2x" in advice().summary()

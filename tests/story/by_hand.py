@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import random
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tests.story.combinations import Combination, Model, loader_of, model_of, optimizer_of, scheduler_of, validation_of
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 class ByHand:
@@ -23,7 +33,12 @@ class ByHand:
         self.model: Model = model_of(c)
         if c.precision == "64-true":
             self.model.double()
-        self.optimizer: Any = optimizer_of(c, self.model)
+        self.is_short = c.precision == "bf16-true"
+        if self.is_short:
+            self.model.to(torch.bfloat16)
+        # The weights that the optimizer steps; those of a model in 16 bits are rounded from them.
+        self.stepped: nn.Module = copy.deepcopy(self.model).float() if self.is_short else self.model
+        self.optimizer: Any = optimizer_of(c, self.stepped)
         self.scheduler: Any = scheduler_of(c, self.optimizer)
         self.max_norm = 0.05 if c.clip == "norm" else None
         self.max_value = 0.05 if c.clip == "value" else None
@@ -33,12 +48,15 @@ class ByHand:
         # Of the last epoch: the sum over its samples, and how many they are.
         self.total: Tensor | float = 0.0
         self.samples = 0
+        # Of the last validation: the mean of the batches' losses, by loader.
+        self.validated: list[Tensor] = []
+        self.evals = False
 
     def train(self) -> None:
         """Train all epochs."""
         c = self.c
         loader, validation = loader_of(c), validation_of(c)
-        torch.manual_seed(c.seed)
+        seed_all(c.seed)
         for epoch in range(c.epochs):
             batches = [self._cast(batch) for batch in itertools.islice(iter(loader), c.limit)]
             ended = self._epoch(epoch, batches, validation)
@@ -99,10 +117,20 @@ class ByHand:
             self.optimizer.step(closure)
         else:
             closure()
-            self.optimizer.step()
+            self._step_weights()
         self.steps += 1
         if c.scheduler == "step" and self.scheduler is not None:
             self.scheduler.step()
+
+    def _step_weights(self) -> None:
+        pairs = list(zip(self.model.parameters(), self.stepped.parameters(), strict=True))
+        if self.is_short:
+            for parameter, full in pairs:
+                full.grad = None if parameter.grad is None else parameter.grad.float()
+        self.optimizer.step()
+        if self.is_short:
+            for parameter, full in pairs:
+                parameter.data.copy_(full)
 
     def _forward_backward(self, batch: Any, index: int, size: int, opens: bool) -> Tensor | None:
         c = self.c
@@ -110,7 +138,7 @@ class ByHand:
             output = self.model.output(batch, index)
         if opens:
             self.weight = 0.0
-            self.optimizer.zero_grad(set_to_none=c.subclass != "zero_grad")
+            (self.model if self.is_short else self.optimizer).zero_grad(set_to_none=c.subclass != "zero_grad")
         if output is None:
             return None
         loss: Tensor = output["loss"] if isinstance(output, dict) else output
@@ -135,6 +163,8 @@ class ByHand:
             if c.subclass == "before_step":
                 gradient.add_(0.001)
         trained = [p for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if self.is_short:
+            trained = [p for p in self.model.parameters() if p.grad is not None]
         if c.subclass == "clipping":
             nn.utils.clip_grad_norm_(trained, 0.02)
         elif self.max_norm is not None:
@@ -184,6 +214,12 @@ class ByHand:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
         elif change == "freeze":
             next(self.model.parameters()).requires_grad_(False)
+        elif change == "eval":
+            self.evals = True
+            self.model.eval_part()
+        elif change == "zero":
+            for module in {self.model, self.stepped}:
+                next(module.parameters()).data.zero_()
         elif change == "hook":
             self.doubles_gradients = True
         elif change == "scheduler_off":
@@ -193,14 +229,20 @@ class ByHand:
 
     def _validate(self, validation: Any) -> None:
         self.model.eval()
-        for _ in validation:
-            pass
+        with torch.no_grad(), self._autocast():
+            self.validated = [
+                torch.stack([self.model.loss(self._cast(batch)).double() for batch in loader]).mean()
+                for loader in validation
+            ]
         self.model.train()
+        if self.evals:
+            self.model.eval_part()
 
     def _cast(self, batch: Any) -> Any:
-        if self.c.precision != "64-true":
+        dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(self.c.precision)
+        if dtype is None:
             return batch
-        return [part.double() if part.is_floating_point() else part for part in batch]
+        return [part.to(dtype) if part.is_floating_point() else part for part in batch]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.c.precision == "bf16-mixed":

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
@@ -50,6 +52,16 @@ class Combination:
     max_steps: int
     # A callback accumulates from the second epoch on; the first steps on each batch.
     grows: bool
+    # What a part of the network multiplies with: none | python | numpy | own | counter
+    factors: str
+    # The loss has a gradient with respect to the inputs in it.
+    second_order: bool
+    # A callback of the program saves after each so many batches; 0 for never.
+    save_every: int
+    # In which hook the checkpoint is saved that is resumed.
+    resume_hook: str
+    log_every: int
+    two_loaders: bool
 
     def window(self, epoch: int) -> int:
         """Return over how many batches gradients are accumulated in an epoch."""
@@ -66,8 +78,8 @@ class Combination:
 
     @property
     def precision(self) -> str:
-        if self.lever == "bf16-mixed":
-            return "bf16-mixed"
+        if self.lever in ("bf16-mixed", "bf16-true"):
+            return self.lever
         return "64-true" if self.close else "32-true"
 
     def __str__(self) -> str:
@@ -88,11 +100,11 @@ def draw(seed: int) -> Combination:
     engine = one_of("trainer", "manual", "fabric", plain=0.7)
     lever = one_of(
         "none", "fused", "resident", "memory", "micro_batch", "compile", "packed", "bf16-mixed", "64-true",
-        "in_backward", plain=0.45,
+        "in_backward", "bf16-true", plain=0.4,
     )  # fmt: skip
     if lever == "compile" and choose.random() < 0.8:
         lever = "none"  # It takes a second.
-    if engine == "fabric" and lever == "64-true":
+    if engine == "fabric" and lever in ("64-true", "bf16-true"):
         lever = "none"  # Fabric gives outputs back in 32 bits.
     if engine != "trainer" and lever in ("resident", "memory", "micro_batch", "packed", "compile"):
         lever = "none"
@@ -138,7 +150,7 @@ def draw(seed: int) -> Combination:
         accumulate = 1
     change = one_of(
         "none", "lr", "clip", "step", "optimizer", "freeze", "callback", "stop", "skip_epoch", "hook",
-        "scheduler_off", plain=0.45,
+        "scheduler_off", "eval", "zero", plain=0.45,
     )  # fmt: skip
     if engine == "fabric" or (change in ("clip", "hook") and lever == "in_backward"):
         change = "none"
@@ -146,7 +158,7 @@ def draw(seed: int) -> Combination:
     resume_at = None
     if engine != "fabric" and choose.random() < 0.4:
         resume_at = (choose.randrange(epochs), choose.randrange(batches))
-        if change != "none" and resume_at >= change_at:
+        if change not in ("none", "freeze", "eval", "zero") and resume_at >= change_at:
             # What a callback changed by then is not in a checkpoint, and does not happen again.
             resume_at = None
     scheduler = one_of("none", "epoch", "step", "plateau", plain=0.4) if engine == "trainer" else "none"
@@ -165,12 +177,29 @@ def draw(seed: int) -> Combination:
         validation = "epoch"  # Every second batch of how many?
     if lever == "bf16-mixed" and (output == "weight" or loader in UNKNOWN_LENGTH):
         lever = "none"  # A last bit of a sum may become a bit of 7.
+    if lever == "bf16-true":
+        if engine != "trainer" or network == "norm" or output == "weight" or loader in UNKNOWN_LENGTH:
+            lever = "none"
+        elif optimizer not in ("sgd", "adamw", "rmsprop", "two_groups") or subclass in ("zero_grad", "optimizer_step"):
+            optimizer, subclass = "sgd", "none"
+        if change in ("optimizer", "hook"):
+            change = "none"
     clip = one_of("none", "norm", "value", plain=0.5)
     limit = choose.randint(1, batches) if choose.random() < 0.15 and engine != "fabric" else None
     max_steps, grows = -1, False
     if engine == "trainer":
         max_steps = choose.randint(1, epochs * batches) if choose.random() < 0.15 else -1
         grows = choose.random() < 0.15 and accumulate > 1 and lever != "in_backward"
+    factors = one_of("none", "python", "numpy", "own", "counter", plain=0.5)
+    if lever in ("compile", "packed", "micro_batch") or optimizer == "lbfgs":
+        factors = "none"  # Drawn once for each sample, or for each call of the closure.
+    second_order = choose.random() < 0.25 and network != "tokens" and lever not in ("compile", "micro_batch", "packed")
+    save_every = choose.choice((0, 0, 0, 1, 3)) if engine != "fabric" else 0
+    resume_hook = one_of("on_train_batch_end", "on_before_backward", plain=0.5)
+    if engine != "trainer" or optimizer == "lbfgs" or lever in ("in_backward", "micro_batch") or output == "none":
+        resume_hook = "on_train_batch_end"
+    log_every = choose.choice((1, 1, 2, 3))
+    two_loaders = choose.random() < 0.3 and validation != "none"
     return Combination(
         seed=seed,
         engine=engine,
@@ -195,6 +224,12 @@ def draw(seed: int) -> Combination:
         limit=limit,
         max_steps=max_steps,
         grows=grows,
+        factors=factors,
+        second_order=second_order,
+        save_every=save_every,
+        resume_hook=resume_hook,
+        log_every=log_every,
+        two_loaders=two_loaders,
     )
 
 
@@ -281,18 +316,52 @@ def loader_of(c: Combination) -> Any:
     return Reported(plain, {"short": max(1, count - 1), "long": count + 1}[c.loader])
 
 
-def validation_of(c: Combination) -> Any:
-    return DataLoader(data_of(c, seed=1), 3)
+def validation_of(c: Combination) -> list[Any]:
+    """Return one loader, or two."""
+    return [DataLoader(data_of(c, seed=1 + index), 3) for index in range(2 if c.two_loaders else 1)]
 
 
 # -- the model
 
 
+class Factors(nn.Module):
+    """Multiplies with a number that it draws, or counts, while it trains."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.kind == "none":
+            return x
+        if self.kind == "counter":
+            self.calls += 1
+            return x / (1 + self.calls % 3)
+        draw: dict[str, Callable[[], Any]] = {
+            "python": random.random,
+            "numpy": np.random.random,
+            "own": lambda: torch.rand((), generator=self.generator, dtype=torch.float64).item(),
+        }
+        return x * (0.5 + float(draw[self.kind]()))
+
+
+class Block(nn.TransformerEncoderLayer):
+    def __init__(self, factors: str) -> None:
+        super().__init__(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        self.factors = Factors(factors)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.factors(super().forward(*args, **kwargs))
+
+
 class Tokens(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, factors: str = "none") -> None:
         super().__init__()
         self.embedding = nn.Embedding(9, WIDTH)
         block = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        if factors != "none":
+            block = Block(factors)
         self.encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 2)
 
@@ -303,11 +372,11 @@ class Tokens(nn.Module):
         return self.head((hidden * real).sum(1) / real.sum(1))
 
 
-def network_of(name: str) -> nn.Module:
+def network_of(name: str, factors: str) -> nn.Module:
     if name == "tokens":
-        return Tokens()
+        return Tokens(factors)
     middle = {"linear": nn.Tanh(), "dropout": nn.Dropout(0.3), "norm": nn.BatchNorm1d(8)}[name]
-    return nn.Sequential(nn.Linear(WIDTH, 8), middle, nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(WIDTH, 8), middle, nn.Linear(8, 2), Factors(factors))
 
 
 class Noisy(torch.optim.SGD):
@@ -390,11 +459,24 @@ class Model(L.LightningModule):
         super().__init__()
         self.c, self.steps, self.factor = c, 0, 1.0
         torch.manual_seed(c.seed)
-        self.net = network_of(c.network)
+        self.net = network_of(c.network, c.factors)
+        self.mean = torchmetrics.MeanMetric()
         self.automatic_optimization = c.engine != "manual"
 
     def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1]) * self.factor
+        x, y = batch
+        if self.c.second_order and torch.is_grad_enabled():
+            x = x.detach().requires_grad_(True)
+        outputs = self.net(x)
+        loss = nn.functional.cross_entropy(outputs, y) * self.factor
+        if x.requires_grad:
+            (gradient,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+            loss = loss + 0.1 * gradient.square().mean()
+        return loss
+
+    def eval_part(self) -> None:
+        """Switch a part to eval mode, for good."""
+        (self.net.encoder.layers[0] if self.c.network == "tokens" else self.net[1]).eval()
 
     def output(self, batch: Any, batch_idx: int) -> Any:
         """Return what training_step returns."""
@@ -437,8 +519,11 @@ class Model(L.LightningModule):
             optimizer.step()
             optimizer.zero_grad()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), batch_size=1)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, batch_size=1)
+        self.mean(loss)
+        self.log("val_mean", self.mean)
 
     def configure_optimizers(self) -> Any:
         c = self.c

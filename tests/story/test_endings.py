@@ -27,14 +27,19 @@ if __name__ == "__main__":
             sys.exit(3)
         if HOW == "stay":
             time.sleep(100)
-    if trainer.global_rank == 1 and HOW == "abort while unloading":
-        class Aborts:
-            def __del__(self, abort=os.abort):
-                abort()
-        sys.modules["aborts"] = Aborts()
-    if HOW == "stay":
-        from hasten.machine import launch
-        launch._END_SECONDS = 1.0
+        if HOW == "work":
+            time.sleep(1.5)
+            print("written by rank 1")
+    if trainer.global_rank == 1 and HOW in ("abort while unloading", "unload slowly"):
+        act = os.abort if HOW.startswith("abort") else lambda sleep=time.sleep: sleep(1.5)
+        class Acts:
+            def __del__(self, act=act):
+                act()
+        sys.modules["acts"] = Acts()
+    from hasten.machine import launch
+    if HOW in ("stay", "unload slowly"):
+        launch._end_seconds = 1.0
+    launch._SAY_SECONDS = 0.5
 """
 
 
@@ -43,6 +48,8 @@ if __name__ == "__main__":
     [
         ("exit", 3),
         ("stay", 1),
+        ("work", 0),
+        ("unload slowly", 0),
         ("abort while unloading", 0),
         ("SIGTERM to rank 1", 143),
     ],
@@ -55,3 +62,6 @@ def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(how: 
     assert ("after fit" in done.stdout) == ("SIGTERM" not in how)
     if how in ("exit", "stay"):
         assert "the process of rank 1" in done.stderr
+    if how == "work":
+        assert "written by rank 1" in done.stdout
+    assert ("waits for rank 1, still at work" in done.stderr) == (how in ("stay", "work"))

@@ -19,7 +19,7 @@ TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per
 
 def run(folder: Path, strategy: str, devices: int = 2, launcher: Any = PYTHON) -> Path:
     output = folder / "output"
-    done = run_python(PROGRAM, strategy, output, str(devices), start=launcher, timeout=150)
+    done = run_python(PROGRAM, strategy, output, str(devices), start=launcher)
     assert done.returncode == 0, done.stderr[-4000:]
     return output
 

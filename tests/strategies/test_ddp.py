@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import loader, quiet
+from tests.models import Classifier, loader, quiet
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -64,10 +64,10 @@ def averages(run: Runtime, tolerance: float) -> None:
     wrapped = run.wrap(model)
     assert wrapped is not model
     step = run.bind(model.training_step, module=model, wrapped=wrapped, training=True)
-    run.backward(step(data(run.global_rank), scale=2.0))
+    run.engine.backward(step(data(run.global_rank), scale=2.0))
     everywhere = run.all_gather(gradient_of(model))
     assert torch.equal(everywhere[0], everywhere[1])
-    assert list(run.strategy.state_dict(model)) == names
+    assert list(run.strategy.state.state_dict(model)) == names
     assert "forward" not in vars(model)
     alone = []
     for rank in (0, 1):
@@ -84,9 +84,40 @@ def test_unused_parameters_need_to_be_found() -> None:
     model = Model(unused=True)
     step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
     for _ in range(3):
-        run.backward(step(data(run.global_rank)))
+        run.engine.backward(step(data(run.global_rank)))
     first, second = run.all_gather(gradient_of(model))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("ddp", "write strategy='ddp_find_unused_parameters_true'"),
+        ("ddp_sharded", "write strategy='ddp_sharded_find_unused_parameters_true'"),
+        (DDPStrategy(bucket_cap_mb=1), "write find_unused_parameters=True"),
+    ],
+)
+@pytest.mark.world_size(2)
+def test_parameters_without_a_gradient_are_named_with_the_strategy_to_write(strategy: Any, said: str) -> None:
+    run = started(strategy)
+    model = Model(unused=True)
+    model._ddp_params_and_buffers_to_ignore = [] if run.strategy.name == "ddp_sharded" else ["layer.weight"]  # type: ignore[assignment]
+    step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
+    run.engine.backward(step(data(run.global_rank)))
+    with pytest.raises(RuntimeError, match=r"in the last step, unused.weight, unused.bias got no gradient") as caught:
+        step(data(run.global_rank))
+    assert said in str(caught.value)
+
+
+@pytest.mark.world_size(2)
+def test_a_static_graph_accumulates_as_any_other() -> None:
+    weights = []
+    for strategy in ("ddp", DDPStrategy(static_graph=True)):
+        torch.manual_seed(0)
+        model = Classifier()
+        quiet(devices=2, strategy=strategy, accumulate_grad_batches=3, max_epochs=2).fit(model, loader(48))
+        weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+    assert torch.allclose(*weights, atol=1e-6)
 
 
 @pytest.mark.world_size(2)
@@ -95,7 +126,7 @@ def test_a_communication_hook_and_parameters_to_ignore() -> None:
     model = Model()
     model._ddp_params_and_buffers_to_ignore = ["layer.bias"]  # type: ignore[assignment]
     step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
-    run.backward(step(data(run.global_rank)))
+    run.engine.backward(step(data(run.global_rank)))
     weights, biases = run.all_gather(gradient_of(model)), run.all_gather(model.layer.bias.grad)
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(biases[0], biases[1])
@@ -118,7 +149,7 @@ def test_one_process_can_be_a_run_of_ddp() -> None:
 
     def work() -> bool:
         step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
-        run.backward(step(data(0)))
+        run.engine.backward(step(data(0)))
         return torch.distributed.get_world_size() == 1
 
     assert run.launch(work)

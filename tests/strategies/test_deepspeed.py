@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import re
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,13 @@ from hasten._lib.optional import installed
 from hasten.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.checkpoint.flat import boxes
-from hasten.commands.consolidate import consolidate
 from hasten.machine.host import LockWatch
 from hasten.optim import in_backward
 from hasten.plugins import DeepSpeedPrecision, HalfPrecision
 from hasten.report import summarize
 from hasten.strategies import DeepSpeedStrategy
-from hasten.strategies.deepspeed_config import CONFIG_VARIABLE, EngineSettings, read_config
+from hasten.strategies.zero.config import CONFIG_VARIABLE, EngineSettings, read_config
+from hasten_tools.commands.consolidate import consolidate
 
 needs_deepspeed = pytest.mark.skipif(not installed("deepspeed"), reason="needs deepspeed: make deepspeed")
 
@@ -153,6 +155,9 @@ def test_each_stage_trains_and_saves_as_one_process_and_resumes_bit_for_bit(tmp_
         assert net.seen == ["step"] * 6
         for name, value in one.callback_metrics.items():
             torch.testing.assert_close(trainer.callback_metrics[name], value, atol=1e-5, rtol=1e-5)
+        # After the run, too; what the program has changed since is saved.
+        trainer.save_checkpoint(folder / "after.ckpt")
+        assert_close(saved(folder / "after.ckpt"), ours, 0.0)
         # A folder of the first epoch, on two processes, under another stage and without DeepSpeed.
         resumed = fit(2, DeepSpeedStrategy(stage=stage), folder / "again", ckpt_path=folder / "0.ckpt")[2]
         assert_close(resumed, ours, 0.0)
@@ -282,6 +287,144 @@ def test_fabric_trains_and_saves_with_an_engine(tmp_path: Path) -> None:
     fabric.strategy.teardown()
 
 
+# -- an optimizer whose state is kept on the host
+
+
+class Kept(Net):
+    """Keeps its optimizer and a scheduler, and steps the scheduler itself; the rate is 0 from the fourth step on."""
+
+    def configure_optimizers(self) -> Any:
+        self.own = torch.optim.AdamW(self.parameters(), lr=0.02)
+        self.own_scheduler = torch.optim.lr_scheduler.LambdaLR(self.own, lambda step: float(step < 3))
+        return self.own
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.own_scheduler.step()
+
+
+class Chained(Net):
+    """Has a schedule of two parts; the rate is 0 from the fourth step on."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=torch.tensor(0.02), weight_decay=0.1)
+        parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _, rate=rate: rate) for rate in (1.0, 0.0)]
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def of_kind(name: str) -> Any:
+    """Return torch's Adam or AdamW with a weight decay, by which they differ."""
+    return partial(getattr(torch.optim, name), weight_decay=0.1, betas=(0.8, 0.99), eps=1e-7)
+
+
+@needs_deepspeed
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("adam", ["Adam", "AdamW"])
+def test_offload_trains_torchs_adam_as_one_process_does_and_resumes_bit_for_bit(adam: str, tmp_path: Path) -> None:
+    _, _, expected = fit(1, "auto", tmp_path / "one", Net(of_kind(adam)))
+    for stage in (1, 2, 3):
+        folder, strategy = tmp_path / f"stage{stage}", f"deepspeed_stage_{stage}_offload"
+        trainer, net, ours = fit(2, strategy, folder, Net(of_kind(adam)))
+        assert_close(ours, expected, 2e-6)
+        assert [type(each).__name__ for each in trainer.optimizers] == ["DeepSpeedCPUAdam"]
+        scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
+        assert scheduler.optimizer is trainer.optimizers[0]
+        assert net.seen == ["step"] * 6
+        resumed = fit(2, strategy, folder / "again", Net(of_kind(adam)), ckpt_path=folder / "0.ckpt")[2]
+        assert_close(resumed, ours, 0.0)
+    # With and without it, from what the other has saved.
+    alone = fit(1, "auto", tmp_path / "alone", Net(of_kind(adam)), ckpt_path=tmp_path / "stage2" / "0.ckpt")[2]
+    assert_close(alone, expected, 2e-6)
+    offloaded = fit(
+        2, "deepspeed_stage_2_offload", tmp_path / "back", Net(of_kind(adam)), ckpt_path=tmp_path / "one" / "0.ckpt"
+    )[2]
+    assert_close(offloaded, expected, 2e-6)
+
+
+@needs_deepspeed
+@pytest.mark.world_size(2)
+def test_offload_follows_the_schedulers_of_the_replaced_optimizer(tmp_path: Path) -> None:
+    for kind in (Kept, Chained):
+        for stage in (2, 3):
+            folder = tmp_path / f"{kind.__name__}{stage}"
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*lr_scheduler.*")
+                _, net, ours = fit(2, f"deepspeed_stage_{stage}_offload", folder, kind())
+            middle = saved(folder / "0.ckpt")["state_dict"]
+            # Three steps an epoch: those of the second have a rate of 0.
+            for key, value in ours["state_dict"].items():
+                assert torch.equal(value, middle[key])
+            assert not torch.equal(middle["head.weight"], Net().head.weight)
+            if isinstance(net, Kept):
+                assert net.own.param_groups[0]["lr"] == 0.0
+                with pytest.raises(RuntimeError, match="DeepSpeedCPUAdam has taken its place"):
+                    net.own.step()
+
+
+@needs_deepspeed
+@pytest.mark.world_size(1)
+def test_offload_says_once_what_it_has_replaced_and_keeps_what_the_program_wants(tmp_path: Path) -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    expected = fit(1, "auto", tmp_path / "one")[2]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hasten").addHandler(handler)
+    strategy = DeepSpeedStrategy(stage=2, offload_optimizer=True)
+    for again in range(2):
+        assert_close(fit(1, strategy, tmp_path / f"offload{again}")[2], expected, 2e-6)
+    messages = [text for text in said if "DeepSpeedCPUAdam" in text]
+    assert len(messages) == 1
+    assert "torch.optim.AdamW was replaced" in messages[0]
+    assert "DeepSpeedCPUAdam(self.parameters(), lr=0.02, weight_decay=0.01, adamw_mode=True)" in messages[0]
+    # The program's own, and torch's where the configuration says so: nothing is replaced.
+    said.clear()
+    trainer, _, ours = fit(
+        1, "deepspeed_stage_2_offload", tmp_path / "own", Net(partial(DeepSpeedCPUAdam, weight_decay=0.01))
+    )
+    assert_close(ours, expected, 2e-6)
+    kept = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    unforced = DeepSpeedStrategy(
+        config={
+            "zero_optimization": kept,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+        }
+    )
+    for kind in (partial(torch.optim.AdamW, amsgrad=True, maximize=True), OwnAdam):
+        trainer, _, ours = fit(1, unforced, tmp_path / "torch", Net(kind))
+        assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
+        assert_close(ours, fit(1, "auto", tmp_path / "torch1", Net(kind))[2], 2e-6)
+    assert not [text for text in said if "replaced" in text]
+    with pytest.raises(ValueError, match=r"decoupled_weight_decay=True.*Return torch\.optim\.AdamW"):
+        fit(
+            1, "deepspeed_stage_2_offload", tmp_path / "adam", Net(torch.optim.Adam), ckpt_path=tmp_path / "one/0.ckpt"
+        )  # fmt: skip
+
+
+@needs_deepspeed
+@pytest.mark.world_size(2)
+def test_fabric_offloads_torchs_adam() -> None:
+    weights = []
+    for strategy, devices in (("single_device", 1), ("deepspeed_stage_2_offload", 2)):
+        fabric = L.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+        fabric.launch()
+        net = Net()
+        model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=0.02, weight_decay=0.1))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for x, y in fabric.setup_dataloaders(loader(8 // devices, 48)):
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        weights.append({key: value.detach().clone() for key, value in net.state_dict().items()})
+        fabric.strategy.teardown()
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, atol=2e-6, rtol=2e-6)
+
+
 # -- what is refused
 
 
@@ -349,7 +492,7 @@ def test_one_process_and_what_the_engine_cannot_do(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten.strategies.deepspeed.installed", lambda name: False)
-    with pytest.raises(ImportError, match=re.escape('pip install "hasten[deepspeed]"')):
+    with pytest.raises(ImportError, match=r"pip install '[^']+\[deepspeed\]'"):
         L.Trainer(strategy="deepspeed_stage_2_offload", accelerator="cpu")
 
 
@@ -363,6 +506,39 @@ TWO, FP16 = {"zero_optimization": {"stage": 2}}, {"fp16": {"enabled": True}}
 
 def trainer(**arguments: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", **arguments)
+
+
+class OwnAdam(torch.optim.AdamW):
+    pass
+
+
+def with_two_decays(groups: Any, lr: float) -> Any:
+    groups[1]["decoupled_weight_decay"] = True
+    return torch.optim.Adam(groups, lr=lr)
+
+
+@pytest.mark.usefixtures("_as_if_installed")
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (partial(torch.optim.Adam, amsgrad=True), r"Adam\(amsgrad=True\) with offload_optimizer"),
+        (partial(torch.optim.AdamW, maximize=True), r"AdamW\(maximize=True\) with offload_optimizer"),
+        (partial(torch.optim.AdamW, differentiable=True), r"Leave differentiable out\.$"),
+        (OwnAdam, r"OwnAdam is a subclass of torch\.optim\.AdamW.* Use torch\.optim\.AdamW, or keep OwnAdam"),
+        (torch.optim.SGD, r"SGD is not one of them\. Use torch\.optim\.AdamW, or keep SGD"),
+        (with_two_decays, "decoupled_weight_decay differs by parameter group"),
+    ],
+)
+def test_optimizers_that_offload_cannot_step_are_refused_with_what_keeps_them(
+    optimizer: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        fit(1, "deepspeed_stage_2_offload", tmp_path, Net(optimizer))
+    line = (
+        "strategy=DeepSpeedStrategy(config={'zero_optimization': {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}, "
+        "'zero_force_ds_cpu_optimizer': False, 'zero_allow_untested_optimizer': True})."
+    )
+    assert str(refused.value).endswith(line) == ("differentiable=True" not in str(refused.value))
 
 
 @pytest.mark.usefixtures("_as_if_installed")
@@ -435,20 +611,23 @@ def test_a_range_of_elements_is_parts_with_straight_sides_in_its_order() -> None
                 assert torch.cat([torch.empty(0, dtype=torch.long), *found]).tolist() == list(range(start, stop))
 
 
-def test_a_lock_that_a_build_has_left_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_old", [True, False])
+def test_a_lock_that_a_build_has_left_is_named_and_that_of_another_rank_is_not(
+    is_old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from torch.utils.file_baton import FileBaton
 
     monkeypatch.setattr("hasten.machine.host._LOCK_SECONDS", 1.0)
     lock = tmp_path / "lock"
     lock.touch()
+    if is_old:
+        os.utime(lock, (0, 0))
     watch = LockWatch()
     said: list[str] = []
 
     def remove_when_said() -> None:
         until = time.monotonic() + 20
-        while time.monotonic() < until and not any("remove the lock" in text for text in said):
+        while time.monotonic() < until and not any("extension" in text for text in said):
             said.append(capsys.readouterr().err)
             time.sleep(0.05)
         lock.unlink()
@@ -458,7 +637,9 @@ def test_a_lock_that_a_build_has_left_is_named(
     FileBaton(str(lock)).wait()
     thread.join()
     watch.end()
-    assert f"rm {lock}" in "".join(said)
+    text = "".join(said)
+    assert (f"rm {lock}" in text) == is_old
+    assert ("another rank of this run" in text) == (not is_old)
 
 
 def test_hasten_imports_without_deepspeed() -> None:

@@ -51,7 +51,7 @@ class Recorded(L.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms.append(float(self.trainer.runtime.clip_norm(self.parameters(), 1e9)))
+        self.norms.append(float(self.trainer.runtime.engine.clip_norm(self.parameters(), 1e9)))
 
     def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError
@@ -163,6 +163,23 @@ class Llama(Recorded):
         return loss
 
 
+class OfTransformers(Llama):
+    """A small model of another family, with dropout."""
+
+    def __init__(self, kind: str) -> None:
+        Recorded.__init__(self)
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        if kind == "gpt2":
+            config = transformers.GPT2Config(vocab_size=65, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+            self.model = transformers.GPT2LMHeadModel(config).train()
+        else:
+            how = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if kind == "t5 v1.1" else {}
+            sizes = {"vocab_size": 65, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+            config = transformers.T5Config(**sizes, **how, decoder_start_token_id=0, pad_token_id=0)
+            self.model = transformers.T5ForConditionalGeneration(config).train()
+
+
 def tokens(batch_size: int) -> DataLoader[Any]:
     ids = torch.randint(0, 64, (8, 7), generator=torch.Generator().manual_seed(3))
     return DataLoader(TensorDataset(ids), batch_size)
@@ -224,6 +241,20 @@ def test_a_language_model_with_its_own_plan_trains_as_on_one() -> None:
     tied = trained(Llama(tie_word_embeddings=True), tokens(4), strategy(plan="auto"), 2)
     assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight  # type: ignore[union-attr]
     same(trained(Llama(tie_word_embeddings=True), tokens(4)), tied)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "t5 v1.1"])
+@pytest.mark.world_size(2)
+def test_families_without_a_plan_of_their_own_train_as_on_one(kind: str) -> None:
+    alone, split = (
+        trained(OfTransformers(kind), tokens(4)),
+        trained(OfTransformers(kind), tokens(4), strategy(plan="auto"), 2),
+    )
+    same(alone, split)
+    assert split.losses == pytest.approx(alone.losses, abs=1e-5)
+    parts = [value for value in split.parameters() if hasattr(value, "to_local")]
+    assert sum(each.to_local().numel() for each in parts) < 0.6 * sum(each.numel() for each in parts)
+    assert sum(each.numel() for each in parts) > 0.9 * sum(each.numel() for each in split.parameters())
 
 
 @pytest.mark.world_size(2)

@@ -104,12 +104,17 @@ def test_models_of_hugging_face_bring_their_plans() -> None:
             transformers.DistilBertConfig(vocab_size=64, dim=32, hidden_dim=48, n_layers=1, n_heads=4)
         )
         gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4))
+        neo = transformers.GPTNeoForCausalLM(
+            transformers.GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=1, attention_types=[[["global"], 1]])
+        )
     assert isinstance(styles(qwen, "auto")["model.layers.0.self_attn.q_norm"], SequenceParallel)
     assert "experts.gate_up_proj" in refusal(mixtral, "auto")
     assert isinstance(styles(bert, "auto")["bert.encoder.layer.0.attention.output.dense"], RowwiseParallel)
     assert "has 4 heads" in refusal(bert, "auto", 8).replace("num_attention_heads=4", "4 heads")
     assert len(styles(distilbert, "auto")) == 6
-    assert "GPT2LMHeadModel has no plan" in refusal(gpt2, "auto")
+    assert "GPTNeoForCausalLM has no plan" in refusal(neo, "auto")
+    assert "'transformer.h.0.mlp.c_fc' has out_features=128, which 3" in refusal(gpt2, "auto", 3)
+    assert styles(gpt2, "auto", loss_parallel=True)["lm_head"].output_layouts == (Shard(-1),)
 
 
 def test_layers_of_torch_and_the_demo_have_ready_plans() -> None:

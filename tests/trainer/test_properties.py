@@ -63,7 +63,7 @@ def test_properties_of_a_run() -> None:
     trainer.validate(model, first, verbose=False)
     assert trainer.val_dataloaders.dataset is first.dataset
     trainer.test(model, [first], verbose=False)
-    assert trainer.test_dataloaders.dataset is first.dataset
+    assert trainer.test_dataloaders[0].dataset is first.dataset
     trainer.predict(model, [first, second])
     assert [one.dataset for one in trainer.predict_dataloaders] == [first.dataset, second.dataset]
 

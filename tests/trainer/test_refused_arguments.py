@@ -33,7 +33,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"min_epochs": 5, "max_epochs": 3}, "min_epochs=5"), ({"min_steps": 5, "max_steps": 3}, "min_steps=5"),
     ({"max_time": "soon"}, "max_time"), ({"max_epochs": "3"}, "max_epochs=...*'3'"),
     ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "check_val_every_n_epoch=None"),
-    ({"gradient_clip_algorithm": "norms"}, "Did you mean 'norm'"), ({"callbacks": [3]}, "Callback"),
+    ({"gradient_clip_algorithm": "norms"}, "Did you mean 'norm'"),
+    ({"logger": "tensorboard"}, r"TensorBoardLogger\(\.\.\.\)"), ({"callbacks": [3]}, "Callback"),
     ({"callbacks": [L.Callback]}, r"Callback\(\)"), ({"profiler": "simpel"}, "simple"),
     *(({"barebones": True, name: value}, f"barebones=True, {name}={value}") for name, value in BAREBONES.items()),
 ]  # fmt: skip

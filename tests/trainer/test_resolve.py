@@ -103,7 +103,7 @@ def test_sixteen_bits_bring_a_scaler(written: Any) -> None:
     run = runtime(accelerator="gpu", devices=1, precision=written)
     assert type(run.precision) is MixedPrecision
     assert run.scaler is not None
-    assert run.unscale is not None
+    assert run.engine.unscale is not None
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -148,8 +148,8 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
-        ({"accelerator": "cdua"}, ValueError, "(accelerator='cdua'): use one of"),
-        ({"accelerator": "cqu"}, ValueError, "use one of 'auto', 'cpu'. Did you mean 'cpu'?"),
+        ({"accelerator": "cdua"}, ValueError, "(accelerator='cdua'): 'cdua' is unknown. Did you mean 'cuda'?"),
+        ({"accelerator": "cqu"}, ValueError, "'cqu' is unknown. Did you mean 'cpu'?"),
         ({"accelerator": "abacus"}, ValueError, "use one of 'auto', 'cpu'"),
         ({"accelerator": "mps"}, MisconfigurationException, "Use one of 'auto', 'cpu'"),
         ({"accelerator": 1}, TypeError, "not int"),
@@ -157,26 +157,29 @@ def test_a_subclass_of_an_accelerator_chooses_the_devices() -> None:
         ({"devices": 0}, ValueError, "(devices=0): a run needs a device. Use at least 1"),
         ({"devices": 1.0}, TypeError, "(devices=1.0): use a number"),
         ({"devices": True}, TypeError, "(devices=True): use a number"),
-        ({"devices": [0]}, TypeError, "The CPU has no indices"),
+        ({"devices": [0.0]}, TypeError, "The CPU has no indices"),
+        ({"devices": [1, 1]}, TypeError, "The CPU has no indices"),
         ({"num_nodes": 0}, ValueError, "at least 1"),
         ({"num_nodes": 1.5}, TypeError, "not float"),
         ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'?"),
-        ({"strategy": "fsdb"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
+        ({"strategy": "fsdb"}, ValueError, "'fsdb' is unknown. Did you mean 'fsdp'?"),
+        ({"strategy": "horse"}, ValueError, "use one of 'auto', 'single_device', 'ddp'"),
+        ({"precision": "float16"}, ValueError, "Did you mean '16-mixed'?"),
         ({"strategy": "deepspeed_stage_4"}, ValueError, "Did you mean 'deepspeed_stage_"),
         ({"strategy": "zero1"}, ValueError, "'ddp_sharded'"),
-        ({"strategy": "model_parallel"}, ValueError, "Write strategy=ModelParallelStrategy("),
+        ({"strategy": "model_parallel"}, ValueError, "ModelParallelStrategy` and devices=2, strategy="),
+        ({"strategy": "tp", "devices": 4}, ValueError, "ModelParallelStrategy(tensor_parallel_size=4, plan='auto')"),
+        ({"strategy": "hsdp"}, ValueError, "Write `from hasten.strategies import FSDPStrategy` and strategy=FSDP"),
         ({"strategy": "single_device", "devices": 2}, ValueError, "Use devices=1, or strategy='auto'"),
         ({"strategy": DDPStrategy}, TypeError, "Write DDPStrategy()"),
         ({"strategy": 3}, TypeError, "not int"),
         ({"strategy": SingleDeviceStrategy(), "devices": 2}, ValueError, "one device cannot be 2"),
         ({"precision": "bf17"}, ValueError, "Did you mean 'bf16'?"),
         ({"precision": 8}, ValueError, "use one of '64-true'"),
-        ({"precision": "fp16"}, ValueError, "(precision='fp16', accelerator='cpu')"),
         ({"precision": "nf4"}, ValueError, "plugins=BitsandbytesPrecision('nf4')"),
         ({"precision": "fp8"}, ValueError, "CPU cannot multiply 8-bit floats"),
         ({"precision": "transformer-engine"}, ValueError, "Use precision='bf16-mixed'"),
         ({"precision": 16.0}, TypeError, "not float"),
-        ({"precision": "16-mixed"}, ValueError, "Use precision='bf16-mixed'"),
         ({"precision": 32, "plugins": [DoublePrecision()]}, ValueError, "Leave one out"),
         ({"plugins": [DoublePrecision(), DoublePrecision()]}, ValueError, "two Precision objects"),
         ({"plugins": 3}, TypeError, "3 is not a plugin"),
@@ -190,6 +193,13 @@ def test_what_cannot_be_is_refused_with_what_can(
         runtime(**{"accelerator": "cpu", **arguments}, owner=owner)
     assert str(caught.value).startswith(f"{owner}(")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("devices", "count"), [([1], 1), ([0, 3], 2), ("0,", 1), ((2,), 1), ("1, 2", 2)])
+def test_indices_of_gpus_are_a_number_of_processes_on_a_cpu(devices: Any, count: int) -> None:
+    with pytest.warns(UserWarning, match=rf"the CPU has no indices. Using devices={count}, the number of processes"):
+        run = runtime(accelerator="cpu", devices=devices)
+    assert run.world_size == count
 
 
 @pytest.mark.usefixtures("two_gpus")

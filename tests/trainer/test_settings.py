@@ -172,7 +172,7 @@ def test_changed_arguments_count_from_the_next_call_on() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"max_epoch": 3}, TypeError, "Did you mean 'max_epochs'"),
+        ({"max_epoch": 3}, TypeError, r"argument 'max_epoch'\. Did you mean 'max_epochs'\?$"),
         ({"max_epochs": 1.5}, TypeError, "max_epochs=1.5"),
         ({"min_epochs": 5, "max_epochs": 3}, ValueError, "the minimum is above"),
         ({"callbacks": []}, TypeError, "assign Trainer.callbacks"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,25 @@ def test_barebones_trains_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_barebones_logs_nothing_and_says_so_once() -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, prog_bar=True)
+            self.log_dict({"other": loss})
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0)
+
+    trainer = L.Trainer(accelerator="cpu", barebones=True, max_epochs=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(Logs(), loader(8), loader(8))
+    assert sum("does nothing with Trainer(barebones=True)" in str(one.message) for one in told) == 1
+    assert (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics) == ({}, {}, {})
+
+
 class Modes(Several):
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +110,10 @@ class Modes(Several):
         assert not torch.is_grad_enabled()
 
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_validation_start
+
+
+def test_a_barebones_trainer_can_be_sent_to_the_processes_that_it_starts() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(L.Trainer(accelerator="cpu", barebones=True))), L.Trainer)
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

@@ -306,4 +306,4 @@ def test_data_of_a_datamodule_is_not_copied_and_its_state_kept() -> None:
     assert (data.size, data.calls) == (16, [])
     assert not hasattr(data, "data")
     assert torch.equal(data.generator.get_state(), state)
-    assert trainer.datamodule is None
+    assert trainer.datamodule is data

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import did_you_mean
@@ -131,7 +131,7 @@ def one_of(
         >>> one_of("Trainer", "dropout", "fst", ("fast",))
         Traceback (most recent call last):
             ...
-        hasten._lib.errors.MisconfigurationException: Trainer(dropout='fst'): use one of 'fast'. Did you mean 'fast'?
+        hasten._lib.errors.MisconfigurationException: Trainer(dropout='fst'): 'fst' is unknown. Did you mean 'fast'?
 
     """
     choices = tuple(allowed)
@@ -175,7 +175,7 @@ def callable_(
 
 
 def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "", error: _Error = None) -> Exception:
-    """Return the exception for a wrong value: what was given, and what is allowed.
+    """Return the exception for a wrong value: what was given, and the nearest value, or else what is allowed.
 
     Example::
 
@@ -183,7 +183,8 @@ def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "",
         MisconfigurationException("Trainer(max_time='soon'): use a time such as '90min'.")
 
     """
-    return (error or MisconfigurationException)(f"{owner}({name}={value!r}): use {allowed}.{hint}")
+    told = f"{value!r} is unknown.{hint}" if hint else f"use {allowed}."
+    return (error or MisconfigurationException)(f"{owner}({name}={value!r}): {told}")
 
 
 def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Error) -> Exception:
@@ -203,3 +204,10 @@ def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -
         texts = {"at_least": f"{of} at least", "at_most": f"{of} at most", "above": " above", "below": " below"}
         what += " and".join(f"{texts[name]} {bound}" for name, bound in given.items())
     return what + (", or None" if allow_none else "")
+
+
+def as_list(value: object) -> Any:
+    """Return a list in place of another sequence, such as a list of OmegaConf or a deque; other values as they are."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
+        return list(value)
+    return value

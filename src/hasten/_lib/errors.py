@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import groupby
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
+
+from hasten.extend.origin import is_builtin_file
 
 
 class MisconfigurationException(ValueError):
@@ -86,14 +88,14 @@ def is_absent(kind: object) -> bool:
 # Set it to anything to see all frames.
 SHOW_ALL = "HASTEN_FULL_TRACEBACK"
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH_CALLS = os.path.join("torch", "nn", "modules", "module.py")
 # Of consecutive frames of hasten, the first and the last are kept; the last calls the program's code or raises the
 # error. The first such row, which leads to the loop, keeps one more.
 _KEPT, _KEPT_OF_FIRST = 2, 3
 
 
 def shorten(error: BaseException) -> None:
-    """Remove most of hasten's frames from the traceback of an error, its cause and its context.
+    """Remove most of hasten's frames, and torch's calls of ``forward``, from the traceback of an error and its causes.
 
     All frames stay if an assertion of hasten failed. A debugger that stops where an error is raised sees all frames.
     """
@@ -112,7 +114,8 @@ def shorten(error: BaseException) -> None:
 
 def _shortened(trace: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
-    for ours, entries in groupby(_entries(trace), key=_is_ours):
+    shown_ones = (entry for entry in _entries(trace) if not is_call_of_torch(entry.tb_frame))
+    for ours, entries in groupby(shown_ones, key=_is_ours):
         row = list(entries)
         most = _KEPT if kept else _KEPT_OF_FIRST
         kept += row[:1] + row[1 - most :] if ours and len(row) > most else row
@@ -133,5 +136,11 @@ def _is_bug_of_ours(error: BaseException) -> bool:
     return isinstance(error, AssertionError) and last is not None and _is_ours(last)
 
 
+def is_call_of_torch(frame: FrameType) -> bool:
+    """Return whether a frame is of the functions through which torch calls ``forward``."""
+    code = frame.f_code
+    return code.co_name in ("_wrapped_call_impl", "_call_impl") and code.co_filename.endswith(_TORCH_CALLS)
+
+
 def _is_ours(entry: TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+    return is_builtin_file(entry.tb_frame.f_code.co_filename)

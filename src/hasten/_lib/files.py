@@ -19,6 +19,29 @@ TEMPORARY = ".hasten-tmp"
 SET_ASIDE = ".hasten-old"
 
 
+def require_folder(owner: str, argument: str, path: str) -> None:
+    """Check that a local path is a folder, or can become one.
+
+    Raises:
+        NotADirectoryError: a file has this name, or that of a folder above.
+
+    Example::
+
+        >>> require_folder("Trainer", "default_root_dir", __file__ + "/logs")
+        Traceback (most recent call last):
+            ...
+        NotADirectoryError: ...
+
+    """
+    there = os.path.abspath(path)
+    while not os.path.lexists(there) and os.path.dirname(there) != there:
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise NotADirectoryError(
+            f"{owner}({argument}={path!r}): {there} is a file. Give a folder, or a name that is free."
+        )
+
+
 def write_atomically(
     path: str | os.PathLike[str], data: bytes | str | Callable[[IO[bytes]], object], *, durable: bool = True
 ) -> None:

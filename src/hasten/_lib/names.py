@@ -1,11 +1,17 @@
-"""The nearest name to one that does not exist, who defines a method, and what parameters it has."""
+"""Names: the nearest to one that does not exist, unknown arguments, who defines a method, what parameters it has."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from hasten.extend.origin import ROOTS
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -41,6 +47,45 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {found!r}?" if found is not None else ""
 
 
+def did_you_mean_file(name: str, files: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the name of a file; nothing if no name is alike without its extension.
+
+    Folders count for nothing: in long paths they would make any two files alike.
+
+    Example::
+
+        >>> did_you_mean_file("trian.py", ["train.py", "rv.py"])
+        " Did you mean 'train.py'?"
+        >>> did_you_mean_file("trian.py", ["rv.py"])
+        ''
+
+    """
+    by_stem: dict[str, list[str]] = {}
+    for file in files:
+        by_stem.setdefault(os.path.splitext(os.path.basename(file))[0], []).append(file)
+    stem, extension = os.path.splitext(os.path.basename(name))
+    near = nearest(stem, by_stem)
+    if near is None:
+        return ""
+    # Of a.py and a.ckpt the one of the same kind.
+    return f" Did you mean {max(by_stem[near], key=lambda file: os.path.splitext(file)[1] == extension)!r}?"
+
+
+def unknown_word(word: str, allowed: Iterable[str], otherwise: str) -> str:
+    """Return the sentence for a value that is not allowed: the nearest one alone, or ``otherwise`` if none is alike.
+
+    Example::
+
+        >>> unknown_word("dpp", ["ddp", "fsdp"], "use one of 'ddp', 'fsdp'.")
+        "'dpp' is unknown. Did you mean 'ddp'?"
+        >>> unknown_word("horse", ["ddp", "fsdp"], "use one of 'ddp', 'fsdp'.")
+        "use one of 'ddp', 'fsdp'."
+
+    """
+    hint = did_you_mean(word, allowed)
+    return f"{word!r} is unknown.{hint}" if hint else otherwise
+
+
 def defined_by_program(obj: object, *methods: str) -> bool:
     """Return whether a method of hasten's object ``obj`` was replaced: in a subclass of a program, or on the object.
 
@@ -54,7 +99,9 @@ def defined_by_program(obj: object, *methods: str) -> bool:
     own = getattr(obj, "__dict__", {})
     for name in methods:
         method = getattr(type(obj), name, None)
-        if method is not None and (name in own or not str(getattr(method, "__module__", "")).startswith("hasten.")):
+        # is_builtin(method), without a Python call for each method in every fit.
+        package = str(getattr(method, "__module__", "")).partition(".")[0]
+        if method is not None and (name in own or package not in ROOTS):
             return True
     return False
 
@@ -77,3 +124,158 @@ def has_parameter(function: Callable[..., object], name: str) -> bool:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
+
+
+# -- unknown arguments of Trainer and Fabric: what to write instead
+
+_LEAVE = "Leave it out."
+_ABSENT_DEVICE = "hasten does not train on it. Write {owner}(accelerator='auto')."
+_GPUS = "Write {owner}(accelerator='gpu', devices={value!r}); without GPUs {owner}(accelerator='cpu')."
+_TPUS = "Write {owner}(accelerator='tpu', devices={value!r})."
+_HALF = "Write {owner}(precision='bf16-mixed'), or precision='16-mixed'."
+_FLUSH_LOGS = "Write Trainer(logger=hasten.loggers.CSVLogger('.', flush_logs_every_n_steps={value!r}))."
+
+# By argument, the name that it has now ("=name") or the text of the message. These Lightning has removed from both ...
+_OF_BOTH = {
+    "gpus": _GPUS,
+    "num_gpus": _GPUS,
+    "num_processes": "Write {owner}(accelerator='cpu', devices={value!r}).",
+    "tpu_cores": _TPUS,
+    "num_tpu_cores": _TPUS,
+    "ipus": _ABSENT_DEVICE,
+    "hpus": _ABSENT_DEVICE,
+    "amp_backend": _HALF,
+    "amp_level": _HALF,
+    "use_amp": _HALF,
+    "auto_select_gpus": "Write {owner}(accelerator='cuda', devices=hasten.accelerators.find_usable_cuda_devices(1)).",
+    "distributed_backend": "=strategy",
+    "nb_gpu_nodes": "=num_nodes",
+    "fused": "=fused_optimizer",
+}
+# ... and these from the Trainer, or other libraries have them.
+_OF_TRAINER = {
+    "amp": _HALF,
+    "auto_lr_find": "Write hasten.tuner.Tuner(trainer).lr_find(model) before fit.",
+    "auto_scale_batch_size": "Write hasten.tuner.Tuner(trainer).scale_batch_size(model) before fit.",
+    "automatic_optimization": "Write self.automatic_optimization = {value!r} in __init__ of the module.",
+    "bf16": "Write Trainer(precision='bf16-mixed').",
+    "checkpoint_callback": "Write Trainer(enable_checkpointing=...), or give the callback in Trainer(callbacks=[...]).",
+    "default_save_path": "=default_root_dir",
+    "early_stop_callback": "Write Trainer(callbacks=[hasten.callbacks.EarlyStopping(monitor='val_loss')]).",
+    "enable_pl_optimizer": _LEAVE,
+    "flush_logs_every_n_steps": _FLUSH_LOGS,
+    "fp16": _HALF,
+    "gradient_checkpointing": "Write Trainer(memory='full').",
+    "gradient_clip": "=gradient_clip_val",
+    "group_by_length": "Write Trainer(batching='length').",
+    "log_gpu_memory": "Write Trainer(callbacks=[hasten.callbacks.DeviceStatsMonitor()]).",
+    "log_save_interval": _FLUSH_LOGS,
+    "loggers": "=logger",
+    "max_nb_epochs": "=max_epochs",
+    "min_nb_epochs": "=min_epochs",
+    "move_metrics_to_cpu": f"{_LEAVE} self.log keeps one running value of an epoch.",
+    "multiple_trainloader_mode": (
+        "Write trainer.fit(model, hasten.utilities.CombinedLoader(loaders, mode={value!r}))."
+    ),
+    "nb_sanity_val_steps": "=num_sanity_val_steps",
+    "overfit_pct": "=overfit_batches",
+    "packing": "=packed",
+    "prepare_data_per_node": (
+        "Write self.prepare_data_per_node = {value!r} in __init__ of the module or the datamodule."
+    ),
+    "print_nan_grads": "=detect_anomaly",
+    "process_position": "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(process_position={value!r})]).",
+    "progress_bar_refresh_rate": (
+        "Write Trainer(callbacks=[hasten.callbacks.TQDMProgressBar(refresh_rate={value!r})]); for no bar "
+        "Trainer(enable_progress_bar=False)."
+    ),
+    "reload_dataloaders_every_epoch": "Write Trainer(reload_dataloaders_every_n_epochs=1).",
+    "replace_sampler_ddp": "=use_distributed_sampler",
+    "resume_from_checkpoint": "Write trainer.fit(model, ckpt_path={value!r}).",
+    "row_log_interval": "=log_every_n_steps",
+    "show_progress_bar": "=enable_progress_bar",
+    "stochastic_weight_avg": "Write Trainer(callbacks=[hasten.callbacks.StochasticWeightAveraging(swa_lrs=0.01)]).",
+    "terminate_on_nan": "Write Trainer(on_bad_loss='stop').",
+    "test_percent_check": "=limit_test_batches",
+    "tf32": "Write Trainer(matmul_precision='high').",
+    "torch_compile": "=compile",
+    "track_grad_norm": (
+        "Write self.log_dict(hasten.utilities.grad_norm(self, norm_type={value!r})) in on_before_optimizer_step of the "
+        "module."
+    ),
+    "train_percent_check": "=limit_train_batches",
+    "truncated_bptt_steps": (
+        "Split the sequence in training_step, with self.automatic_optimization = False in __init__ of the module."
+    ),
+    "val_percent_check": "=limit_val_batches",
+    "weights_save_path": "Write Trainer(callbacks=[hasten.callbacks.ModelCheckpoint(dirpath={value!r})]).",
+    "weights_summary": (
+        "Write Trainer(callbacks=[hasten.callbacks.ModelSummary(max_depth=1)]); for none "
+        "Trainer(enable_model_summary=False)."
+    ),
+}
+# Arguments that only the Trainer has.
+_OF_FABRIC = {
+    "packed": "Write `with hasten.packed_blocks(model):` around the loop.",
+    "dropout": "Write `with hasten.fast_dropout(model):` around the loop.",
+    "memory": "Write `with hasten.memory.recomputed(model):` around the loop.",
+    "batching": "Write hasten.data.rebatch(loader, hasten.data.LengthBatching()) before setup_dataloaders.",
+    "resident": "Write hasten.data.resident(loader) before setup_dataloaders.",
+    "num_workers": "Write hasten.data.auto_workers(loader) before setup_dataloaders.",
+    "on_bad_loss": "Write `if torch.isfinite(loss):` before fabric.backward(loss) and optimizer.step() in the loop.",
+    "uneven": "Give each process the same number of batches, or write the loop within torch's Join([model]).",
+    "micro_batch": "Compute parts of the batch in the loop, with fabric.no_backward_sync(model) for all but the last.",
+    "max_epochs": "The loop over the epochs is yours: Fabric leaves it to you.",
+    "gradient_clip_val": "Write fabric.clip_gradients(model, optimizer, max_norm={value!r}) before optimizer.step().",
+    "accumulate_grad_batches": "Write `with fabric.no_backward_sync(model, enabled=accumulating):` in the loop.",
+    "logger": "=loggers",
+    "replace_sampler_ddp": "Write fabric.setup_dataloaders(loader, use_distributed_sampler={value!r}).",
+}
+
+
+def without_unknown(owner: str) -> Callable[[_Init], _Init]:
+    """Return a decorator for ``__init__`` of Trainer or Fabric that refuses unknown arguments by ``refuse_unknown``.
+
+    Type checkers and editors see the arguments that there are, and no ``**kwargs``.
+    """
+
+    def decorated(init: _Init) -> _Init:
+        known = frozenset(inspect.signature(init).parameters)
+
+        @functools.wraps(init)
+        def checked(self: object, *args: object, **given: object) -> None:
+            if not known.issuperset(given):
+                unknown = {name: value for name, value in given.items() if name not in known}
+                refuse_unknown(unknown, init, owner)
+            init(self, *args, **given)
+
+        return checked  # type: ignore[return-value]
+
+    return decorated
+
+
+def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object], owner: str) -> None:
+    """Raise for unknown arguments; the message says what to write instead.
+
+    Args:
+        unknown: the arguments, with their values.
+        function: the function that was called.
+        owner: "Trainer" or "Fabric".
+
+    Raises:
+        TypeError: ``unknown`` is not empty.
+
+    """
+    instead_of = _OF_BOTH | (_OF_TRAINER if owner == "Trainer" else _OF_FABRIC)
+    for name, value in unknown.items():
+        wrong = f"{owner}.__init__() got an unexpected keyword argument {name!r}."
+        known = [each for each in inspect.signature(function).parameters if each != "self"]
+        near = nearest(name, known)
+        if name not in instead_of and near is not None:
+            raise TypeError(f"{wrong} Did you mean {near!r}?")
+        instead = instead_of.get(name) or instead_of.get(nearest(name, instead_of) or "")
+        if instead is None:
+            raise TypeError(f"{wrong} The arguments are: {', '.join(known)}.")
+        if instead.startswith("="):
+            instead = f"Write {{owner}}({instead[1:]}={{value!r}})."
+        raise TypeError(f"{wrong} {instead.format(owner=owner, value=value)}")

@@ -36,7 +36,13 @@ class NotifiesOfHooks:
     __hook_names__: ClassVar[frozenset[str]] = frozenset()
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
+        try:
+            super().__setattr__(name, value)
+        except AttributeError as error:
+            from hasten._lib.explain import explain
+
+            explain(error)
+            raise
         if name in self.__hook_names__:
             replaced(self)
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import json
+import os
+from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 # Packages whose name differs from that of the module.
 _PACKAGES = {
@@ -43,6 +49,44 @@ EXTRAS = {
 }
 
 
+def install_line(extra: str) -> str:
+    """Return the line that installs an extra of hasten, or hasten alone: from where it came, as no index has the name.
+
+    Example::
+
+        >>> install_line("plots").endswith("[plots]'")
+        True
+
+    """
+    url, folder = _origin(), Path(__file__).resolve().parents[3]
+    extra = f"[{extra}]" if extra else ""
+    if url.startswith("file:") and os.path.isdir(path := url2pathname(urlsplit(url).path)):
+        return f"pip install '{_seen_from_here(path)}{extra}'"
+    if url:
+        return f"pip install 'hasten{extra} @ {url}'"
+    if (folder / "pyproject.toml").is_file() and (folder / "src" / "hasten").is_dir():
+        return f"pip install '{_seen_from_here(str(folder))}{extra}'"
+    return f"pip install 'hasten{extra}'"
+
+
+def _origin() -> str:
+    """Return the address that pip has installed this hasten from; "" where it has not noted one."""
+    try:
+        found = json.loads(importlib.metadata.distribution("hasten").read_text("direct_url.json") or "{}")
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ""
+    url, version = str(found.get("url", "")), found.get("vcs_info", {})
+    if not version:
+        return url
+    revision = version.get("requested_revision") or version.get("commit_id")
+    return f"{version['vcs']}+{url}" + (f"@{revision}" if revision else "")
+
+
+def _seen_from_here(folder: str) -> str:
+    # pip takes a path without a slash for a name.
+    return "." if os.path.realpath(folder) == os.path.realpath(os.curdir) else folder
+
+
 def installed(name: str) -> bool:
     """Return whether a module can be imported, without importing it."""
     try:
@@ -69,7 +113,7 @@ def need(name: str, *, purpose: str) -> ModuleType:
             raise
         top = name.split(".")[0]
         package = _PACKAGES.get(top, top)
-        extra = f" (or: pip install 'hasten[{EXTRAS[top]}]')" if top in EXTRAS else ""
+        extra = f" (or: {install_line(EXTRAS[top])})" if top in EXTRAS else ""
         raise ModuleNotFoundError(
             f"{purpose} needs the package {package}, which is not installed. Run: pip install {package}{extra}",
             name=top,

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from hasten.extend.origin import is_builtin_file
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 log = logging.getLogger("hasten")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 log.setLevel(logging.INFO)
 if not log.handlers and not logging.getLogger().handlers:
     # Messages go to stderr, unless the program configures logging itself.
@@ -74,7 +75,7 @@ def rank_zero_warn(
 def _users_level() -> int:
     """Return the stacklevel, seen from the caller, of the first frame outside this package."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and is_builtin_file(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 

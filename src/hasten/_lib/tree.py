@@ -7,11 +7,15 @@ import dataclasses
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from hasten._lib.device import copies_in_background, widest_float
+from hasten._lib.names import did_you_mean
 
 _ATOMS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
@@ -168,9 +172,9 @@ def by_kind(items: Iterable[_Item], tensor_of: Callable[[_Item], Any] | None = N
     """
     kinds: dict[tuple[object, ...], list[_Item]] = {}
     for item in items:
-        tensor: Tensor = item if tensor_of is None else tensor_of(item)  # type: ignore[assignment]
+        tensor: Any = item if tensor_of is None else tensor_of(item)
         mesh = getattr(tensor, "device_mesh", None)
-        split = () if mesh is None else (mesh, tensor.placements)  # type: ignore[attr-defined]
+        split = () if mesh is None else (mesh, tensor.placements)
         kinds.setdefault((tensor.device, tensor.dtype, *split), []).append(item)
     return list(kinds.values())
 
@@ -213,16 +217,16 @@ def send_to_host(values: Sequence[Any]) -> Arrival:
     devices = {scalars[i].device for i in places}
     if len(devices) > 1:
         # Rare: metrics kept on the CPU beside losses on the device. The few CPU ones are read at once.
-        for i in [i for i in places if scalars[i].device.type == "cpu"]:
+        for i in [i for i in places if scalars[i].is_cpu]:
             scalars[i] = float(scalars[i])
         if len(devices) > 2:
             return Arrival([float(value) for value in scalars], [], None, None)
         return send_to_host(scalars)
     (device,) = devices
     # Doubles hold every float and every count below 2**53; MPS has none.
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = widest_float(device)
     stacked = torch.stack([scalars[i].detach().reshape(()).to(wide) for i in places])
-    if device.type != "cuda":
+    if not copies_in_background(device):
         return Arrival(scalars, places, stacked.cpu(), None)
     buffer = torch.empty(len(places), dtype=wide, pin_memory=True)
     buffer.copy_(stacked, non_blocking=True)
@@ -234,8 +238,25 @@ def send_to_host(values: Sequence[Any]) -> Arrival:
 # -- modules
 
 
+def defines_train(part: nn.Module) -> bool:
+    """Return whether a module has a ``train()`` of its own, in its class or put on the instance.
+
+    Example::
+
+        >>> defines_train(nn.Linear(1, 1))
+        False
+
+    """
+    # Other objects put there, such as functools.partial and mocks, watch who calls it.
+    found = getattr(part.train, "__func__", part.train)
+    return isinstance(found, FunctionType) and found is not nn.Module.train
+
+
 def remember_modes(module: nn.Module) -> Callable[[], None]:
     """Return a function that gives each part of ``module`` the mode (train or eval) it has now.
+
+    Parts with a ``train()`` of their own get it called, as ``module.train()`` in a loop by hand does. What it leaves in
+    eval mode, for instance a frozen normalization, stays so.
 
     Example::
 
@@ -250,10 +271,44 @@ def remember_modes(module: nn.Module) -> Callable[[], None]:
     modes = [(part, part.training) for part in module.modules()]
 
     def restore() -> None:
+        kept = _call_own_train(modes)
         for part, training in modes:
-            part.training = training
+            part.training = training and part not in kept
 
     return restore
+
+
+def call_own_train(module: nn.Module) -> None:
+    """Call ``train()`` of the parts in train mode that define it, as ``module.train()`` in a loop by hand does."""
+    remember_modes(module)()
+
+
+def _call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> set[nn.Module]:
+    """Call the ``train()`` of parts that define it; return the parts that it leaves in eval mode."""
+    reached: set[nn.Module] = set()
+    kept: set[nn.Module] = set()
+    for part, training in modes:
+        if not defines_train(part):
+            continue
+        if not training:
+            if part.training:
+                part.train(False)
+        elif part not in reached:
+            with suppress(NotImplementedError):  # Exported modules refuse every change of modes.
+                part.train()
+            reached.update(part.modules())
+            kept.update(inner for inner in part.modules() if not inner.training)
+    return kept
+
+
+def left_in_eval_mode(module: nn.Module) -> set[nn.Module]:
+    """Return the parts that ``module.train()`` leaves in eval mode; the modes stay as they are."""
+    if not any(defines_train(part) for part in module.modules()):
+        return set()
+    with preserve_modes(module), suppress(NotImplementedError):
+        module.train()
+        return {part for part in module.modules() if not part.training}
+    return set(module.modules())
 
 
 _is_read_by_jit = False
@@ -295,6 +350,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def sharded_parameter(module: nn.Module) -> str | None:
+    """Return the name of a parameter of ``module`` that is a ``DTensor``; None if all are whole."""
+    return next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)
+
+
 def is_sharded(value: object) -> bool:
     """Return whether a value is a ``DTensor``: a tensor of which each process may have a part."""
     # Nothing is one before this module is imported, and importing it takes long.
@@ -317,7 +377,13 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[key]
         except KeyError:
-            raise AttributeError(f"no hyper-parameter {key!r}; there are: {sorted(self)}") from None
+            instead = (
+                ""
+                if key.startswith("__")
+                else did_you_mean(key, self)
+                or " Write self.save_hyperparameters() in __init__, where it is an argument."
+            )
+            raise AttributeError(f"no hyper-parameter {key!r}; there are: {sorted(self)}.{instead}") from None
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from hasten._lib.rank_zero import warn_once
-from hasten._lib.split import STACKED, Fields, compare
 from hasten.batching.pad import (
     KNOWN_KEYS,
     MASK_KEY,
@@ -26,6 +25,7 @@ from hasten.batching.pad import (
     pad_to,
     rounded_up,
 )
+from hasten.batching.split import STACKED, Fields, compare
 from hasten.data.loader_parts import is_iterable, overrides_iter, samples_at
 from hasten.data.memory.dataset_parts import preserve
 from hasten.data.memory.resident import HeldDataset
@@ -257,13 +257,7 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
 
     """
     if isinstance(loaders, (Mapping, list, tuple)):
-        places: dict[str, tuple[int, ...] | str] = {}
-        for key, loader in loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders):
-            fields = sample_fields(loader, changed_later=True)
-            if fields is None or fields.places is None:
-                return None
-            places |= {f"[{key!r}]{where}": found for where, found in fields.places.items()}
-        return Fields(places)
+        return _fields_of_several(dict(loaders if isinstance(loaders, Mapping) else enumerate(loaders)))
     loader = loaders
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None or overrides_iter(loader):
         return None  # What a loader with its own iteration yields need not be what it joins.
@@ -285,3 +279,13 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
         # A function that needs as many samples as a batch has, or a dataset that is read in its own order.
         return None
     return Fields(compare(many, fewer, len(numbers), few))
+
+
+def _fields_of_several(loaders: Mapping[Any, object]) -> Fields | None:
+    places: dict[str, tuple[int, ...] | str] = {}
+    for key, loader in loaders.items():
+        fields = sample_fields(loader, changed_later=True)
+        if fields is None or fields.places is None:
+            return None
+        places |= {f"[{key!r}]{where}": found for where, found in fields.places.items()}
+    return Fields(places)

@@ -89,9 +89,8 @@ def pack(
     order = [place for row in layout for place in row]
     batch: dict[str, Any] = {}
     packed_keys = []
+    columns.pop(MASK_KEY, None)
     for key, values in columns.items():
-        if key == MASK_KEY:
-            continue
         if all(map(is_sequence, values)) and list(map(len, values)) == lengths:
             packed_keys.append(key)
             batch[key] = _laid_out(values, layout, width, (padding or {}).get(key, default_padding(key)))
@@ -102,6 +101,16 @@ def pack(
     batch["document_ids"] = _laid_out(numbers, layout, width, -1)
     if next_token:
         _cut_labels(batch, main, packed_keys)
+    starts, ends = _bounds(lengths, layout, width)
+    batch["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32)
+    batch["max_seqlen"] = max(after - before for before, after in pairwise(ends))
+    batch["document_starts"] = torch.tensor(starts, dtype=torch.int64)
+    batch["document_order"] = torch.tensor(order, dtype=torch.int64)
+    return batch
+
+
+def _bounds(lengths: list[int], layout: list[list[int]], width: int) -> tuple[list[int], list[int]]:
+    """Return where each document begins, and where each sequence ends after a 0; a row's padding is a sequence."""
     starts, ends = [], [0]
     for number, row in enumerate(layout, 1):
         for place in row:
@@ -109,11 +118,7 @@ def pack(
             ends.append(ends[-1] + lengths[place])
         if ends[-1] < number * width:
             ends.append(number * width)
-    batch["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32)
-    batch["max_seqlen"] = max(after - before for before, after in pairwise(ends))
-    batch["document_starts"] = torch.tensor(starts, dtype=torch.int64)
-    batch["document_order"] = torch.tensor(order, dtype=torch.int64)
-    return batch
+    return starts, ends
 
 
 class PackCollator:

@@ -32,6 +32,15 @@ IGNORED_LABEL = -100
 _T = TypeVar("_T")
 
 
+def _check_same_fields(rows: Sequence[Mapping[Any, Any]]) -> None:
+    for place, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise ValueError(
+                f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}. "
+                "Give all samples of a dataset the same fields."
+            )
+
+
 class PadCollator:
     """Joins samples of different lengths to a batch: each sequence padded to the longest of the batch.
 
@@ -116,12 +125,7 @@ class PadCollator:
         if fields_of(samples[0]) is None:
             return join(self._pad_field(None, samples, self.multiple_of))
         rows = [fields_of(sample) or {} for sample in samples]
-        for place, row in enumerate(rows):
-            if row.keys() != rows[0].keys():
-                raise ValueError(
-                    f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}. "
-                    "Give all samples of a dataset the same fields."
-                )
+        _check_same_fields(rows)
         columns = {key: [row[key] for row in rows] for key in rows[0]}
         is_mapping = isinstance(samples[0], Mapping)
         if is_mapping and self.tokenizer is not None:

@@ -107,7 +107,7 @@ def as_batching(owner: str, value: LengthBatching | str | None) -> LengthBatchin
         return LengthBatching()
     if word == "tokens" and number.replace("_", "").isdigit() and int(number) > 0:
         return LengthBatching(max_tokens=int(number))
-    hint = "" if colon else did_you_mean(value, ("length", "tokens"))
+    hint = "" if colon else did_you_mean(value, ("length",) if value == "tokens" else ("length", "tokens"))
     raise check.wrong(owner, "batching", value, allowed, hint=hint)
 
 
@@ -188,9 +188,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
         )
     multiple_of = batching.multiple_of
     if multiple_of is None:
-        # A budget of tokens has few widths anyhow.
-        few = few_shapes or batching.max_tokens is not None
-        multiple_of = widths_for(lengths, FEW_WIDTHS, multiple_of=FINE) if few else FINE
+        multiple_of = _widths(batching, lengths, few_shapes)
     collate_fn = _joining(loader, found, multiple_of, name)
     # Only a mask shows what may be cut; a batch without one stays as wide as the collate function makes it.
     fitting = FitWidth(
@@ -206,6 +204,12 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
     if stage not in batching.reorder:
         return new
     return _reordered(new, batching, lengths, multiple_of if few_shapes else None, stage, name)
+
+
+def _widths(batching: LengthBatching, lengths: Tensor, few_shapes: bool) -> int | Sequence[int]:
+    # A budget of tokens has few widths anyhow.
+    few = few_shapes or batching.max_tokens is not None
+    return widths_for(lengths, FEW_WIDTHS, multiple_of=FINE) if few else FINE
 
 
 def _joining(

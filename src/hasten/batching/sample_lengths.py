@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -156,13 +156,19 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
             f"reading the lengths of the {len(lengths):,} samples of {name} took {seconds:.1f} s. An attribute "
             "`lengths` of the dataset, with a number for each sample, avoids it."
         )
+    place = _place_of_mask(masks, key, lengths)
+    if place is not None:
+        return SampleLengths(torch.tensor(masks[place]), mask_key=place)
+    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens)
+
+
+def _place_of_mask(masks: Mapping[Any, list[int]], key: Any, lengths: list[int]) -> Any:
+    """Return the field that shows how long samples are without padding; None if there is none."""
     found = [place for place in (key, MASK_KEY) if place in masks]
     if not found and key is None and len(set(lengths)) == 1:
         # A sample's own ones and zeros may be its content: only samples of one size need a mask.
         found = sorted((each for each in masks if isinstance(each, int) or "mask" in str(each)), key=str)
-    if found:
-        return SampleLengths(torch.tensor(masks[found[0]]), mask_key=found[0])
-    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens)
+    return found[0] if found else None
 
 
 def _length(sample: Any, key: Any) -> tuple[int, bool]:

@@ -16,13 +16,13 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.durations import Period, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException
-from hasten._lib.files import file_system
+from hasten._lib.files import file_system, require_folder
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
@@ -68,6 +68,9 @@ _BOOKS = (
     "saved_at",
     "unwanted",
 )
+
+
+_COUNTERS = ("epoch", "step")
 
 
 class ModelCheckpoint(Checkpoint):
@@ -184,6 +187,9 @@ class ModelCheckpoint(Checkpoint):
         self._found_as_last: str | None = None
         self._resumed = False
         self._source = MetricSource(monitor)
+        if monitor in _COUNTERS:
+            # There at any time, without being logged.
+            self._source.stage = "step"
         self._deadline = SharedDeadline()
         self._last_time_checked: float | None = None
 
@@ -221,6 +227,10 @@ class ModelCheckpoint(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ranking; from another folder only ``best_model_path``."""
         self.best_model_path = state_dict["best_model_path"]
+        books = state_dict.get("books", {})
+        # When the monitored value changes is a fact about the program, not about the folder.
+        self._source.stage = books.get("origin", self._source.stage)
+        self._deferred = books.get("deferred", self._deferred)
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
             if not self._default_folder:
@@ -233,10 +243,8 @@ class ModelCheckpoint(Checkpoint):
         for key in _SCORES:
             setattr(self, key, state_dict.get(key, getattr(self, key)))
         self.kth_value = torch.as_tensor(self.kth_value)
-        books = state_dict.get("books", {})
         for key in books.keys() & set(_BOOKS):
             setattr(self, f"_{key}", books[key])
-        self._source.stage = books.get("origin", self._source.stage)
 
     # -- when to save
 
@@ -249,6 +257,8 @@ class ModelCheckpoint(Checkpoint):
                 f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder. Use save_last=True."
             )
         if trainer.is_global_zero and stage == TrainerFn.FITTING:
+            if not is_url(folder):
+                require_folder("ModelCheckpoint", "dirpath", folder)
             checkpoint_files.clean(folder)
         # Without steps and time to count, no hook runs after each batch.
         is_used = bool(self._every_n_train_steps) or self._train_time_interval is not None
@@ -260,6 +270,8 @@ class ModelCheckpoint(Checkpoint):
         self._source.start(trainer)
         if not trainer.is_global_zero or not self.dirpath:
             return
+        others = (one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
+        checkpoint_files.warn_of_shared_names(self, others)
         if self._resumed:
             self._remove_replaced(trainer, keep=trainer.ckpt_path)
         elif (
@@ -276,7 +288,7 @@ class ModelCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        if trainer.strategy.holds_gradients:
+        if trainer.strategy.engine.holds_gradients:
             return  # When the accumulation is complete.
         if not self._due_after_batch(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
@@ -397,7 +409,7 @@ class ModelCheckpoint(Checkpoint):
         # With save_top_k=-1 all files are kept: none may be overwritten, except under Lightning's names, where programs
         # expect the newest under a name that stays the same.
         previous = self.best_model_path if self.save_top_k == 1 else ""
-        replaceable = self.best_model_path if alias.active() else previous
+        replaceable = self.best_model_path if conventions.current().overwrites_equal_names else previous
         path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, replaceable)
         with self._undo_on_failure():
             self.best_model_path = path
@@ -515,17 +527,15 @@ class ModelCheckpoint(Checkpoint):
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return everything logged, on the host, with ``epoch`` and ``step``; equal on all processes."""
-        if trainer.world_size > 1:
+        if trainer.runtime.several_processes:
             trainer.sync_step_values()
         values = {
             name: torch.as_tensor(value).detach().cpu().clone() for name, value in trainer.callback_metrics.items()
         }
-        for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+        for name, count in zip(_COUNTERS, (trainer.current_epoch, trainer.global_step), strict=True):
             values[name] = values[name].int() if name in values else torch.tensor(count)
-        if trainer.world_size > 1:
-            # Values differ between processes unless they were logged with sync_dist; names must not.
-            values = trainer.strategy.broadcast(values)
-        return values
+        # Values differ between processes unless they were logged with sync_dist; names must not.
+        return trainer.strategy.broadcast(values)
 
     # -- names
 
@@ -575,6 +585,7 @@ class ModelCheckpoint(Checkpoint):
         self, trainer: Trainer, candidates: dict[str, Tensor], template: str | None = None, previous: str = ""
     ) -> str:
         """Return the first name, counting versions, that is free or ``previous``."""
+        checkpoint_files.warn_of_unknown_fields(template or self.filename, candidates)
         path = self.format_checkpoint_name(candidates, template)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path != previous and self.file_exists(path, trainer):
@@ -609,11 +620,10 @@ class ModelCheckpoint(Checkpoint):
         folders: list[str] = []
         if trainer.is_global_zero:
             folders = [self.dirpath or checkpoint_files.default_folder(trainer)]
-            if self._default_folder and not alias.active():
+            if self._default_folder and not conventions.current().last_is_a_name:
                 folders += checkpoint_files.folders_of_earlier_runs(trainer, folders[0])
         reader, strategy = trainer.runtime.checkpoint_io, trainer.strategy
-        # In Lightning, "last" means the file of that name.
-        prefix = self.CHECKPOINT_NAME_LAST if alias.active() else ""
+        prefix = self.CHECKPOINT_NAME_LAST if conventions.current().last_is_a_name else ""
         newest = (
             checkpoint_files.newest(each, self.FILE_EXTENSION, reader, strategy, prefix=prefix)
             for each in strategy.broadcast(folders)
@@ -706,7 +716,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return
         if not trainer.optimizers:
             return  # not set up yet: there is nothing to resume
-        if trainer.world_size > 1 and not self._all_failed(trainer):
+        if trainer.runtime.several_processes and not self._all_failed(trainer):
             rank_zero_warn(
                 "OnExceptionCheckpoint: the exception was raised on some processes only, and a checkpoint needs all, "
                 "so nothing was saved. ModelCheckpoint(every_n_train_steps=...) saves one in any case."

@@ -15,7 +15,8 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, set_aside
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
@@ -23,6 +24,7 @@ from hasten.checkpoint.stored import CONTENTS_FILE, is_checkpoint_folder
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 
 if TYPE_CHECKING:
+    from hasten.callbacks.checkpoint import ModelCheckpoint
     from hasten.strategies.base import Strategy
     from hasten.trainer import Trainer
 
@@ -91,6 +93,40 @@ def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, inser
         return f"{name}{equals}{text}" if insert_names else text
 
     return _FIELD.sub(fill, template)
+
+
+def warn_of_unknown_fields(template: str | None, metrics: Mapping[str, Any]) -> None:
+    """Warn of a field that nothing has logged: it is 0 in every name."""
+    for name, _ in _FIELD.findall(template or ""):
+        if name not in metrics:
+            known = sorted(metrics)
+            warn_once(
+                f"checkpoint name {template} {name}",
+                f"ModelCheckpoint(filename={template!r}): nothing has logged {name!r}, which is 0 in the name. "
+                f"Logged are {', '.join(known)}.{did_you_mean(name, known)}",
+            )
+
+
+def warn_of_shared_names(callback: ModelCheckpoint, others: Iterable[ModelCheckpoint]) -> None:
+    """Warn if a callback before this one gives its files the same names in the same folder."""
+    for other in others:
+        if other is callback:
+            return
+        if os.path.abspath(other.dirpath or "") != os.path.abspath(callback.dirpath or ""):
+            continue
+        names = [
+            (one.filename or "{epoch}-{step}", one.auto_insert_metric_name, one.FILE_EXTENSION)
+            for one in (other, callback)
+        ]
+        shared = [names[0][0]] if names[0] == names[1] and other.save_top_k and callback.save_top_k else []
+        if other.save_last and callback.save_last and other.CHECKPOINT_NAME_LAST == callback.CHECKPOINT_NAME_LAST:
+            shared.append(callback.CHECKPOINT_NAME_LAST)
+        if shared:
+            rank_zero_warn(
+                f"Two ModelCheckpoints write {' and '.join(map(repr, shared))} to {callback.dirpath}: a name that is "
+                "taken gets a version such as -v1, and does not say whose file it is. Give one of the two its "
+                "own dirpath=, or filename='best-{epoch}' and save_last=False."
+            )
 
 
 def _fits(value: float, spec: str) -> bool:

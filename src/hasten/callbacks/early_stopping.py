@@ -189,7 +189,7 @@ class EarlyStopping(Callback):
         return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        if trainer.world_size > 1:
+        if trainer.runtime.several_processes:
             trainer.sync_step_values()
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
@@ -203,14 +203,13 @@ class EarlyStopping(Callback):
         # A copy on the host: the logged value may change later.
         current = metrics[self.monitor].detach().squeeze().cpu().clone()
         should_stop, reason = self._evaluate_stopping_criteria(current)
-        if trainer.world_size > 1:
-            should_stop = bool(trainer.strategy.reduce_boolean_decision(should_stop, all=False))
+        should_stop = bool(trainer.strategy.reduce_boolean_decision(should_stop, all=False))
         trainer.should_stop = trainer.should_stop or should_stop
         if should_stop:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = reason
         if reason and self.verbose:
-            if trainer.world_size == 1:
+            if not trainer.runtime.several_processes:
                 log.info(reason)
             elif not self.log_rank_zero_only or trainer.global_rank == 0:
                 log.info(f"[rank: {trainer.global_rank}] {reason}")
@@ -285,7 +284,8 @@ class MetricSource:
         self.name = name
         self.stage: Literal["step", "validate", "epoch"] | None = None
         self.validations = 0
-        self._is_stale = False
+        # The value when training started, of an earlier run or of the one that is continued; None if there was none.
+        self._at_start: float | None = None
 
     def __eq__(self, other: object) -> bool:
         """Return whether both watch for the same value and know the same about it, as copies of a callback do."""
@@ -294,13 +294,14 @@ class MetricSource:
     __hash__ = None  # type: ignore[assignment]
 
     def start(self, trainer: Trainer) -> None:
-        """Start watching when training starts; a value left from an earlier run is ignored."""
+        """Start watching when training starts; a value left from an earlier run is ignored until it changes."""
         self.validations = 0
-        self._is_stale = self.stage is None and self.name in trainer.callback_metrics
+        value = None if self.stage is not None or self.name is None else trainer.callback_metrics.get(self.name)
+        self._at_start = None if value is None else float(value)
 
     def update_in_training(self, trainer: Trainer) -> None:
         """Check for the value between training batches, and just before a validation."""
-        if not self._is_stale:
+        if not self._is_stale(trainer):
             self._update(trainer, "step")
 
     def update_after_validation(self, trainer: Trainer) -> None:
@@ -310,7 +311,7 @@ class MetricSource:
 
     def update_after_epoch(self, trainer: Trainer) -> None:
         """Check for the value when a training epoch has ended."""
-        if not self._is_stale:
+        if not self._is_stale(trainer):
             self._update(trainer, "epoch")
 
     def is_new_after_epoch(self, trainer: Trainer) -> bool:
@@ -318,6 +319,12 @@ class MetricSource:
         if self.stage == "epoch" or not validates(trainer):
             return True
         return bool(trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1)
+
+    def _is_stale(self, trainer: Trainer) -> bool:
+        if self._at_start is None or self.stage is not None:
+            return False
+        value = trainer.callback_metrics.get(str(self.name))
+        return value is not None and float(value) == self._at_start
 
     def _update(self, trainer: Trainer, stage: Literal["step", "validate", "epoch"]) -> None:
         if self.stage is None and self.name in trainer.callback_metrics:

@@ -109,13 +109,13 @@ class BatchSizeFinder(_SearchCallback):
         run = trainer.current_run
         method: Stage = trainer.state.fn.value if trainer.state.fn is not None else "fit"
         self.optimal_batch_size = self._found = search(run, method=method, options=self._options)
-        was_loaded = run.train.loaded
-        for source in run.data_of(method):
+        was_loaded = run.data.train.loaded
+        for source in run.data.of(method):
             source.reload()
         if method == "fit" and was_loaded:
             # The new loaders need the current epoch.
-            run.train.load()
-            run.train.set_epoch(run.progress.epoch)
+            run.data.train.load()
+            run.data.train.set_epoch(run.progress.epoch)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search before training, unless the run continues with an earlier size."""

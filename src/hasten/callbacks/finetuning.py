@@ -160,15 +160,16 @@ class BaseFinetuning(Callback):
             optimizer: gets a new group, unless it has all the parameters already.
             lr: learning rate of the group; by default that of the first group divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
-            train_bn: unfreeze batch normalization too.
+            train_bn: train the parameters of batch normalization too; its running statistics follow in any case.
 
         """
         wanted: list[nn.Parameter] = []
         for module in BaseFinetuning.flatten_modules(modules):
-            if isinstance(module, _BatchNorm) and (not train_bn or _is_trained_by(optimizer, module)):
+            if isinstance(module, _BatchNorm) and _is_trained_by(optimizer, module):
                 continue
             _set_trainable(module, True)
-            wanted += module.parameters(recurse=False)
+            if train_bn or not isinstance(module, _BatchNorm):
+                wanted += module.parameters(recurse=False)
         new = BaseFinetuning.filter_on_optimizer(optimizer, wanted)
         if new:
             rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
@@ -178,11 +179,11 @@ class BaseFinetuning(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            if trainer.strategy.owns_step:
-                raise MisconfigurationException(
-                    f"{type(self).__name__} and strategy={trainer.strategy.name!r}: the engine steps the parameters "
-                    "that train when it is made. Freeze them for the whole run, or use strategy='ddp' or 'fsdp'."
-                )
+            trainer.strategy.engine.require_own_parameters(
+                type(self).__name__,
+                "the engine steps the parameters that train when it is made. Freeze them for the whole run, or use "
+                "strategy='ddp' or 'fsdp'.",
+            )
             self._restarting = False
             self.freeze_before_training(pl_module)
 
@@ -266,7 +267,7 @@ class BaseFinetuning(Callback):
         for optimizer in trainer.optimizers:
             for config in trainer.lr_scheduler_configs:
                 schedule_new_groups(config.scheduler, optimizer)
-        if trainer.world_size > 1 and _trainable(pl_module) != before:
+        if trainer.runtime.several_processes and _trainable(pl_module) != before:
             run = trainer.current_run
             run.wrapped = run.runtime.wrap(pl_module)
 
@@ -369,7 +370,8 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = rate
         if self.verbose:
             rank_zero_info(
-                f"Epoch {epoch}: learning rate {round(head_lr, self.rounding)}, backbone {round(rate, self.rounding)}"
+                f"Epoch {epoch + 1}: learning rate {round(head_lr, self.rounding)}, "
+                f"backbone {round(rate, self.rounding)}"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.device import is_cuda, is_host
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.elsewhere import alias
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.devices import get_cpu_stats
@@ -225,7 +225,7 @@ class DeviceStatsMonitor(Callback):
             raise MisconfigurationException(
                 "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`: leave out one of them."
             )
-        on_cpu = trainer.strategy.root_device.type == "cpu"
+        on_cpu = is_host(trainer.strategy.root_device)
         if self._cpu_stats or (self._cpu_stats is None and on_cpu):
             # The first call of cpu_percent has nothing to compare with, and returns 0.
             need("psutil", purpose=_PURPOSE).cpu_percent()
@@ -281,7 +281,7 @@ class DeviceStatsMonitor(Callback):
 
     def _stats(self, trainer: Trainer) -> dict[str, float]:
         device = trainer.strategy.root_device
-        if device.type == "cpu":
+        if is_host(device):
             return {} if self._cpu_stats is False else get_cpu_stats()
         stats: dict[str, float] = dict(trainer.accelerator.get_device_stats(device))
         return {**stats, **get_cpu_stats()} if self._cpu_stats else stats
@@ -387,8 +387,7 @@ class ThroughputMonitor(Callback):
     ) -> None:
         """Count the operations of the first batch of a stage."""
         measured = self._stage(trainer)
-        # In a step without a batch there is nothing to measure.
-        if measured is not None and measured.flops is None and batch is not None:
+        if measured is not None and measured.flops is None:
             self._counter = flop_counter()
             self._counter.__enter__()
 
@@ -460,8 +459,7 @@ class ThroughputMonitor(Callback):
         prefix = f"{measured.stage.value}{measured.separator}"
         metrics = {prefix + name: value for name, value in measured.compute().items()}
         if metrics:
-            if alias.active() and measured.stage is RunningStage.TRAINING:
-                # Lightning's files have the epoch beside the rates.
+            if measured.stage is RunningStage.TRAINING:
                 metrics["epoch"] = trainer.current_epoch
             _log_to_all(trainer, metrics, step)
 
@@ -473,7 +471,7 @@ class StageThroughput(Throughput):
         self, stage: RunningStage, device: torch.device, world_size: int = 1, **options: Unpack[ThroughputOptions]
     ) -> None:
         self.stage = stage
-        self._on_cuda = device.type == "cuda"
+        self._on_cuda = is_cuda(device)
         # The operations of a batch, once they are counted; ``reset`` keeps them.
         self.flops: int | None = None
         super().__init__(world_size=world_size, **options)

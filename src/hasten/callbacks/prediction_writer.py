@@ -130,7 +130,7 @@ class BasePredictionWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.interval.on_epoch:
-            trainer.current_run.keeps_predictions = True
+            trainer.current_run.evaluation.keeps_predictions = True
 
     def on_predict_batch_end(
         self,

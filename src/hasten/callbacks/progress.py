@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from hasten._lib.rank_zero import warn_once
 from hasten.callbacks.progress_line import ProgressLine, ValidationBar, notebook_line, shown
 from hasten.callbacks.tqdm_bar import LINE_INTERVAL_SECONDS as LINE_INTERVAL_SECONDS
 from hasten.callbacks.tqdm_bar import Tqdm as Tqdm
-from hasten.elsewhere import alias
+from hasten.callbacks.tqdm_bar import is_terminal
+from hasten.elsewhere import conventions
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.machine.host import in_notebook
@@ -241,7 +243,7 @@ class DrawnProgressBar(ProgressBar):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run hooks after each batch only if the bar is shown."""
         super().setup(trainer, pl_module, stage)
-        self._counts = alias.active()
+        self._counts = conventions.current().bars_have_counters
         self._use_batch_hooks()
 
     def _use_batch_hooks(self) -> None:
@@ -257,8 +259,10 @@ class DrawnProgressBar(ProgressBar):
         return bar
 
     def _epoch_description(self, trainer: Trainer) -> str:
-        last = None if alias.active() else trainer.max_epochs
-        return f"Epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
+        if conventions.current().bars_have_counters:
+            return f"Epoch {trainer.current_epoch}"
+        last = trainer.max_epochs
+        return f"Epoch {trainer.current_epoch + 1}" + (f"/{last}" if last is not None and last > 0 else "")
 
     def _messages_above(self, bar: Any) -> None:
         """Show log messages for the terminal above ``bar`` until ``_redirected`` is closed."""
@@ -271,6 +275,9 @@ class DrawnProgressBar(ProgressBar):
             if isinstance(handler, logging.StreamHandler) and handler.stream in terminals:
                 above = _AboveBar(bar, handler.stream)
                 self._redirected.callback(handler.setStream, handler.setStream(above))
+        if sys.stderr in terminals and is_terminal(sys.stderr) and not hasattr(sys.stderr, "rich_proxied_file"):
+            self._redirected.callback(_put_back, warnings.showwarning, shown := _warns_above(bar, warnings.showwarning))
+            warnings.showwarning = shown
 
     # -- training
 
@@ -375,7 +382,7 @@ class DrawnProgressBar(ProgressBar):
     def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
         """Print above the bars that are shown; the arguments are those of Python's ``print``."""
         # Programs for Lightning replace ``Tqdm.write``.
-        written = alias.active()
+        written = conventions.current().bars_have_counters
         bars = (bar for bar in self._bars.values() if not bar.disable and (draws(bar) or written))
         shown = next(bars, None)
         if shown is None:
@@ -440,10 +447,29 @@ class _AboveBar(io.TextIOBase):
         return len(text)
 
 
+def _warns_above(bar: Any, show: Callable[..., None]) -> Callable[..., None]:
+    """Return what shows warnings above a bar, where ``show`` would write behind it."""
+
+    @functools.wraps(show)
+    def above(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        if file is None and not bar.disable:
+            bar.write(warnings.formatwarning(message, category, filename, lineno, line), file=sys.stderr, end="")
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    return above
+
+
+def _put_back(show: Callable[..., None], above: Callable[..., None]) -> None:
+    # Unless the program has set another one since.
+    if warnings.showwarning is above:
+        warnings.showwarning = show
+
+
 def _reset(bar: Any, total: float | None, description: str) -> None:
     """Set a bar to zero of ``total``."""
-    if bar.disable:
-        return
     if bar.n and getattr(bar, "leave", False):
         _write_line(bar)  # of the previous loader
     bar.set_description(description, refresh=False)
@@ -521,6 +547,11 @@ class TQDMProgressBar(DrawnProgressBar):
         disabled = os.environ.get("TQDM_DISABLE", "").lower() not in ("", "0", "false", "no", "off")
         return self._enabled and self._refresh_rate > 0 and not disabled
 
+    def on_sanity_check_start(self, *_: object) -> None:
+        """Open the bar of the sanity check; that of training is there already, and not shown."""
+        self._bars.setdefault("train", Tqdm(disable=True))
+        super().on_sanity_check_start()
+
     # -- the bars; override to change how they look
 
     def init_sanity_tqdm(self) -> tqdm[Any]:
@@ -530,7 +561,7 @@ class TQDMProgressBar(DrawnProgressBar):
     def init_train_tqdm(self) -> tqdm[Any]:
         """Return the bar of training."""
         options: dict[str, Any] = {"leave": True, "smoothing": 0}
-        if alias.active() or self.BAR_FORMAT is not TQDMProgressBar.BAR_FORMAT:
+        if conventions.current().bars_have_counters or self.BAR_FORMAT is not TQDMProgressBar.BAR_FORMAT:
             return self._make(self.train_description, **options)
         return self._make(self.train_description, text=ProgressLine, widget=notebook_line, **options)
 

@@ -39,7 +39,7 @@ class Shown:
     """What is known about a fit besides the values that the program logs; empty texts are not shown.
 
     Args:
-        step: optimizer steps, with their number in all where that is the limit.
+        step: batches after which an optimizer stepped, with the number of optimizer steps where that is the limit.
         loss: of training; None if a logged value shows it, or it has not arrived.
         speed: samples, tokens or batches a second.
         waiting: the share of the time in which training waits for data, where it matters.
@@ -66,11 +66,15 @@ def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> S
 
     """
     run = trainer.current_run
-    pace = run.pace
+    pace = run.observers.pace
     if not pace.measures:
         return Shown()
     speed = pace.speed()
-    steps, most = run.progress.global_step, run.max_steps
+    # As loggers count them: two optimizers that step for one batch are one step.
+    steps, stepped, most = run.progress.logged_step, run.progress.global_step, run.limits.max_steps
+    step = f"step {steps}" if math.isinf(most) else f"step {steps}/{int(most)}"
+    if steps != stepped and not math.isinf(most):
+        step = f"step {steps}  optimizer steps {stepped}/{int(most)}"
     loss = None if any(map(_LOSS.fullmatch, values)) else run.logged.loss_value
     memory, left = pace.memory_bytes(), None if ended else pace.seconds_left()
     rate = waiting = ""
@@ -88,7 +92,7 @@ def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> S
     else:
         until = f"{time_text(pace.seconds)} so far" if left is None else f"{time_text(left)} left"
     return Shown(
-        step=f"step {steps}" if math.isinf(most) else f"step {steps}/{int(most)}",
+        step=step,
         loss=loss,
         speed=rate,
         waiting=waiting,
@@ -146,7 +150,7 @@ def line_text(
     """Return the line; what matters least is left out where there is no room.
 
     Args:
-        label: what is done, such as "Epoch 0/9".
+        label: what is done, such as "Epoch 1/9".
         n: batches that are done.
         total: batches in all, if that is known.
         values: what the program logs, as text.
@@ -158,10 +162,10 @@ def line_text(
     Example::
 
         >>> about = Shown(step="step 412", loss=0.48211, speed="13.2k samples/s", left="4:12 left")
-        >>> line_text("Epoch 0/9", 412, 1000, {"acc": "0.871"}, about)
-        'Epoch 0/9:  41%  412/1000  step 412  loss=0.482  acc=0.871  13.2k samples/s  4:12 left'
-        >>> line_text("Epoch 0/9", 412, 1000, {"acc": "0.871"}, about, columns=60, charset=" #")
-        'Epoch 0/9:  41%|###      |  412/1000  loss=0.482  4:12 left'
+        >>> line_text("Epoch 1/9", 412, 1000, {"acc": "0.871"}, about)
+        'Epoch 1/9:  41%  412/1000  step 412  loss=0.482  acc=0.871  13.2k samples/s  4:12 left'
+        >>> line_text("Epoch 1/9", 412, 1000, {"acc": "0.871"}, about, columns=60, charset=" #")
+        'Epoch 1/9:  41%|###      |  412/1000  loss=0.482  4:12 left'
 
     """
     loss = "" if about.loss is None else f"loss={value_text(about.loss)}"

@@ -235,11 +235,9 @@ class ModelPruning(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if trainer.strategy.shards_parameters:
-            raise MisconfigurationException(
-                f"ModelPruning: with strategy={trainer.strategy.name!r} each process has a part of a parameter, and "
-                "what to prune depends on all of it. Use strategy='ddp'."
-            )
+        trainer.strategy.sharding.require_whole(
+            "ModelPruning", "what to prune depends on all of it. Use strategy='ddp'."
+        )
         found = self.sanitize_parameters_to_prune(pl_module, self._requested, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
         if not self._parameters_to_prune:
@@ -298,7 +296,7 @@ class ModelPruning(Callback):
         lottery = self._use_lottery_ticket_hypothesis
         if lottery(epoch) if callable(lottery) else lottery:
             self.apply_lottery_ticket_hypothesis()
-        if trainer.world_size > 1:
+        if trainer.runtime.several_processes:
             self._broadcast(trainer)
 
     @torch.no_grad()
@@ -310,6 +308,13 @@ class ModelPruning(Callback):
             _refresh(module, name)
 
     # -- checkpoints
+
+    # Which one it is among those of a Trainer that would have the same key.
+    state_number = 0
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(number=self.state_number) if self.state_number else super().state_key
 
     def state_dict(self) -> dict[str, Any]:
         """Return masks, the weights they hide, and the initial values."""

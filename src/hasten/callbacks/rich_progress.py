@@ -14,7 +14,7 @@ from hasten._lib.optional import installed, need
 from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, convert_inf
 from hasten.callbacks.progress_line import LineState, ProgressLine
 from hasten.callbacks.tqdm_bar import Tqdm
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn, Task
@@ -29,7 +29,7 @@ class RichProgressBarTheme:
     """The styles of a RichProgressBar, as rich writes them ("bold red", "#6206E0", a ``rich.style.Style``).
 
     Args:
-        description: of "Epoch 0" and the like.
+        description: of "Epoch 1" and the like.
         progress_bar: of the part that is done.
         progress_bar_finished: of a bar that is complete.
         progress_bar_pulse: of a bar whose length is not known.
@@ -110,11 +110,13 @@ class RichProgressBar(DrawnProgressBar):
         self.theme = theme
         self._console_kwargs = console_kwargs or {}
         self._console: Any = None
+        # Rich's display of the bars; the last one stays when it has ended.
         self.progress: Any = None
+        self._progress_stopped = True
         self._shown: list[RichBar] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "progress": None, "_console": None, "_shown": []}
+        return {**super().__getstate__(), "progress": None, "_progress_stopped": True, "_console": None, "_shown": []}
 
     @property
     def refresh_rate(self) -> float:
@@ -162,7 +164,7 @@ class RichProgressBar(DrawnProgressBar):
     def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
         """Print above the bars that are shown; the arguments are those of Python's ``print``."""
         # rich replaces stdout while a bar is shown, and puts whole lines above it.
-        print(*args, sep=sep, **{"flush": self.progress is None, **kwargs})  # type: ignore[call-overload]
+        print(*args, sep=sep, **{"flush": self._progress_stopped, **kwargs})  # type: ignore[call-overload]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop()
@@ -175,58 +177,47 @@ class RichProgressBar(DrawnProgressBar):
     # -- inside
 
     def _public_bar(self, bar: Any) -> Any:
-        return bar.task
+        return getattr(bar, "task", None)
 
     def _open(self, name: str) -> Any:
         inside = name in ("sanity", "validation") and self.trainer.state.fn == "fit"
         description = getattr(self, f"{'sanity_check' if name == 'sanity' else name}_description")
-        if self.is_disabled or not self._start_display():
-            kind = ProgressLine if name == "train" and not alias.active() else Tqdm
-            return kind(
-                desc=description,
-                disable=self.is_disabled,
-                file=None if self._console is None else self._console.file,
-                leave=not inside,
-            )
-        bar = RichBar(self, description, leave=not inside, shows_fit=name == "train" and not alias.active())
+        shows_fit = name == "train" and not conventions.current().bars_have_counters
+        if not self.is_disabled and self._progress_stopped:
+            self._start_display()
+        if self.is_disabled or self._progress_stopped:
+            return Tqdm(desc=description, disable=True)
+        bar = RichBar(self, description, leave=not inside, shows_fit=shows_fit)
         self._shown.append(bar)
-        return bar
+        if not self.progress.disable:
+            return bar
+        kind = ProgressLine if shows_fit else Tqdm
+        return RichLine(bar, kind(desc=description, file=self._console.file, leave=not inside))
 
-    def _start_display(self) -> bool:
-        """Start showing bars; return False where they cannot be drawn over themselves."""
-        if self.progress is not None:
-            return True
+    def _start_display(self) -> None:
+        """Start showing bars."""
         from rich.console import Console
 
         if self._console is None:
             self._console = Console(**self._console_kwargs)
-        console = self._console
-        if not (installed("ipywidgets") if console.is_jupyter else console.is_terminal):
-            return False
         self._init_progress(self.trainer)
-        return self.progress is not None
+        self._progress_stopped = self.progress is None
 
     def _init_progress(self, trainer: Trainer) -> None:
         """Make ``progress`` and start it; subclasses of programs for Lightning override it."""
         from rich.progress import Progress
 
-        theme = self.theme
+        theme, console = self.theme, self._console
         self.progress = Progress(
             *self.configure_columns(trainer),
             _column(theme.metrics, lambda task: metrics_text(task, theme.metrics_text_delimiter, theme.metrics_format)),
             # No thread that draws: the hooks do, when it is time to.
             auto_refresh=False,
-            console=self._console,
+            console=console,
+            # Where bars cannot be drawn over themselves there are lines.
+            disable=not (installed("ipywidgets") if console.is_jupyter else console.is_terminal),
         )
         self.progress.start()
-
-    @property
-    def _progress_stopped(self) -> bool:
-        return self.progress is None
-
-    @_progress_stopped.setter
-    def _progress_stopped(self, stopped: bool) -> None:
-        """Do nothing: ``progress`` is None when it has ended."""
 
     def _reset_progress_bar_ids(self) -> None:
         """Do nothing: the ids are those of the bars that are shown."""
@@ -240,9 +231,10 @@ class RichProgressBar(DrawnProgressBar):
     def _stop(self) -> None:
         self._redirected.close()
         self._shown.clear()
-        if self.progress is not None:
-            progress, self.progress = self.progress, None
-            progress.stop()
+        if not self._progress_stopped:
+            self._progress_stopped = True
+            if not self.progress.disable:
+                self.progress.stop()
 
     def _epoch_description(self, trainer: Trainer) -> str:
         return self._get_train_description(trainer.current_epoch)
@@ -250,10 +242,10 @@ class RichProgressBar(DrawnProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
         """Return the text in front of the bar of training; subclasses of programs for Lightning override it."""
         last = self.trainer.max_epochs
-        text = f"Epoch {current_epoch}"
-        text += f"/{last - 1}" if last is not None and last > 0 else ""
+        text = f"Epoch {current_epoch + 1}"
+        text += f"/{last}" if last is not None and last > 0 else ""
         # As wide as the bar of validation, which comes and goes below it.
-        return text if self.progress is None else f"{text:{len(self.validation_description)}}"
+        return text if self._progress_stopped or self.progress.disable else f"{text:{len(self.validation_description)}}"
 
 
 class RichBar:
@@ -341,6 +333,92 @@ class RichBar:
         else:
             progress.remove_task(self.id)
         self._owner._ended(self)
+
+
+class RichLine:
+    """A RichBar where nothing can be drawn over itself: its state is written as lines, by a bar of tqdm's."""
+
+    disable = False
+    _draws = False
+
+    def __init__(self, bar: RichBar, line: Tqdm) -> None:
+        self._rich, self._line = bar, line
+        self.leave, self.id = line.leave, bar.id
+        self.n = 0
+        if hasattr(line, "line_state"):
+            self.line_state = line.line_state
+
+    @property
+    def task(self) -> Task:
+        """Rich's task of this bar."""
+        return self._rich.task
+
+    @property
+    def total(self) -> float | None:
+        """Batches in all."""
+        return self._rich.total
+
+    @total.setter
+    def total(self, total: float | None) -> None:
+        self._rich.total = self._line.total = total
+
+    @property
+    def initial(self) -> int:
+        """Batches done before this bar started to count."""
+        return self._rich.initial
+
+    @initial.setter
+    def initial(self, batches: int) -> None:
+        self._rich.initial = self._line.initial = batches
+
+    @property
+    def postfix(self) -> Any:
+        """The values behind."""
+        return self._rich.postfix
+
+    @postfix.setter
+    def postfix(self, postfix: str | None) -> None:
+        self._rich.postfix = self._line.postfix = postfix
+
+    def set_description(self, description: str, refresh: bool = True) -> None:
+        """Change the text in front."""
+        self._rich.set_description(description)
+        self._line.set_description(description, refresh=False)
+
+    def set_postfix(self, metrics: dict[str, object], refresh: bool = True) -> None:
+        """Change the values behind."""
+        self._rich.set_postfix(metrics)
+        self._line.set_postfix(metrics, refresh=False)
+
+    def reset(self, total: float | None = None) -> None:
+        """Start again at 0, with another total."""
+        self.n, self.total = 0, convert_inf(total)
+        self._rich.reset(total)
+        self._line.reset()
+
+    def _take_count(self) -> None:
+        self._rich.n = self._line.n = self.n
+
+    def refresh(self) -> None:
+        """Write a line if one is due."""
+        self._take_count()
+        self._rich.refresh()
+        self._line.refresh()
+
+    def write_line(self) -> None:
+        """Write the state as a line."""
+        self._take_count()
+        self._line.write_line()
+
+    def write(self, text: str, *, end: str = "\n", **_: object) -> None:
+        """Print."""
+        print(text, end=end)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._take_count()
+        self._line.close()
+        self._rich.close()
 
 
 # -- columns

@@ -109,12 +109,12 @@ class SpikeDetection(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Start reading the loss, and check those that have arrived."""
-        if outputs is None:
+        if outputs is None or (isinstance(outputs, Mapping) and not outputs):
             loss, has_loss = torch.zeros((), device=trainer.strategy.root_device), 0.0
         else:
             loss, has_loss = _undivided(_loss_of(outputs), outputs, trainer, batch_idx), 1.0
         values: list[Any] = [loss, has_loss]
-        if trainer.world_size > 1:
+        if trainer.runtime.several_processes:
             pair = torch.stack([loss.float(), torch.full_like(loss, has_loss, dtype=torch.float32)])
             values = list(trainer.strategy.all_gather(pair).flatten())
         self._pending.append((batch_idx, send_to_host(values)))
@@ -185,8 +185,8 @@ class SpikeDetection(Callback):
             path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
         raise TrainingSpikeException(
             batch_idx,
-            f"The loss jumped in batch {batch_idx} of epoch {trainer.current_epoch}. Resume from an earlier checkpoint "
-            f"without the batches {self.bad_batches}, which are listed in {path}.",
+            f"The loss jumped in batch {batch_idx} of epoch {trainer.current_epoch + 1}. Resume from an earlier "
+            f"checkpoint without the batches {self.bad_batches}, which are listed in {path}.",
         )
 
 
@@ -206,7 +206,7 @@ def _undivided(loss: Tensor, outputs: StepOutput, trainer: Trainer, batch_idx: i
     if module is None or not module.automatic_optimization:
         return loss
     size, length = trainer.accumulate_grad_batches, trainer.num_training_batches
-    if size == 1 and trainer.world_size == 1:
+    if size == 1 and not trainer.runtime.several_processes:
         return loss
     if isinstance(outputs, Mapping) and outputs.get("loss_weight") is not None:
         # A batch of weight 0 does not count, and its loss is 0.

@@ -104,12 +104,14 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock; a resumed run may have no time left."""
+        if self._duration is not None and self._verbose:
+            rank_zero_info(f"Training ends after {timedelta(seconds=self._duration)} hours at the latest.")
         self._begin(RunningStage.TRAINING)
-        self._is_distributed = trainer.world_size > 1
+        self._is_distributed = trainer.runtime.several_processes
         if self._duration is not None:
             # Computed once: a step only compares two numbers.
             self._deadline = time.monotonic() + self._duration - self._offset
-            trainer.current_run.pace.deadline = time.perf_counter() + self._duration - self._offset
+            trainer.current_run.observers.pace.deadline = time.perf_counter() + self._duration - self._offset
         self._check_time_remaining(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,11 +151,8 @@ class Timer(Callback):
     def _check_time_remaining(self, trainer: Trainer) -> None:
         if self._duration is None:
             return
-        is_late = self.time_elapsed() >= self._duration
-        if trainer.world_size > 1:
-            # Clocks differ between processes; the first one decides for all.
-            is_late = trainer.strategy.broadcast(is_late)
-        if is_late:
+        # Clocks differ between processes; the first one decides for all.
+        if trainer.strategy.broadcast(self.time_elapsed() >= self._duration):
             self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:
@@ -179,7 +178,7 @@ class SharedDeadline:
 
     def passed(self, trainer: Trainer, is_late: bool) -> bool:
         """Return the first process's ``is_late``; False between two broadcasts."""
-        if trainer.world_size == 1:
+        if not trainer.runtime.several_processes:
             return is_late
         batch = trainer.total_batch_idx
         # A lower number belongs to another run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
@@ -35,6 +36,10 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._draws = is_terminal(kwargs.get("file") or sys.stderr)
+        self._output = NotebookText() if in_notebook() else None
+        if self._output is not None:
+            # tqdm itself would write each drawing into the notebook's file.
+            kwargs["file"] = io.StringIO()
         self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
         self._shown: tuple[Any, ...] | None = None
         super().__init__(*args, **kwargs)  # type: ignore[call-overload]
@@ -55,6 +60,9 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Draw the bar; without a terminal write a line, at most one each ``LINE_INTERVAL_SECONDS``."""
+        if self._output is not None:
+            self._output.show(str(self) if msg is None else msg)
+            return
         if self._draws:
             super().display(msg, pos)
             return
@@ -103,6 +111,23 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         """Move the cursor of a terminal."""
         if self._draws:
             super().moveto(n)
+
+
+class NotebookText:
+    """A text in the output of a notebook's cell that is replaced in place: the file keeps its last state only."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        """Show a text in place of the one before."""
+        content = {"text/plain": text}
+        if self._handle is not None:
+            self._handle.update(content, raw=True)
+        elif text:
+            # A notebook has imported it.
+            display: Any = sys.modules["IPython.display"]
+            self._handle = display.display(content, raw=True, display_id=True)
 
 
 # A lock between threads, instead of tqdm's lock between processes, which starts a helper process.

@@ -19,7 +19,6 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind
-from hasten.elsewhere import alias
 from hasten.hooks import STEPS
 from hasten.logged_value import LoggingContext
 from hasten.loops.progress import TrainerFn
@@ -124,11 +123,10 @@ class WeightAveraging(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            if trainer.strategy.owns_step:
-                raise MisconfigurationException(
-                    f"{type(self).__name__} and strategy={trainer.strategy.name!r}: the engine steps copies of the "
-                    "weights that it keeps itself. Use strategy='ddp_sharded' or 'fsdp'."
-                )
+            trainer.strategy.engine.require_own_parameters(
+                type(self).__name__,
+                "the engine steps copies of the weights that it keeps itself. Use strategy='ddp_sharded' or 'fsdp'.",
+            )
             self._average_model, self._loaded, self._trained, self._swapped = None, None, None, False
             self._restarting = False
 
@@ -140,7 +138,9 @@ class WeightAveraging(Callback):
             self._loaded = None
             # Through the module, which knows how its weights are loaded; the average has those it trains with.
             strict = pl_module.strict_loading is not False
-            trainer.strategy.load_state_dict(pl_module, weights, strict=strict, source="the average in the checkpoint")
+            trainer.strategy.state.load_state_dict(
+                pl_module, weights, strict=strict, source="the average in the checkpoint"
+            )
             average.exchange()
             average.n_averaged.copy_(others["n_averaged"])
 
@@ -185,7 +185,7 @@ class WeightAveraging(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the average into the module for good; keep the training weights for checkpoints."""
         if self._has_average and self._trained is None:
-            trainer.strategy.reshard()
+            trainer.strategy.sharding.reshard()
             self._trained = _copies(pl_module)
             self._copy_average_to_current(pl_module)
 
@@ -215,7 +215,7 @@ class WeightAveraging(Callback):
         # The module holds the training weights, the average for a validation, or the average for good.
         current = checkpoint["state_dict"]
         with average.shown() if self._trained is None else _shown(pl_module, self._trained):
-            averaged = trainer.strategy.state_dict(pl_module)
+            averaged = trainer.strategy.state.state_dict(pl_module)
         if self._swapped or self._trained is not None:
             current, averaged = averaged, current
         checkpoint["state_dict"] = averaged
@@ -273,7 +273,7 @@ class WeightAveraging(Callback):
     def _swap_models(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._has_average:
             assert self._average_model is not None
-            trainer.strategy.reshard()
+            trainer.strategy.sharding.reshard()
             self._average_model.exchange()
             self._swapped = not self._swapped
 
@@ -533,11 +533,9 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> None:
         super().__init__(device, avg_fn=avg_fn or self.avg_fn)
         name, error = type(self).__name__, MisconfigurationException
-        # Lightning refuses whole numbers.
-        numbers = float if alias.active() else (int, float)
         allowed = "a positive float, or a list of positive floats with one for each parameter group"
         for rate in swa_lrs if isinstance(swa_lrs, list) and swa_lrs else [swa_lrs]:
-            if isinstance(rate, bool) or not isinstance(rate, numbers) or rate <= 0:
+            if isinstance(rate, bool) or not isinstance(rate, float) or rate <= 0:
                 raise check.wrong(name, "swa_lrs", swa_lrs, allowed, error=error)
         least, most = (0, 1) if isinstance(swa_epoch_start, float) else (1, math.inf)
         allowed = "an epoch counted from 1 (int), or a share of max_epochs from 0.0 to 1.0 (float)"
@@ -604,7 +602,7 @@ class StochasticWeightAveraging(WeightAveraging):
         if self._average_model is not None and self._loaded is not None:
             with torch.no_grad():
                 for (name, parameter), average in zip(self._named.items(), self._average_model, strict=True):
-                    average.copy_(local_part(trainer.strategy.restored(self._loaded[name], parameter)))
+                    average.copy_(local_part(trainer.strategy.sharding.from_checkpoint(self._loaded[name], parameter)))
             self._loaded = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -639,7 +637,7 @@ class StochasticWeightAveraging(WeightAveraging):
         """After training, store the training weights beside the average that the module holds by then."""
         if self._trained is not None and "optimizer_states" in checkpoint:
             with _shown(pl_module, self._trained):
-                checkpoint["current_model_state"] = trainer.strategy.state_dict(pl_module)
+                checkpoint["current_model_state"] = trainer.strategy.state.state_dict(pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue training with the training weights."""
@@ -759,7 +757,7 @@ class StochasticWeightAveraging(WeightAveraging):
             _run_once_more(trainer.current_run)
         finally:
             self.reset_momenta()
-        if trainer.world_size > 1:
+        if trainer.runtime.several_processes:
             for module in modules:
                 for statistic in (module.running_mean, module.running_var):
                     assert isinstance(statistic, Tensor)
@@ -769,15 +767,15 @@ class StochasticWeightAveraging(WeightAveraging):
 def _run_once_more(run: Run) -> None:
     """Run ``training_step`` over the batches of an epoch; only what modules gather themselves remains."""
     step = run.runtime.bind(with_batch_idx_if_taken(run.module.training_step), module=run.module)
-    transfer, logged = make_transfer(run, run.train), run.logged
-    position = run.train.stream.state_dict(run.progress.batch)
+    transfer, logged = make_transfer(run, run.data.train), run.logged
+    position = run.data.train.stream.state_dict(run.progress.batch)
     before = logged.context, logged.batch, logged.batch_size
     # A loader without an end gives as many batches as the epoch had.
-    count = None if math.isfinite(run.train.limit) else run.progress.batch
+    count = None if math.isfinite(run.data.train.limit) else run.progress.batch
     with isolate_rng():
         # Resumed with nothing left to train: the batches come in the order of the uninterrupted run.
-        run.restore_random()
-        batches = run.train.start_epoch()
+        run.resume.restore_random()
+        batches = run.data.train.start_epoch()
         # What is logged goes to a context that is never published.
         logged.context = LoggingContext(STEPS["training_step"])
         try:
@@ -788,4 +786,4 @@ def _run_once_more(run: Run) -> None:
         finally:
             batches.close()  # type: ignore[attr-defined]
             logged.context, logged.batch, logged.batch_size = before
-    run.train.stream.load_state_dict(position)
+    run.data.train.stream.load_state_dict(position)

@@ -67,33 +67,41 @@ def _check_entry(value: Any, pattern: Any, place: str) -> None:
             return
         pattern = pattern[0]
     if isinstance(pattern, dict):
-        if isinstance(value, StoredTensors):
-            # Its values would be read now.
-            value = dict.fromkeys(value)
-        if not isinstance(value, Mapping):
-            raise _Wrong(place, value, "a dict")
-        for name, inside in pattern.items():
-            if isinstance(name, str):
-                key = name.removesuffix("?")
-                if key in value or key == name:
-                    _check_entry(value.get(key, _ABSENT), inside, f"{place}.{key}" if place else key)
-                continue
-            for key, item in value.items():
-                if name is str and not isinstance(key, str):
-                    raise _Wrong(f"{place}[{key!r}]", key, "named by a str")
-                _check_entry(item, inside, f"{place}[{key!r}]")
+        _check_dict(value, pattern, place)
     elif isinstance(pattern, list):
-        may_be_empty = ... not in pattern
-        if not isinstance(value, (list, tuple)) or not (value or may_be_empty):
-            raise _Wrong(place, value, "a list" if may_be_empty else "a list that is not empty")
-        for index, item in enumerate(value):
-            _check_entry(item, pattern[0], f"{place}[{index}]")
+        _check_list(value, pattern, place)
     elif pattern is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise _Wrong(place, value, "a whole number of at least 0")
     elif pattern is bool and not isinstance(value, bool):
         raise _Wrong(place, value, "True or False")
     elif value is _ABSENT:
         raise _Wrong(place, value, "")
+
+
+def _check_dict(value: Any, pattern: dict[Any, Any], place: str) -> None:
+    if isinstance(value, StoredTensors):
+        # Its values would be read now.
+        value = dict.fromkeys(value)
+    if not isinstance(value, Mapping):
+        raise _Wrong(place, value, "a dict")
+    for name, inside in pattern.items():
+        if isinstance(name, str):
+            key = name.removesuffix("?")
+            if key in value or key == name:
+                _check_entry(value.get(key, _ABSENT), inside, f"{place}.{key}" if place else key)
+            continue
+        for key, item in value.items():
+            if name is str and not isinstance(key, str):
+                raise _Wrong(f"{place}[{key!r}]", key, "named by a str")
+            _check_entry(item, inside, f"{place}[{key!r}]")
+
+
+def _check_list(value: Any, pattern: list[Any], place: str) -> None:
+    may_be_empty = ... not in pattern
+    if not isinstance(value, (list, tuple)) or not (value or may_be_empty):
+        raise _Wrong(place, value, "a list" if may_be_empty else "a list that is not empty")
+    for index, item in enumerate(value):
+        _check_entry(item, pattern[0], f"{place}[{index}]")
 
 
 _DICT_OR_NONE: Any = {}, None
@@ -347,11 +355,23 @@ def describe_misfit(owner: str, state: Mapping[str, Any], present: Mapping[str, 
             lines.append(f"  {title} ({len(keys)}): {', '.join(keys[:6])}{more}")
     if mis_shaped:
         lines.append("Make the model with the hyper-parameters the file was trained with.")
-    elif missing and unexpected and (near := nearest(unexpected[0], list(present))):
-        lines.append(f"{unexpected[0]!r} looks like {near!r}: was a layer renamed?")
+    elif renamed := _renamed(missing, unexpected, state, present):
+        lines.append(f"{renamed[0]!r} looks like {renamed[1]!r}: was a layer renamed?")
     elif missing or unexpected:
         lines.append("Pass strict=False (or set strict_loading = False) to load what fits.")
     return "\n".join(lines)
+
+
+def _renamed(
+    missing: list[str], unexpected: list[str], state: Mapping[str, Any], present: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Return a name of the file and one of the model that are alike, with tensors of one shape; None if none are."""
+    for name in unexpected:
+        shape = getattr(state[name], "shape", None)
+        near = nearest(name, [each for each in missing if getattr(present[each], "shape", None) == shape])
+        if near is not None:
+            return name, near
+    return None
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

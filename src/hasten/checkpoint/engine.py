@@ -5,7 +5,9 @@ Importing it takes about as long as importing torch, so others import this file 
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hasten.checkpoint.places import Place
+from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 from hasten.machine.collectives import joined
 
 # Of each tensor: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, start, length], ...]}, as JSON
@@ -280,6 +282,108 @@ def _metadata(layout: Layout) -> Metadata:
             TensorProperties(dtype=getattr(torch, stored["dtype"])), torch.Size(stored["shape"]), chunks
         )
     return Metadata(tensors, storage_data=places)
+
+
+# -- folders that were written by torch.distributed.checkpoint itself
+
+# What an index may hold: unpickling anything else could run code.
+_IN_INDEX = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"}, "torch.serialization": {"_get_layout"}, "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"},
+}  # fmt: skip
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(parts)
+
+
+class _IndexReader(pickle.Unpickler):
+    """Reads an index, and refuses what none holds."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name not in _IN_INDEX.get(module, ()):
+            raise ValueError(f"its index holds {module}.{name}")
+        if module == "pathlib":
+            return _joined  # of another system, maybe
+        return super().find_class(module, name)
+
+
+def read_foreign(place: Place, contents: Any) -> tuple[Layout, dict[str, Any]]:
+    """Return layout and contents of a folder that Lightning's sharded strategies wrote.
+
+    Args:
+        place: the folder.
+        contents: of its file beside the tensors.
+
+    Raises:
+        ValueError: another program wrote it.
+        OSError: a file is missing.
+
+    """
+    if not isinstance(contents, dict):
+        raise ValueError(f"beside the tensors is {type(contents).__name__}")
+    try:
+        with place.open(INDEX_FILE, "rb") as file:
+            metadata: Metadata = _IndexReader(file).load()
+        paths = metadata.planner_data
+        tensors: dict[str, Any] = {
+            k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)
+        }
+        layout = _layout(Metadata(tensors, storage_data=metadata.storage_data))
+        parts: dict[Any, Any] = {}
+        for key in metadata.state_dict_metadata:
+            *outer, last = paths[key]
+            inner = parts
+            for name in outer:
+                inner = inner.setdefault(name, {})
+            inner[last] = (
+                {PLACEHOLDER: key} if key in tensors else _value(place, metadata.storage_data[MetadataIndex(key)])
+            )
+        parts = {name: _with_numbers(_with_lists(part)) for name, part in parts.items()}
+    except (pickle.UnpicklingError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"its index makes no sense ({type(error).__name__}: {error})") from error
+    if "pytorch-lightning_version" in contents:
+        for name in [name for name in parts if name in ("model", "state_dict")]:
+            parts["state_dict"] = parts.pop(name)
+        states = [parts.pop(f"optimizer_{i}") for i in range(len(parts)) if f"optimizer_{i}" in parts]
+        if states or "loops" in contents:
+            parts["optimizer_states"] = states
+    return layout, {**contents, **parts}
+
+
+def _value(place: Place, stored: _StorageInfo) -> Any:
+    """Return a value that is no tensor."""
+    with place.open(os.path.basename(stored.relative_path), "rb") as file:
+        file.seek(stored.offset)
+        return torch.load(io.BytesIO(file.read(stored.length)), weights_only=True)
+
+
+def _with_lists(value: Any) -> Any:
+    """Return nested dicts with lists in place of those whose keys are the indices of one."""
+    if not isinstance(value, dict):
+        return value
+    if value and list(value) == list(range(len(value))):
+        return [_with_lists(each) for each in value.values()]
+    return {key: each if key == "state" and each == {} else _with_lists(each) for key, each in value.items()}
+
+
+def _with_numbers(part: Any) -> Any:
+    """Return the state of an optimizer by numbers of parameters in place of their names; other things as they are."""
+    if not isinstance(part, dict) or "param_groups" not in part:
+        return part
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in part["param_groups"]:
+        own = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        groups.append({**group, "params": own})
+    return {"state": {numbers[name]: state for name, state in part.get("state", {}).items()}, "param_groups": groups}
 
 
 def copy_into(target: Any, tensor: Tensor) -> None:

@@ -44,7 +44,7 @@ from hasten._lib.files import (
     sync_folder,
     why_not_written,
 )
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean, did_you_mean_file
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
@@ -520,18 +520,29 @@ def _check(value: Any, place: str, above: set[int]) -> None:
         above.add(id(value))
         if kind in _MAPPINGS:
             for key, inner in value.items():
-                _check(key, f"a key of {place}", above)
-                _check(inner, f"{place}[{key!r}]", above)
+                # Most are numbers and strings: no call for them.
+                if type(key) not in _LEAVES:
+                    _check(key, f"a key of {place}", above)
+                if type(inner) not in _LEAVES:
+                    _check(inner, f"{place}[{key!r}]", above)
         else:
             for index, inner in enumerate(value):
-                _check(inner, f"{place}[{index}]", above)
+                if type(inner) not in _LEAVES:
+                    _check(inner, f"{place}[{index}]", above)
         above.discard(id(value))
-    elif is_sharded(value):
+    else:
+        _check_other(value, place)
+
+
+def _check_other(value: Any, place: str) -> None:
+    """Raise unless an object that is no number, string, tensor, dict or list can be read back."""
+    kind = type(value)
+    if is_sharded(value):
         raise TypeError(
             f"{place} is a DTensor, of which this process has a part: the file would hold that part alone. Save "
             "its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
         )
-    elif not _can_be_loaded(value):
+    if not _can_be_loaded(value):
         advice = "Store numbers, strings, tensors and dicts or lists of them instead"
         if hasattr(value, "as_posix"):
             advice = "Store str(path) instead"
@@ -584,9 +595,17 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, not_found(local), str(local)) from None
     except IsADirectoryError:
-        raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.") from None
+        raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.{_newest_in(local)}") from None
     with file:
         yield file
+
+
+def _newest_in(folder: Path) -> str:
+    """Return the sentence that names the newest checkpoint in a folder."""
+    found = [*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")]
+    if not found:
+        return " There is no .ckpt file in it: give the path of a file that trainer.save_checkpoint has written."
+    return f" Give the file: {str(max(found, key=lambda each: each.stat().st_mtime))!r} is the newest in it."
 
 
 def not_found(path: Path, *words: str) -> str:
@@ -595,7 +614,8 @@ def not_found(path: Path, *words: str) -> str:
         near = [each.name for each in path.parent.parent.glob("*")]
         return f"the folder {str(path.parent)!r} does not exist.{did_you_mean(path.parent.name, near)}"
     others = sorted(each.name for each in path.parent.iterdir())
-    return f"the file does not exist.{did_you_mean(path.name, [*words, *others])}"
+    hint = did_you_mean(path.name, words) or did_you_mean_file(path.name, others)
+    return f"the file does not exist.{hint}"
 
 
 _leaves_out: ContextVar[bool] = ContextVar("leaves_out", default=False)
@@ -759,7 +779,10 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
     if not begin:
         raise CheckpointDamaged(f"{path} is empty.")
     if begin[:1] != b"\x80":
-        raise CheckpointDamaged(f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do.")
+        raise CheckpointDamaged(
+            f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do. "
+            "Give one that trainer.save_checkpoint or torch.save has written, or download it again."
+        )
 
 
 def _checksums(file: IO[bytes], size: int) -> tuple[bytes, list[tuple[str, int, int, int]]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
+from hasten.extend.origin import comes_from
 
 # The attributes that objects had when their first fit began, by id. What they are made with is for the program to
 # say, so a checkpoint has only what has changed since.
@@ -128,6 +129,45 @@ class ModuleMetrics:
             )
 
 
+class Gathered:
+    """What a metric has gathered up to now. It may be reset afterwards.
+
+    Args:
+        metric: a ``torchmetrics.Metric``.
+
+    """
+
+    def __init__(self, metric: nn.Module) -> None:
+        self._metrics = ModuleMetrics(metric, set)
+        self._state = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        # New lists, of the same tensors: a reset empties the lists and replaces the tensors.
+        state: dict[str, Any] = _pytree.tree_map(lambda leaf: leaf, self._metrics.state_dict())
+        return state
+
+    def is_all(self) -> bool:
+        """Return whether the metric has gathered nothing since it was reset."""
+        return not any("state" in entry for entry in self._metrics.state_dict().values())
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While it is open, the metric has gathered this and nothing else; what is done to it then stays."""
+        now = self._now()
+        self._metrics.load_state_dict(self._state)
+        try:
+            yield
+        finally:
+            self._state = self._now()
+            self._metrics.load_state_dict(now)
+
+    def give_back(self, others: Sequence[Gathered] = ()) -> None:
+        """Add this and ``others`` to what the metric has gathered since, where their parts can be joined."""
+        joined, lost = self._metrics.joined([self._state, *(other._state for other in others), self._now()])
+        if not lost:
+            self._metrics.load_state_dict(joined)
+
+
 class _CannotJoinError(Exception):
     """A metric joins what processes have gathered in its own way, while it computes."""
 
@@ -138,7 +178,7 @@ def _joined(values: list[Any], reduction: Any) -> Any:
         return values[0]
     if all(isinstance(value, list) for value in values):
         return [item for value in values for item in value]
-    if reduction is None or not reduction.__module__.startswith("torchmetrics."):
+    if reduction is None or not comes_from(reduction, "torchmetrics"):
         raise _CannotJoinError
     if all(value.dim() for value in values) and reduction.__name__ == "dim_zero_cat":
         return torch.cat(values)
@@ -177,7 +217,7 @@ def _is_torchmetrics(thing: object) -> bool:
 
 @functools.cache
 def _made_by_torchmetrics(kind: type) -> bool:
-    return any(re.match(r"torchmetrics\b", base.__module__) for base in kind.__mro__)
+    return any(comes_from(base, "torchmetrics") for base in kind.__mro__)
 
 
 def _is_metric(thing: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.tree import AttributeDict
+from hasten.extend.origin import full_name
 
 # Entries of hyper-parameters: what nobody has allowed in them can be left out of a run, which does not need them.
 _HYPER_PARAMETERS = frozenset(
@@ -174,7 +175,7 @@ def _users_globals() -> dict[str, Any]:
         if isinstance(entry, tuple):
             found[entry[1]] = entry[0]
         else:
-            found[f"{entry.__module__}.{entry.__qualname__}"] = entry
+            found[full_name(entry)] = entry
     return found
 
 

@@ -11,6 +11,9 @@ from typing import IO, Any, cast
 
 from hasten._lib.files import sync_folder
 
+# The index of torch.distributed.checkpoint, and a tensor in the contents: {PLACEHOLDER: its key}
+INDEX_FILE, PLACEHOLDER = ".metadata", "hasten_tensor"
+
 
 class Place(ABC):
     """A folder of files, which other processes have too."""

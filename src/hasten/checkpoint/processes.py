@@ -1,4 +1,4 @@
-"""What the processes of a run had, for another number of processes that go on."""
+"""Redistribute the per-process state of a checkpoint when a run resumes with another number of processes."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import engine
 from hasten.checkpoint.flat import FlatPart
-from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
-from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, PLACEHOLDER, SHARDS, is_checkpoint_folder, missing
+from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
+from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, is_checkpoint_folder, missing
 from hasten.machine.collectives import joined
 
 # Entries whose tensors are stored beside the contents, whether they are sharded or not.

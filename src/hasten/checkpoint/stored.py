@@ -14,22 +14,19 @@ from torch import Tensor
 
 from hasten._lib.errors import CheckpointDamaged
 from hasten._lib.tree import is_sharded
-from hasten.checkpoint.places import Place
+from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 
-# What is not a shard: the file with everything that is not a tensor, and the index of torch.distributed.checkpoint.
+# The file with everything that is not a tensor.
 CONTENTS_FILE = "meta.pt"
-INDEX_FILE = ".metadata"
 SHARD_ENDING = ".distcp"
 # The version of the format, under this key of the contents file.
 FORMAT = "hasten_folder"
 # The folder in it that holds the other files; "" if they are beside the contents.
 SHARDS = "shards"
-# A tensor in the contents: {PLACEHOLDER: its key}
-PLACEHOLDER = "hasten_tensor"
 
 _FOREIGN = (
-    "If torch.distributed.checkpoint wrote it, convert it: python -m torch.distributed.checkpoint.format_utils "
-    "dcp_to_torch FOLDER FILE."
+    "If torch.distributed.checkpoint alone wrote it, convert its weights: "
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE."
 )
 
 
@@ -65,9 +62,8 @@ class Folder:
                 f"{place} is not a whole checkpoint: {CONTENTS_FILE} is missing. {_FOREIGN}"
             ) from None
         if not isinstance(stored, dict) or FORMAT not in stored:
-            raise CheckpointDamaged(
-                f"{place} was not written by hasten: its {CONTENTS_FILE} is another one. {_FOREIGN}"
-            )
+            self._take_foreign(stored)
+            return
         # A name alone: a path could lead elsewhere.
         inner = os.path.basename(stored.get(SHARDS, ""))
         self._shards = place.inside(inner) if inner else place
@@ -78,6 +74,31 @@ class Folder:
         self._checked: set[str] = set()
         if (problem := missing(self._shards, self._sums)) is not None:
             raise CheckpointDamaged(f"{place} is damaged: {problem}.")
+
+    def _take_foreign(self, stored: Any) -> None:
+        """Take what Lightning's sharded strategies wrote; there are no checksums."""
+        from hasten.checkpoint import engine
+
+        self._shards, self._checked = self.place, set()
+        try:
+            self.layout, self._contents = engine.read_foreign(self.place, stored)
+        except (OSError, ValueError) as error:
+            raise CheckpointDamaged(
+                f"{self.place} was not written by hasten, nor as a whole by Lightning: {error}. {_FOREIGN}"
+            ) from error
+        ends: dict[str, int] = {}
+        for tensor in self.layout.values():
+            for _, _, file, start, length in tensor["chunks"]:
+                name = os.path.basename(file)
+                ends[name] = max(ends.get(name, 0), start + length)
+        sizes = self.place.sizes(ends)
+        for name in sorted(ends):
+            if sizes.get(name, 0) < ends[name]:
+                raise CheckpointDamaged(
+                    f"{self.place} is damaged: {name} is {'too short' if name in sizes else 'missing'}."
+                )
+        self._sums = {}
+        self._checked.update(ends)
 
     def contents(self) -> StoredCheckpoint:
         """Return the checkpoint; its tensors are read when they are needed."""
@@ -113,7 +134,7 @@ class Folder:
             shape = tuple(self.layout[key]["shape"])
             if tuple(target.shape) != shape:
                 raise ValueError(f"{key}: the shape is {shape} in {self.place}, and {tuple(target.shape)} here.")
-            if target.device.type == "meta":
+            if target.is_meta:
                 raise ValueError(
                     f"{key}: a tensor on the meta device has no memory to read into. Call to_empty() first."
                 )

@@ -1,18 +1,18 @@
 """The command line: ``LightningCLI`` makes a program with sub-commands, options and YAML configs of your classes.
 
-Needs jsonargparse: ``pip install hasten[cli]``.
+Needs jsonargparse, which the extra ``cli`` installs.
 """
 
 # ruff: noqa: E402 - missing packages are named before they are imported
 
 from __future__ import annotations
 
-from hasten._lib.optional import installed
+from hasten._lib.optional import install_line, installed
 
 for _name in ("jsonargparse", "docstring_parser", "yaml"):
     if not installed(_name):
         raise ModuleNotFoundError(
-            f"hasten.cli needs the package {_name}, which is not installed. Run: pip install hasten[cli]", name=_name
+            f"hasten.cli needs the package {_name}, which is not installed. Run: {install_line('cli')}", name=_name
         )
 
 from jsonargparse import Namespace

@@ -29,7 +29,7 @@ from hasten.cli.optimizers import (
 )
 from hasten.cli.parser import AUTOMATIC, ArgsType, LightningArgumentParser
 from hasten.cli.save_config import SaveConfigCallback
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -126,8 +126,7 @@ class LightningCLI:
         if self.subcommand is not None:
             # The checkpoint has arguments of the module.
             kind = _class_of(self._model_class)
-            # Under Lightning's names the checkpoint goes before the command line, as in Lightning.
-            given = set() if alias.active() else self._command_line_keys()
+            given = set() if conventions.current().checkpoint_beats_options else self._command_line_keys()
             self.config = with_checkpoint(self.parser, self.config, given, kind, self.subclass_mode_model)
         self._set_seed()
         self.before_instantiate_classes()
@@ -432,7 +431,7 @@ class LightningCLI:
 
 def _configured(module: LightningModule, configure: Any, optimizer: Any, scheduler: Any) -> Any:
     # The optimizer is made here, so it is fused where possible, unless the options have fused=False.
-    made = fused_where_possible(instantiate_class((module.parameters(),), optimizer))
+    made = fused_where_possible(instantiate_class((module.parameters(),), optimizer), module)
     lr_scheduler = instantiate_class(made, scheduler) if scheduler else None
     return configure(module, made, lr_scheduler)
 

@@ -21,6 +21,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from hasten.checkpoint import files
+from hasten.extend.origin import package_of
 from hasten.module.hparams import CLASS_PATH, INSTANTIATOR, made_from_config
 
 if TYPE_CHECKING:
@@ -130,17 +131,7 @@ def with_checkpoint(
     hparams: dict[str, Any] = dict(checkpoint.get("hyper_parameters") or {})
     hparams.pop(INSTANTIATOR, None)
     class_path = hparams.pop(CLASS_PATH, None)
-    own = parser._subcommands_action.choices[subcommand]
-    # One argument of the module may hold all of them.
-    holder = checkpoint.get("hparams_name")
-    if holder and holder != "kwargs" and f"--model.{holder}" in own._option_string_actions:
-        hparams = {holder: hparams}
-    links = own._links_group._group_actions if hasattr(own, "_links_group") else ()
-    linked = {link.target[0] for link in links}
-    for name in list(hparams):
-        names = {f"model.{name}", f"model.init_args.{name}"}
-        if names & linked or any(f"{key}.".startswith(f"model.{name}.") for key in given):
-            del hparams[name]
+    hparams = _settable(parser._subcommands_action.choices[subcommand], hparams, checkpoint.get("hparams_name"), given)
     if not hparams:
         return config
     model: dict[str, Any] = hparams
@@ -154,12 +145,7 @@ def with_checkpoint(
         kind = _refuse_unsafe(kind, {**hparams, CLASS_PATH: named}, str(path))
     else:
         kind = _refuse_unsafe(kind, hparams, str(path))
-    hints = _hints(kind)
-    for name, value in hparams.items():
-        for enum in classes_in(hints.get(name)):
-            if issubclass(enum, Enum) and value not in enum.__members__:
-                # Without a command line, the value was saved; jsonargparse reads the name.
-                hparams[name] = next((member.name for member in enum if member.value == value), value)
+    _name_enum_members(hparams, kind)
     try:
         return parser.parse_object({subcommand: {"model": model}}, config)
     except SystemExit:
@@ -168,6 +154,37 @@ def with_checkpoint(
             "another version of it?\n"
         )
         raise
+
+
+def _settable(own: Any, hparams: dict[str, Any], holder: str | None, given: set[str]) -> dict[str, Any]:
+    """Return the hyper-parameters that neither the command line nor another argument sets.
+
+    Args:
+        own: the parser of the subcommand.
+        hparams: those in the checkpoint.
+        holder: the argument of the module that holds all of them, if one does.
+        given: the keys that the command line gives.
+
+    """
+    if holder and holder != "kwargs" and f"--model.{holder}" in own._option_string_actions:
+        hparams = {holder: hparams}
+    links = own._links_group._group_actions if hasattr(own, "_links_group") else ()
+    linked = {link.target[0] for link in links}
+
+    def is_set(name: str) -> bool:
+        is_linked = not linked.isdisjoint((f"model.{name}", f"model.init_args.{name}"))
+        return is_linked or any(f"{key}.".startswith(f"model.{name}.") for key in given)
+
+    return {name: value for name, value in hparams.items() if not is_set(name)}
+
+
+def _name_enum_members(hparams: dict[str, Any], kind: type) -> None:
+    """Replace values of enums by their names, which jsonargparse reads; without a command line values are saved."""
+    hints = _hints(kind)
+    for name, value in hparams.items():
+        for enum in classes_in(hints.get(name)):
+            if issubclass(enum, Enum) and value not in enum.__members__:
+                hparams[name] = next((member.name for member in enum if member.value == value), value)
 
 
 def _refuse_unsafe(kind: type, hparams: Mapping[str, Any], source: str) -> type:
@@ -224,7 +241,7 @@ def classes_in(hint: object) -> list[type]:
     """Return the classes in a type hint, except builtins."""
     arguments = getattr(hint, "__args__", ()) or ()
     if isinstance(hint, type) and not arguments:
-        return [] if hint.__module__.partition(".")[0] in ("builtins", "typing") else [hint]
+        return [] if package_of(hint) in ("builtins", "typing") else [hint]
     return [
         kind for one in arguments for part in (one if isinstance(one, list) else [one]) for kind in classes_in(part)
     ]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.names import did_you_mean
+from hasten.extend.origin import full_name
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -92,4 +93,4 @@ def plain_config(config: object) -> Any:
 
 def class_config(kind: type, init_args: object) -> dict[str, Any]:
     """Return the config that makes an object of ``kind`` with ``init_args``."""
-    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": plain_config(init_args) or {}}
+    return {"class_path": full_name(kind), "init_args": plain_config(init_args) or {}}

@@ -10,6 +10,7 @@ import re
 from argparse import SUPPRESS
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -24,10 +25,10 @@ from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import nearest
+from hasten._lib.names import did_you_mean_file, nearest
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
-from hasten.elsewhere import alias
+from hasten.extend.origin import is_builtin, module_of
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -60,6 +61,7 @@ _UNKNOWN = re.compile(
     r"|(?:Group '(?P<group>[^']+)' does not accept )?[oO]ption '(?P<key>[^']+)'(?! is not accepted before)"
     r"|Expected a dot import path string: (?P<class>\S+)"
 )
+_MISSING_FILE = re.compile(r"File does not exist: '?([^'\n]+)'?")
 _KEY = re.compile(r'Parser key "([^"]*)"')
 _CLASS_PATH = re.compile(r"class_path '([^']*)'")
 _LIGHTNING = re.compile(r"class_path '(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)'")
@@ -219,7 +221,7 @@ class LightningArgumentParser(ArgumentParser):
     def _add_choice(self, method: str, kind: Any, allowed: tuple[type, ...], nested_key: str, skip: set[str]) -> None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not kinds or not all(isinstance(one, type) and issubclass(one, allowed) for one in kinds):
-            names = " or ".join(f"{one.__module__}.{one.__name__}" for one in allowed)
+            names = " or ".join(f"{module_of(one)}.{one.__name__}" for one in allowed)
             raise TypeError(f"{method}({kind!r}): give a subclass of {names}, or a tuple of them.")
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, nested_key, instantiate=False, fail_untyped=False, skip=skip)
@@ -242,10 +244,8 @@ class LightningArgumentParser(ArgumentParser):
 
 def _forwarded_arguments(kind: type) -> list[str]:
     """Return the names of the arguments that ``kind`` accepts in its ``**kwargs``."""
-    if kind.__name__ not in _FORWARDS_TO or not kind.__module__.startswith("hasten."):
+    if kind.__name__ not in _FORWARDS_TO or not is_builtin(kind):
         return []
-    if alias.active() and kind.__name__ in ("CometLogger", "WandbLogger"):
-        return []  # In Lightning's configs they are ``dict_kwargs``.
     module, name, own = _FORWARDS_TO[kind.__name__]
     try:
         function = getattr(importlib.import_module(module), name)
@@ -261,6 +261,10 @@ def _hints(parser: ArgumentParser, message: str) -> list[str]:
     lines = []
     if (unknown := _UNKNOWN.search(message)) and (near := _nearest(parser, message, unknown)):
         lines.append(f"Did you mean {near}?")
+    if missing := _MISSING_FILE.search(message):
+        path = Path(missing[1])
+        files = (str(each) for each in path.parent.glob("*") if each.is_file()) if path.parent.is_dir() else ()
+        lines.append(did_you_mean_file(str(path), files).strip() or f"Give the path of a file, seen from {Path.cwd()}.")
     if named := _LIGHTNING.search(message):
         lines.append(f"Write hasten.{named[1]}, or start the program with `hasten run`.")
     return lines

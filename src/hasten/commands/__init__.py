@@ -1,4 +1,4 @@
-"""The command line: ``hasten COMMAND``. Each command is a module, imported when it is used."""
+"""The command line: ``hasten COMMAND``. Commands are found by entry points and imported when they are used."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import sys
 from collections.abc import Sequence
 
 from hasten.commands.parser import Parser
+from hasten.extend.entry_points import Command, found
 
-# Command, the module that has it, one line for --help.
-COMMANDS = {
-    "advise": ("hasten.commands.advise", "measure which one-line switches make a program faster"),
-    "check": ("hasten.commands.check", "find what would go wrong in a program's fit, in seconds, before it starts"),
-    "consolidate": ("hasten.commands.consolidate", "make one file of a sharded checkpoint, which is a folder"),
-    "demo": ("hasten.demo.command", "train a model on real data and time each one-line switch"),
-    "eject": ("hasten.commands.eject", "write the plain PyTorch program that does the same without hasten"),
-    "env": ("hasten.commands.env", "print what a bug report needs: versions, processor, memory, GPUs"),
-    "launch": ("hasten.commands.launch", "start a program in several processes, and restart them when one dies"),
-    "migrate": ("hasten.commands.migrate", "rewrite the imports of Lightning in a folder of programs"),
-    "plan": ("hasten.commands.plan", "print what a program needs on many devices, without using any"),
-    "plot": ("hasten.commands.plot", "draw what runs have logged, one or several side by side"),
-    "report": ("hasten.commands.report", "write one page about a run: curves, where the time goes, what was set"),
-    "run": ("hasten.commands.run", "run a program written for Lightning, unchanged"),
-}
+
+def commands() -> dict[str, Command]:
+    """Return the commands that are installed, by name.
+
+    Example::
+
+        >>> commands()["env"].module.endswith("commands.env")
+        True
+
+    """
+    return {name: entry.load() for name, entry in sorted(found("hasten.commands").items())}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     split = next((place for place, word in enumerate(given) if not word.startswith("-")), len(given))
     if given[split - 1 : split] == ["--print-completion"]:
         split += 1
+    if given[split : split + 1] and given[split].endswith(".py"):
+        parser.error(f"{given[split]!r} is a program, not a command. Write hasten run {given[split]}.")
     own = parser.parse(given[: split + 1])
     if own.version:
         from hasten._lib import VERSION
@@ -51,16 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if own.command is None:
         parser.print_help()
         return 2
-    return _run(COMMANDS[own.command][0], given[split + 1 :])
+    return _run(commands()[own.command].module, given[split + 1 :])
 
 
 def make_parser() -> Parser:
     """Return what reads the words before the command. Each command has a function of this name for its arguments."""
+    known = commands()
     parser = Parser(
         prog="hasten",
         description="PyTorch training as fast as the hardware allows, by changing one line.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items())
+        + "\n".join(f"  {name:<12}{command.summary}" for name, command in known.items())
         + "\n\nhasten COMMAND --help says more about a command.",
     )
     parser.add_argument("--version", action="store_true", help="show the version and stop")
@@ -70,7 +70,7 @@ def make_parser() -> Parser:
         metavar="SHELL",
         help="print a script that completes commands, options and files in bash, zsh or tcsh, and stop",
     )
-    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="see below")
+    parser.add_argument("command", nargs="?", choices=known, metavar="COMMAND", help="see below")
     return parser
 
 
@@ -94,4 +94,4 @@ def _run(module: str, arguments: list[str]) -> int:
         return 1
 
 
-__all__ = ["main"]
+__all__ = ["commands", "main"]

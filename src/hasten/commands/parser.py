@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean, nearest
 
 # (name, what stands for its value in the help, function that reads it or the allowed words, help); None: a flag
 Option = tuple[str, str, Callable[[str], object] | tuple[str, ...] | None, str]
@@ -24,9 +25,18 @@ class Parser(argparse.ArgumentParser):
 
     """
 
-    def __init__(self, *, prog: str, description: str = "", epilog: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        prog: str,
+        description: str = "",
+        epilog: str | None = None,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         texts = {"prog": prog, "description": description, "epilog": epilog}
         super().__init__(**texts, allow_abbrev=False, formatter_class=_Formatter)  # type: ignore[arg-type]
+        # What other programs call an option of this one.
+        self._elsewhere = elsewhere
 
     def add_options(self, options: Iterable[Option], *, group: str = "") -> None:
         """Add options, under the heading ``group`` if it is given."""
@@ -54,8 +64,21 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}: see {self.prog} --help.")
         name = word.partition("=")[0]
-        known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
-        self.error(f"unknown option {name}.{did_you_mean(name, known)} See {self.prog} --help.")
+        known = [name[2:] for action in self._actions for name in action.option_strings if name.startswith("--")]
+        # Without the dashes, which all names have.
+        bare = name.lstrip("-").replace("_", "-")
+        found = self._elsewhere.get(bare) or nearest(bare, known)
+        hint = f" Did you mean '--{found}'?" if found else ""
+        if hint:
+            self.exit(2, f"{self.prog}: error: unknown option {name}.{hint} See {self.prog} --help.\n")
+        self.error(f"unknown option {name}. See {self.prog} --help.")
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        choices = [] if action.choices is None else [str(choice) for choice in action.choices]
+        if choices and value not in choices and (hint := did_you_mean(str(value), choices)):
+            given = action.metavar or "/".join(action.option_strings) or action.dest
+            self.exit(2, f"{self.prog}: error: {given} {value!r} is unknown.{hint}\n")
+        super()._check_value(action, value)
 
 
 class _Formatter(argparse.HelpFormatter):

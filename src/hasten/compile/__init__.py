@@ -1,4 +1,4 @@
-"""``torch.compile`` in the right place: one graph a phase, nothing to see from outside, kept for the next run."""
+"""``torch.compile`` in the right place: one graph per stage, parameter names unchanged, cached for the next run."""
 
 from __future__ import annotations
 

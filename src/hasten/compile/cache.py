@@ -10,8 +10,10 @@ import platform
 import torch
 from torch import nn
 
+from hasten._lib.device import is_cuda
 from hasten._lib.files import cache_folder, write_atomically
 from hasten.compile.settings import CompileSettings
+from hasten.extend.origin import full_name
 
 _TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -49,7 +51,7 @@ class ColdSeconds:
     """
 
     def __init__(self, module: nn.Module, settings: CompileSettings, device: torch.device, variant: str = "") -> None:
-        on_gpu = device.type == "cuda"
+        on_gpu = is_cuda(device)
         kinds = ((name, type(part)) for name, part in module.named_modules())
         parts = [
             torch.__version__,
@@ -58,7 +60,7 @@ class ColdSeconds:
             torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability(),
             settings.recipe,
             variant,
-            *(f"{name} {kind.__module__}.{kind.__qualname__}" for name, kind in kinds),
+            *(f"{name} {full_name(kind)}" for name, kind in kinds),
             *(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in module.named_parameters()),
         ]
         key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -6,7 +6,7 @@ import atexit
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from hasten.compile.regions import CompiledParts, alike_blocks
 from hasten.compile.report import CompileCounters, CompileReport
 from hasten.compile.settings import CompileSettings
 from hasten.compile.steps import Step
+
+if TYPE_CHECKING:
+    from hasten.strategies.base import Strategy
 
 
 class CompiledModel:
@@ -146,8 +149,8 @@ def compiled_model(
     return known
 
 
-def for_sharded(owner: str, settings: CompileSettings, module: nn.Module, strategy: str) -> CompileSettings:
-    """Return the settings for a module whose parameters are sharded: its repeated blocks are compiled.
+def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strategy: Strategy) -> CompileSettings:
+    """Return the settings for a module under a strategy: where parameters are sharded, repeated blocks are compiled.
 
     Gathering parameters inside of a step, or between the layers of a whole module, would break its graph.
 
@@ -155,16 +158,18 @@ def for_sharded(owner: str, settings: CompileSettings, module: nn.Module, strate
         owner: "Trainer" or "Fabric", for messages.
         settings: those asked for.
         module: the module.
-        strategy: its strategy, for messages.
+        strategy: its strategy.
 
     Raises:
         ValueError: the module has no repeated blocks.
 
     """
+    if not strategy.sharding.shards_parameters:
+        return settings
     if not any(True for _ in alike_blocks(module)):
         raise ValueError(
-            f"{owner}(compile=..., strategy={strategy!r}): with sharded parameters repeated blocks are compiled, and "
-            f"{type(module).__name__} has none in an nn.ModuleList or nn.Sequential. Leave compile out."
+            f"{owner}(compile=..., strategy={strategy.name!r}): with sharded parameters repeated blocks are compiled, "
+            f"and {type(module).__name__} has none in an nn.ModuleList or nn.Sequential. Leave compile out."
         )
     return dataclasses.replace(settings, regional=True)
 

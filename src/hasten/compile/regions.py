@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
-from hasten._lib.tree import is_sharded, leaves
+from hasten._lib.tree import leaves, sharded_parameter
 from hasten.compile.cuda_graphs import kept_outputs
 from hasten.compile.report import FROZEN, CompileCounters, brief
 from hasten.compile.settings import CompileSettings
@@ -306,7 +306,7 @@ class CompiledParts:
         # Module, where the compiled function goes in its dictionary, and that function.
         self._calls: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         for name, parts in groups:
-            sharded = any(is_sharded(parameter) for parameter in parts[0].parameters())
+            sharded = sharded_parameter(parts[0]) is not None
             region = Region(name, settings, counters, dims, forward_only=sharded)
             place = "forward" if sharded else "_compiled_call_impl"
             self._calls += [(part, place, _compiled_call(part, region)) for part in parts]

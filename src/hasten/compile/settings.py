@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hasten._lib import check
-from hasten._lib.names import did_you_mean
+from hasten._lib.device import is_cuda, is_host
+from hasten._lib.names import did_you_mean, unknown_word
 
 _Model = TypeVar("_Model")
 
@@ -146,7 +147,7 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
     for name in given:
         if name not in _KEYS:
             keys = ", ".join(map(repr, _KEYS))
-            raise ValueError(f"{owner}(compile={{{name!r}: ...}}): use one of {keys}.{did_you_mean(name, _KEYS)}")
+            raise ValueError(f"{owner}(compile={{{name!r}: ...}}): {unknown_word(name, _KEYS, f'use one of {keys}.')}")
     own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
     mode, inner, backend = given.get("mode"), given.get("options"), given.get("backend")
     check.one_of(owner, "compile['mode']", mode, _modes(), allow_none=True)
@@ -210,14 +211,14 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
             f"{sys.version.split()[0]}: {error} Leave compile out."
         ) from None
     # With the user's own torch.compile, torch decides, and records nothing here.
-    if settings.cuda_graphs and device.type != "cuda" and settings.context is None:
+    if settings.cuda_graphs and not is_cuda(device) and settings.context is None:
         options = {name: settings.options[name] for name in ("mode", "options", "backend") if name in settings.options}
         nearest = {"mode": "max-autotune-no-cudagraphs"} if options.get("mode") == "max-autotune" else True
         raise ValueError(
             f"{owner}(compile={options}) records CUDA graphs, which need a CUDA device; this run is on "
             f"{device.type!r}. Use compile={nearest}, which compiles for this device."
         )
-    if settings.backend == "inductor" and settings.context is None and device.type == "cpu":
+    if settings.backend == "inductor" and settings.context is None and is_host(device):
         _check_compiler(owner)
 
 

@@ -31,6 +31,7 @@ from hasten.data.loader_parts import has_state, is_hugging_face, overrides_iter,
 from hasten.data.memory.dataset_parts import changed, comparable, fingerprint, parts
 from hasten.data.memory.read import DatasetProxy
 from hasten.data.resume.workers import SeedByRank
+from hasten.extend.origin import ROOTS
 from hasten.machine import agreement
 from hasten.seed import collect_rng_state, restore_rng_state
 
@@ -48,7 +49,7 @@ _RANK_VARIABLES = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"}
 )
 # Packages whose code is not looked at.
-_NEVER = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "hasten", "lightning"}
+_NEVER = sys.stdlib_module_names - {"__main__"} | ROOTS | {"torch", "numpy", "lightning"}
 # Names of parts that say in which way a dataset is another one on each process.
 _DIVISION = re.compile("rank|replica|shard|split|part|process|node|world|distributed")
 # The processes get here at about the same time, unless one of them makes its data first.

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.extend.origin import comes_from
 from hasten.seed import isolate_rng
 
 _Loader = TypeVar("_Loader")
@@ -51,7 +52,7 @@ def has_state(thing: object) -> bool:
 
 def is_hugging_face(dataset: object) -> bool:
     """Return whether ``dataset`` is an ``IterableDataset`` of Hugging Face."""
-    return any(kind.__module__ == "datasets.iterable_dataset" for kind in type(dataset).__mro__)
+    return any(comes_from(kind, "datasets.iterable_dataset") for kind in type(dataset).__mro__)
 
 
 def _has_shuffle_buffer(dataset: object) -> bool:
@@ -74,8 +75,9 @@ def state_between(thing: object) -> Any:
 
 def length_of(loader: object) -> int | None:
     """Return the length of a loader in batches; None if it has none."""
+    sized: Any = loader
     try:
-        return len(loader)  # type: ignore[arg-type]
+        return len(sized)
     except (TypeError, NotImplementedError):
         return None
 

@@ -26,7 +26,7 @@ from hasten.data.loader_parts import (
 )
 from hasten.data.memory.resident import users_dataset
 from hasten.data.resume.workers import SeedByRank
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.seed import seed_worker
 
 _T = TypeVar("_T")
@@ -74,14 +74,8 @@ def prepare(
     if not isinstance(loader, DataLoader):
         return loader
     train = stage == "train"
-    if overfit and isinstance(loader.batch_sampler, PlannedBatches):
-        loader = with_attributes(loader, batch_sampler=loader.batch_sampler.unshuffled())
-    elif overfit and isinstance(loader.sampler, RandomSampler):
-        rank_zero_warn(
-            f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
-            "Use shuffle=False there to avoid this warning."
-        )
-        loader = _with_sampler(loader, SequentialSampler(loader.dataset))  # type: ignore[arg-type]
+    if overfit:
+        loader = _unshuffled(loader, name)
     if num_replicas == 1:
         return loader
     if train and rank and loader.num_workers:
@@ -92,6 +86,26 @@ def prepare(
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
     if is_iterable(loader):
         return divided(loader, num_replicas, rank, name=name, seed=seed)
+    return _shard(loader, num_replicas, rank, seed, train=train, shuffle=shuffle and not overfit)
+
+
+def _unshuffled(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
+    """Return a loader that reads the samples in the same order in each epoch."""
+    if isinstance(loader.batch_sampler, PlannedBatches):
+        return with_attributes(loader, batch_sampler=loader.batch_sampler.unshuffled())
+    if not isinstance(loader.sampler, RandomSampler):
+        return loader
+    rank_zero_warn(
+        f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
+        "Use shuffle=False there to avoid this warning."
+    )
+    return _with_sampler(loader, SequentialSampler(loader.dataset))  # type: ignore[arg-type]
+
+
+def _shard(
+    loader: DataLoader[Any], num_replicas: int, rank: int, seed: int, *, train: bool, shuffle: bool
+) -> DataLoader[Any]:
+    """Return a loader of numbered samples that reads the part of one process."""
     batches = loader.batch_sampler
     if isinstance(batches, PlannedBatches):
         return with_attributes(loader, batch_sampler=batches.shared(num_replicas, rank, seed=seed, repeat=train))
@@ -101,9 +115,8 @@ def prepare(
     sampler: Any = loader.sampler
     shuffles = is_plain_shuffle(sampler) and sampler.generator is None
     if train and (shuffles or type(sampler) is SequentialSampler):
-        shuffles = shuffles or (shuffle and not overfit)
         return _with_sampler(
-            loader, DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffles, seed=seed)
+            loader, DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffles or shuffle, seed=seed)
         )
     return _with_sampler(loader, ShardSampler(sampler, num_replicas, rank, seed=seed, repeat=train))
 
@@ -141,6 +154,8 @@ def _check_iterable(loader: Any, name: str) -> None:
         elif name_of := getattr(loader, "__name__", None):
             shown = f"{name_of} itself"
             advice = f"Make one: {name_of}(...)" if isinstance(loader, type) else "Call it"
+        if isinstance(loader, (str, bytes)):
+            advice = "Read the file in a Dataset, and give DataLoader(dataset, batch_size=...)"
         raise WrongType(
             f"{name} is {shown}, and cannot be iterated over. {advice}, or give another iterable of batches."
         )
@@ -153,7 +168,7 @@ def _report_empty(loader: Any, name: str) -> None:
         what = f"{length_of(loader.sampler) or 0} samples of {dataset}, batch_size={loader.batch_size}, "
         what += f"drop_last={loader.drop_last}"
     message = f"{name} has no batches: {what}"
-    if not alias.active():
+    if not conventions.current().mistakes_are_warnings:
         raise MisconfigurationException(f"{message}. Give it at least one batch of samples.")
     rank_zero_warn(f"{message}. Please make sure that this is intended.")
 

@@ -1,4 +1,4 @@
-"""Names of strategies and accelerators that other libraries have and hasten does not."""
+"""What other libraries do otherwise: names that hasten does not have, and decisions in which Lightning differs."""
 
 from hasten.elsewhere.names import ACCELERATORS, STRATEGIES, Refused
 

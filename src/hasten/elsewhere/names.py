@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -22,9 +23,22 @@ class Refused(NamedTuple):
     reason: str
     write: str
 
-    def message(self) -> str:
-        """Return the reason and what to write."""
-        return f"{self.reason} Write {self.write}." if self.write else self.reason
+    def message(self, devices: int = 8) -> str:
+        """Return the reason and what to write.
+
+        Args:
+            devices: how many there are on a machine.
+
+        """
+        if not self.write:
+            return self.reason
+        write = self.write
+        if (kind := re.search(r"\w+Strategy(?=\()", write)) is not None:
+            # This import is the same for programs that import Lightning: its class of that name takes less.
+            more = "devices=2, " if devices == 1 and "tensor_parallel_size" in write else ""
+            write = write.replace("tensor_parallel_size=8", f"tensor_parallel_size={max(2, devices)}")
+            write = f"`from hasten.strategies import {kind[0]}` and {more}{write}"
+        return f"{self.reason} Write {write}."
 
 
 _PL1, _PL2 = "Lightning 1.x", "Lightning 2.x"
@@ -45,7 +59,7 @@ _DATA_PARALLEL = (
 _OLD_NATIVE = "That was the name of torch's FSDP beside FairScale's; there is one FSDP now."
 _OLD_SPAWN = "Discontinued: FairScale's sharded DDP is no longer developed."
 _LAYERS = "The sizes of the groups have to be given with an object."
-_RPC = "Discontinued: FairScale's pipeline over RPC is no longer developed."
+_RPC = "Discontinued: FairScale's pipeline is no longer developed."
 _PIPELINE = (
     "A pipeline schedule owns forward and backward, which a Trainer calls itself: docs/model_parallel.md has an "
     "example with Fabric and torch.distributed.pipelining."
@@ -109,8 +123,8 @@ STRATEGIES: dict[str, Refused] = {
         "Which experts belong where is known to the model: divide it in configure_model().",
         "strategy=ModelParallelStrategy()",
     ),
-    "megatron": Refused("NeMo", "Megatron's layers are its own; torch splits those of your model.", _SPLIT),
-    "megatron_lm": Refused(_ACCELERATE, "Megatron's layers are its own; torch splits those of your model.", _SPLIT),
+    "megatron": Refused("NeMo", "Megatron's layers are its own; torch splits your model's.", _SPLIT),
+    "megatron_lm": Refused(_ACCELERATE, "Megatron's layers are its own; torch splits your model's.", _SPLIT),
     "nlp_ddp": Refused("NeMo", "It was DDP between groups that split layers.", _SPLIT),
     "bagua": Refused(_LEGACY, _gone("Bagua"), _DDP),
     "colossalai": Refused(_LEGACY, _gone("the plugin for Colossal-AI"), _FSDP),

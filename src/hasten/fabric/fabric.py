@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
-from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.names import did_you_mean, without_unknown
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.data.loaders import prepare
@@ -41,7 +40,7 @@ from hasten.machine import same_program
 from hasten.machine.collectives import first_one_first, numbers_as_tensors
 from hasten.module import LightningModule
 from hasten.optim.backward import InBackward, to_clip
-from hasten.optim.fused import use_fused
+from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.matmul import matmul_precision as in_matmul_precision
 from hasten.precision.matmul import set_matmul_precision
 from hasten.resolve import runtime as resolve_runtime
@@ -70,6 +69,10 @@ if TYPE_CHECKING:
     from hasten.strategies.base import Strategy
 
 T = TypeVar("T")
+Module = TypeVar("Module", bound=nn.Module)
+First = TypeVar("First", bound=Optimizer)
+Second = TypeVar("Second", bound=Optimizer)
+Collection = TypeVar("Collection", bound="Sequence[Any] | Mapping[Any, Any]")
 
 
 class Fabric(RuntimeView):
@@ -108,6 +111,7 @@ class Fabric(RuntimeView):
 
     """
 
+    @without_unknown("Fabric")
     def __init__(
         self,
         *,
@@ -122,9 +126,7 @@ class Fabric(RuntimeView):
         matmul_precision: MatmulPrecision | None = None,
         fused_optimizer: bool | None = None,
         compile: CompileLike | None = None,
-        **unknown: object,
     ) -> None:
-        refuse_unknown(unknown, Fabric.__init__, "Fabric")
         self._runtime = resolve_runtime(
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes,
             precision=precision, plugins=plugins, owner="Fabric",
@@ -147,9 +149,6 @@ class Fabric(RuntimeView):
         self._replaced: MutableMapping[Tensor, Tensor] = {}
         self._launched = False
         self._inside_run = False
-        if type(self).backward is Fabric.backward:
-            # Bound directly: a call of Fabric.backward costs no extra function call.
-            self.backward = self._runtime.backward  # type: ignore[method-assign]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -238,6 +237,21 @@ class Fabric(RuntimeView):
 
     # -- setup
 
+    @overload
+    def setup(self, module: Module, *, move_to_device: bool = True, _reapply_compile: bool = True) -> Module: ...
+    @overload
+    def setup(
+        self, module: Module, one: First, /, *, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> tuple[Module, First]: ...
+    @overload
+    def setup(
+        self, module: Module, one: First, two: Second, /, *, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> tuple[Module, First, Second]: ...
+    @overload
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Scheduler | None = None,
+        move_to_device: bool = True, _reapply_compile: bool = True,
+    ) -> tuple[Any, ...]: ...  # fmt: skip
     def setup(
         self,
         module: nn.Module,
@@ -296,11 +310,11 @@ class Fabric(RuntimeView):
 
         """
         self._require_launch("setup_optimizers")
-        if self.strategy.owns_step:
-            raise MisconfigurationException(
-                f"Fabric.setup_optimizers() and strategy={self.strategy.name!r}: the engine is made of a module and "
-                "its optimizer together. Write model, optimizer = fabric.setup(model, optimizer)."
-            )
+        self._runtime.engine.require_own_parameters(
+            "Fabric.setup_optimizers()",
+            "the engine is made of a module and its optimizer together. Write model, optimizer = fabric.setup(model, "
+            "optimizer).",
+        )
         if not optimizers:
             raise ValueError("Fabric.setup_optimizers() got no optimizer. Pass at least one.")
         for optimizer in optimizers:
@@ -308,6 +322,14 @@ class Fabric(RuntimeView):
         made = self._wrapped_optimizers(optimizers, "setup_optimizers")
         return made[0] if len(made) == 1 else tuple(made)
 
+    @overload
+    def setup_dataloaders(
+        self, dataloader: DataLoader[T], /, *, use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> DataLoader[T]: ...
+    @overload
+    def setup_dataloaders(
+        self, *dataloaders: DataLoader[T], use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> list[DataLoader[T]]: ...
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
@@ -331,19 +353,24 @@ class Fabric(RuntimeView):
         if not dataloaders:
             raise ValueError("Fabric.setup_dataloaders() got no dataloader. Pass at least one.")
         made = []
+        loader: Any
         for position, loader in enumerate(dataloaders):
             if isinstance(loader, FabricDataLoader):
                 raise set_up_twice("dataloader", "setup_dataloaders")
             if not isinstance(loader, DataLoader):
+                if isinstance(loader, (list, tuple)) and all(isinstance(each, DataLoader) for each in loader):
+                    raise TypeError(
+                        f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders. "
+                        "Give them one by one: fabric.setup_dataloaders(*loaders)."
+                    )
                 raise TypeError(
                     f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}. Only a PyTorch "
                     "DataLoader can be set up; iterate over other things directly and use fabric.to_device(batch)."
                 )
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
-            group = self.strategy if self.strategy.shares_batches else None
             device = self.device if move_to_device else None
-            made.append(FabricDataLoader(ready, device, group, self._runtime.steps))
+            made.append(FabricDataLoader(ready, device, self.strategy.sharding, self._runtime.steps))
         return made[0] if len(made) == 1 else made
 
     def _wrapped_module(
@@ -360,18 +387,21 @@ class Fabric(RuntimeView):
         if isinstance(original, FabricModule):
             raise set_up_twice("module", method)
         self._set_matmul_precision()
-        if move_to_device and not self.strategy.shards_parameters:
+        if move_to_device and not self.strategy.sharding.shards_parameters:
             check_devices(original, method)
         before = dict(original.named_parameters())
         self._check_same(original, method)
-        self.strategy.shard(original)
+        self._runtime.shard(original)
         for name, parameter in original.named_parameters():
             if before[name] is not parameter:
                 self._replaced = self._replaced or WeakTensorKeyDictionary()
                 self._replaced[before[name]] = parameter
         self._runtime.place(original, move=move_to_device)
         self._modules.append(original)
-        if self.strategy.owns_step:
+        if type(self).backward is Fabric.backward:
+            # Bound directly: a call of Fabric.backward costs no extra function call.
+            self.backward = self._runtime.engine.backward  # type: ignore[method-assign]
+        if self._runtime.engine.owns_step:
             self._make_engine(original, method, optimizers, compiled=compiled is not None)
         elif self._speed.compile is not None and compiled is None:
             self._compile_in_place(original, self._speed.compile)
@@ -385,7 +415,7 @@ class Fabric(RuntimeView):
 
     def _check_same(self, module: nn.Module, method: str) -> None:
         # One without parameters to train may be that of a process alone.
-        if self.world_size > 1 and any(parameter.requires_grad for parameter in module.parameters()):
+        if self._runtime.several_processes and any(parameter.requires_grad for parameter in module.parameters()):
             same_program.require_same_module(f"Fabric.{method}()", module)
 
     def _make_engine(self, module: nn.Module, method: str, optimizers: Sequence[Optimizer], *, compiled: bool) -> None:
@@ -398,8 +428,8 @@ class Fabric(RuntimeView):
         if method != "setup":
             return
         self._check_optimizers(optimizers, method)
-        self.strategy.prepare_engine(owner="Fabric", accumulation=None, clip_norm=None)
-        self._of_engine, _ = self.strategy.make_engine(module, list(optimizers), [])
+        self._runtime.engine.prepare(owner="Fabric", accumulation=None, clip_norm=None)
+        self._of_engine, _ = self._runtime.engine.make(module, list(optimizers), [])
 
     def _set_matmul_precision(self) -> None:
         if self._speed.matmul_precision is not None:
@@ -407,10 +437,9 @@ class Fabric(RuntimeView):
 
     def _compile_in_place(self, module: nn.Module, settings: CompileSettings) -> None:
         check_possible("Fabric", settings, self.device)
-        from hasten.compile.model import compiled_model, for_sharded
+        from hasten.compile.model import compiled_model, for_strategy
 
-        if self.strategy.shards_parameters:
-            settings = for_sharded("Fabric", settings, module, self.strategy.name)
+        settings = for_strategy("Fabric", settings, module, self.strategy)
         model = compiled_model(module, settings, self.device, variant=str(self._runtime.precision.precision))
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
@@ -418,7 +447,7 @@ class Fabric(RuntimeView):
     def _wrapped_optimizers(
         self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
     ) -> list[FabricOptimizer]:
-        if not self.strategy.owns_step:
+        if not self._runtime.engine.owns_step:
             self._check_optimizers(optimizers, method, scheduler)
         made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
         self._optimizers.extend(made)
@@ -434,11 +463,13 @@ class Fabric(RuntimeView):
             check_parameters(optimizer, self._modules, method, exchanges=self._runtime.syncs_gradients)
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
-                self._runtime.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
+                self._runtime.engine.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
+            if fused:
+                check_dense(optimizer, self._modules, "Fabric(fused_optimizer=True)")
             if fused is not None:
                 use_fused(optimizer, fused, owner=f"Fabric(fused_optimizer={fused})")
-            self.strategy.check_optimizer(optimizer, "Fabric")
-        if self.world_size > 1 and optimizers:
+            self._runtime.engine.check_optimizer(optimizer, "Fabric")
+        if self._runtime.several_processes and optimizers:
             schedulers = [] if scheduler is None else [scheduler]
             same_program.require_same_optimizers(f"Fabric.{method}()", optimizers, schedulers)
 
@@ -454,7 +485,13 @@ class Fabric(RuntimeView):
             kwargs: for ``Tensor.backward``.
 
         """
-        self._runtime.backward(tensor, *args, **kwargs)
+        if not self._modules:
+            warn_once(
+                "backward without setup",
+                "Fabric.backward(): no module was set up, so it trains without the precision and the strategy of this "
+                "Fabric. Write model, optimizer = fabric.setup(model, optimizer) before the loop.",
+            )
+        self._runtime.engine.backward(tensor, *args, **kwargs)
 
     def clip_gradients(
         self,
@@ -489,13 +526,13 @@ class Fabric(RuntimeView):
             )
         optimizer = unwrapped(optimizer)
         parameters = to_clip(optimizer, "Fabric.clip_gradients()")
-        if self._runtime.unscale is not None:
-            self._runtime.unscale(optimizer)
+        if self._runtime.engine.unscale is not None:
+            self._runtime.engine.unscale(optimizer)
         if clip_val is not None:
-            self._runtime.clip_value(parameters, clip_val)
+            self._runtime.engine.clip_value(parameters, clip_val)
             return None
         assert max_norm is not None
-        return self._runtime.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        return self._runtime.engine.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which operations outside the module compute in the precision of the run."""
@@ -533,7 +570,8 @@ class Fabric(RuntimeView):
         """Return a context in which modules are made on the device and in the precision of the run.
 
         Args:
-            empty_init: leave parameters as they come from memory, for weights that are loaded afterwards.
+            empty_init: do not initialize parameters, as weights are loaded before ``setup``, which initializes
+                those that were not.
 
         """
         self._require_launch("init_module")
@@ -562,6 +600,10 @@ class Fabric(RuntimeView):
         self._require_launch("broadcast")
         return self._runtime.broadcast(obj, src)
 
+    @overload
+    def all_gather(self, data: Tensor | float, group: Group = None, sync_grads: bool = False) -> Tensor: ...
+    @overload
+    def all_gather(self, data: Collection, group: Group = None, sync_grads: bool = False) -> Collection: ...
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked in a new first dimension.
 
@@ -577,6 +619,10 @@ class Fabric(RuntimeView):
         self._require_launch("all_gather")
         return self._runtime.all_gather(data, group=group, sync_grads=sync_grads)
 
+    @overload
+    def all_reduce(self, data: Tensor | float, group: Group = None, reduce_op: ReduceOperation = "mean") -> Tensor: ...
+    @overload
+    def all_reduce(self, data: Collection, group: Group = None, reduce_op: ReduceOperation = "mean") -> Collection: ...
     def all_reduce(self, data: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         """Return the tensors reduced over all processes, element by element; shapes stay.
 
@@ -725,12 +771,10 @@ class Fabric(RuntimeView):
         return rest
 
     def _load_into(self, target: Any, saved: Any, *, strict: bool, path: PathLike) -> None:
-        if isinstance(target, nn.Module) and not self.strategy.shards_parameters:
-            target.load_state_dict(saved, strict=strict)
-        elif isinstance(target, nn.Module):
-            self.strategy.load_state_dict(target, saved, strict=strict, source=os.fspath(path))
+        if isinstance(target, nn.Module):
+            self.strategy.state.load_module(target, saved, strict=strict, source=os.fspath(path))
         elif isinstance(target, Optimizer):
-            self.strategy.load_optimizer_state(target, saved)
+            self.strategy.state.load_optimizer_state(target, saved)
         else:
             target.load_state_dict(saved)
 
@@ -771,10 +815,17 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _listed(value: Any) -> list[Any]:
+    value = check.as_list(value)
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _as_number(name: str, value: object) -> Any:
+    if isinstance(value, list | tuple | dict | str):
+        kind = type(value).__name__
+        raise ValueError(
+            f"fabric.log({name!r}, {value!r:.80}): `{kind}` values cannot be logged. Log one number by its name, and "
+            "several with log_dict({name: number, ...})."
+        )
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -808,9 +859,9 @@ def _collect(state: object, filter: Any, strategy: Strategy) -> dict[str, Any]:
     for name, value in state.items():
         saved = value
         if isinstance(value, nn.Module):
-            saved = strategy.state_dict(value)
+            saved = strategy.state.state_dict(value)
         elif isinstance(value, Optimizer):
-            saved = strategy.optimizer_state(value)
+            saved = strategy.state.optimizer_state(value)
         elif _is_stateful(value):
             saved = value.state_dict()
         if name in (filter or {}) and isinstance(saved, Mapping):

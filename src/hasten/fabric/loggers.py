@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from hasten import loggers
-from hasten.elsewhere import alias
 from hasten.loggers.base import Logger
 from hasten.runtime import ReadOnly
 from hasten.types import PathLike, Tensors
@@ -51,16 +50,7 @@ class FabricCSVLogger(loggers.CSVLogger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace | None = None, metrics: Mapping[str, float] | float | None = None
     ) -> None:
-        """Write hyper-parameters to ``hparams.yaml``.
-
-        Raises:
-            NotImplementedError: under Lightning's names, as there.
-
-        """
-        if alias.active():
-            raise NotImplementedError(
-                "The CSVLogger of lightning.fabric does not log hyper-parameters; that of lightning.pytorch does."
-            )
+        """Write hyper-parameters to ``hparams.yaml``."""
         super().log_hyperparams(params, metrics)
 
 

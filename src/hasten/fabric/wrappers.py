@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from hasten._lib.device import copies_in_background, is_host
+from hasten._lib.errors import shorten
+from hasten._lib.explain import explain
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
@@ -22,7 +25,7 @@ from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
-    from hasten.strategies.base import Strategy
+    from hasten.strategies.base import Sharding
     from hasten.xla.steps import XLASteps
 
 # Always run through the strategy: the steps of a LightningModule.
@@ -62,9 +65,14 @@ class FabricModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self.__dict__
         hooked = own["_forward_hooks"] or own["_forward_pre_hooks"]
-        if hooked or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            return super().__call__(*args, **kwargs)
-        return own["_call"](*args, **kwargs)
+        try:
+            if hooked or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return super().__call__(*args, **kwargs)
+            return own["_call"](*args, **kwargs)
+        except Exception as error:
+            explain(error)
+            shorten(error)
+            raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_call"](*args, **kwargs)
@@ -185,7 +193,7 @@ def _only_scaled_backward(function: Callable[..., Any], runtime: Runtime) -> Cal
     """Return ``function`` with outputs on which ``loss.backward()`` raises: the loss must be scaled."""
 
     def check(gradient: Tensor) -> None:
-        if not runtime.in_backward:
+        if not runtime.engine.in_backward:
             raise RuntimeError(
                 f"loss.backward() with precision={runtime.precision.precision!r}: the loss must be scaled first. "
                 "Call fabric.backward(loss)."
@@ -234,7 +242,7 @@ class FabricOptimizer:
         own.update(_optimizer=optimizer, _runtime=runtime)
         kind: Any = type(optimizer)
         self.__class__ = _class_like(kind)
-        step, zero_grad = runtime.make_step(optimizer), runtime.make_zero_grad(optimizer)
+        step, zero_grad = runtime.engine.make_step(optimizer), runtime.engine.make_zero_grad(optimizer)
         steps = runtime.steps
 
         def step_of(self: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -305,14 +313,14 @@ class FabricDataLoader:
         self,
         loader: DataLoader[Any],
         device: torch.device | None,
-        strategy: Strategy | None = None,
+        sharding: Sharding | None = None,
         steps: XLASteps | None = None,
     ) -> None:
         self._dataloader = loader
         # Given where the device records operations, which run between two batches.
         self._steps = steps
-        # Given where some processes must read the same batches.
-        self._strategy = strategy
+        # Which processes must read the same batches.
+        self._sharding = sharding
         # Where batches are moved to; None for nowhere.
         self.device = device
         self._epoch = 0
@@ -330,18 +338,17 @@ class FabricDataLoader:
         if isinstance(dataset := getattr(loader, "dataset", None), DividedDataset):
             dataset.draw_for(self._epoch)
         self._epoch += 1
-        strategy = self._strategy
-        if strategy is None:
+        if self._sharding is None:
             return self._moved(loader)
-        strategy.begin_epoch()
-        return _checked(self._moved(loader), strategy)
+        self._sharding.begin_epoch()
+        return self._sharding.checked(self._moved(loader))
 
     def _moved(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self._steps is not None:
             return self._steps.feed(loader, self.device)
-        if self.device is None or self.device.type == "cpu":
+        if self.device is None or is_host(self.device):
             return iter(loader)
-        if self.device.type == "cuda":
+        if copies_in_background(self.device):
             return map(SideStream(self.device), loader)
         return (move_to(batch, self.device) for batch in loader)
 
@@ -349,18 +356,6 @@ class FabricDataLoader:
         if name == "_dataloader":
             raise AttributeError(name)
         return getattr(self._dataloader, name)
-
-
-_END: Any = object()
-
-
-def _checked(batches: Iterator[Any], strategy: Strategy) -> Iterator[Any]:
-    """Yield batches, after a check that all processes that must read the same have the same first one."""
-    first = next(batches, _END)
-    strategy.check_batch(None if first is _END else first)
-    if first is not _END:
-        yield first
-    yield from batches
 
 
 def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
@@ -401,6 +396,15 @@ def check_optimizer(optimizer: object, method: str) -> None:
     if hasattr(optimizer, "step") and hasattr(optimizer, "param_groups"):
         return
     hint = " Pass a scheduler as scheduler=...." if hasattr(optimizer, "get_last_lr") else ""
+    if isinstance(optimizer, type):
+        raise TypeError(
+            f"Fabric.{method}(): {optimizer.__name__} is a class, not an optimizer. Make one: "
+            f"{optimizer.__name__}(module.parameters(), lr=...)."
+        )
+    if hasattr(optimizer, "dataset") or hasattr(optimizer, "batch_sampler"):
+        hint = " Give loaders to fabric.setup_dataloaders(loader)."
+    if isinstance(optimizer, nn.Module) and method == "setup":
+        hint = " The module comes first, then its optimizers: fabric.setup(module, optimizer)."
     raise TypeError(f"Fabric.{method}(): a {type(optimizer).__name__} is not an optimizer.{hint}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, plain
 from hasten.loggers.folders import make_writable
 
@@ -32,7 +32,7 @@ FRAMEWORK_NAME = "pytorch-lightning"
 
 
 def _framework() -> str:
-    return FRAMEWORK_NAME if alias.active() else "hasten"
+    return FRAMEWORK_NAME if conventions.current().framework_is_lightning else "hasten"
 
 
 class CometLogger(UploadingLogger):

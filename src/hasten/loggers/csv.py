@@ -19,7 +19,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.files import file_system, remove_abandoned, replacing
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.loggers.base import as_dict, with_prefix
 from hasten.loggers.folders import FolderLogger, entries, exists, is_url, make_writable, write_hparams
 
@@ -159,8 +159,7 @@ class ExperimentWriter:
         """Warn about files of an earlier run; subclasses of programs for Lightning override it."""
         log_dir = self.log_dir
         if entries(log_dir):
-            # As under Lightning, for programs that read the file after training.
-            starts_over = alias.active()
+            starts_over = conventions.current().csv_starts_over
             what = "The rows in its {} are removed" if starts_over else "New rows are appended to its {}"
             rank_zero_warn(
                 f"Experiment logs directory {log_dir} exists and is not empty. {what.format(self.NAME_METRICS_FILE)}; "

@@ -11,7 +11,8 @@ from hasten._lib import check
 from hasten._lib.files import file_system as file_system
 from hasten._lib.files import is_url as is_url
 from hasten._lib.files import local as local
-from hasten._lib.files import write_atomically
+from hasten._lib.files import require_folder, write_atomically
+from hasten.extend.origin import comes_from
 from hasten.loggers.base import StartedLogger, T, plain
 
 
@@ -85,9 +86,11 @@ class FolderLogger(StartedLogger[T]):
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
-        owner = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("hasten.loggers"))
+        owner = next(kind.__name__ for kind in type(self).__mro__ if comes_from(kind, "hasten.loggers"))
         path = os.fspath(check.path(owner, "save_dir", save_dir))
         self._save_dir = path if is_url(path) else os.path.expanduser(local(path))
+        if not is_url(path):
+            require_folder(owner, "save_dir", self._save_dir)
         self._name = check.instance(owner, "name", name, str, "a string", allow_none=True) or ""
         if version is not None and not isinstance(version, str):
             allowed = "a whole number of at least 0, a string, or None for the next free number"

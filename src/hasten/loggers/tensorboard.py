@@ -82,7 +82,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     @property
     def log_dir(self) -> str:
         """Folder of this run's event files: ``save_dir/name/version_N``, and ``sub_dir`` below."""
-        folder = os.path.join(super().log_dir, self._sub_dir or "")
+        folder = super().log_dir if self._sub_dir is None else os.path.join(super().log_dir, self._sub_dir)
         return os.path.expanduser(os.path.expandvars(folder))
 
     def _start(self) -> SummaryWriter:

@@ -11,7 +11,6 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.elsewhere import alias
 from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, plain, with_prefix
 from hasten.loggers.folders import local, make_writable
 
@@ -113,17 +112,20 @@ class WandbLogger(UploadingLogger):
     @property
     def name(self) -> str | None:
         """Name of the project; the run's own is ``logger.experiment.name``."""
-        return self._init["project"]  # type: ignore[no-any-return]
+        project: str | None = self._init["project"]
+        return project
 
     @property
     def version(self) -> str | None:
         """Id of the run; None while none was given and the run has not started."""
-        return self._init["id"] if self._experiment is None else self._experiment.id  # type: ignore[no-any-return]
+        version: str | None = self._init["id"] if self._experiment is None else self._experiment.id
+        return version
 
     @property
     def save_dir(self) -> str | None:
         """Folder under which W&B keeps its files, and checkpoints are saved."""
-        return self._init["dir"]  # type: ignore[no-any-return]
+        folder: str | None = self._init["dir"]
+        return folder
 
     def _start(self) -> Any:
         wandb = need("wandb", purpose="WandbLogger")
@@ -135,8 +137,8 @@ class WandbLogger(UploadingLogger):
             return wandb.run
         if self._attach_id is not None:
             return getattr(wandb, "attach", wandb._attach)(self._attach_id)
-        if alias.active() and self._init.get("mode") == "offline":
-            # As under Lightning: what else the program starts is offline, too.
+        if self._init.get("mode") == "offline":
+            # What else the program starts is offline, too.
             os.environ["WANDB_MODE"] = "dryrun"
         if self.save_dir is not None:
             make_writable("WandbLogger", f"save_dir={self.save_dir!r}", self.save_dir)

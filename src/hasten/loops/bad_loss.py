@@ -52,9 +52,10 @@ class LossReport:
             self._finite_at = step
         elif "loss" not in self._reported:
             self._reported |= {"loss", "train"}
+            where = "" if epoch is None else f" (epoch {epoch + 1})"
             before = "" if self._finite_at is None else f"; at step {self._finite_at} it was finite"
             rank_zero_warn(
-                f"The loss of training_step is {value} at step {step} (epoch {epoch}){before}. One such step can make "
+                f"The loss of training_step is {value} at step {step}{where}{before}. One such step can make "
                 "all weights nan. Trainer(on_bad_loss='stop') ends the run before it and names the layer, "
                 "on_bad_loss='skip' leaves it out."
             )
@@ -198,7 +199,7 @@ class Guard:
         """Raise before the backward of a loss that is not finite on any process, where the user's own code steps."""
         run = self._run
         bad = torch.isfinite(loss.detach()).logical_not().any()
-        if run.runtime.world_size > 1:
+        if run.runtime.several_processes:
             bad = run.runtime.all_reduce(bad.float(), op="max")
         if bad:
             progress = run.progress
@@ -206,8 +207,8 @@ class Guard:
             what = f"is {value}" if not math.isfinite(value) else "is not finite on another process"
             # In the middle of a batch: not an error after which the run could be saved and resumed.
             raise FloatingPointError(
-                f"The loss given to manual_backward {what}, at step {progress.logged_step} (epoch {progress.epoch}, "
-                f"batch {progress.batch}). The run ends here (on_bad_loss='stop')."
+                f"The loss given to manual_backward {what}, at step {progress.logged_step} "
+                f"(epoch {progress.epoch + 1}, batch {progress.batch}). The run ends here (on_bad_loss='stop')."
             )
 
     def after_batch(self) -> None:
@@ -254,14 +255,14 @@ class Guard:
         finite = _are_finite([loss for _, loss in self._losses], gradients)
         bad = [entry for entry, is_finite in zip(self._losses, finite, strict=False) if not is_finite]
         here = worst = _BAD_LOSS if bad else _FINE if all(finite) else _BAD_GRADIENT
-        if run.runtime.world_size > 1:
+        if run.runtime.several_processes:
             worst = int(run.runtime.all_reduce(torch.tensor(here, device=run.runtime.device), op="max"))
         if worst == _FINE:
             self._in_a_row = 0
             return True
         self._skipped += 1
         self._in_a_row += 1
-        run.window_weight = None
+        run.window.weight = None
         if optimizer is not None:
             # Schedulers go on, and torch would warn them of an optimizer that never steps.
             optimizer._opt_called = True
@@ -302,7 +303,7 @@ class Guard:
     def _describe(self, here: int, bad: list[tuple[int, Tensor]]) -> str:
         progress = self._run.progress
         batch_idx = bad[0][0] if bad else self._batch[1]
-        where = f"at step {progress.logged_step} (epoch {progress.epoch}, batch {batch_idx})"
+        where = f"at step {progress.logged_step} (epoch {progress.epoch + 1}, batch {batch_idx})"
         if here == _BAD_LOSS:
             return f"The loss of training_step is {float(bad[0][1])} {where}."
         if here == _FINE:
@@ -324,7 +325,7 @@ class _SavedTraining:
         self.buffers = SavedBuffers(run.module)
         self.buffers.save()
         self._of, self._groups = list(run.optimizers), _group_sizes(run.optimizers)
-        self._optimizers = [run.runtime.strategy.keep_optimizer(optimizer) for optimizer in run.optimizers]
+        self._optimizers = [run.runtime.strategy.state.snapshot_optimizer(optimizer) for optimizer in run.optimizers]
         scaler = run.runtime.scaler
         self._scaler = None if scaler is None else scaler.state_dict()
 
@@ -385,7 +386,7 @@ def _are_finite(losses: list[Tensor], gradients: list[Tensor]) -> list[bool]:
 def guard(run: Run) -> Guard | None:
     """Return the guard of a run's steps; None with ``on_bad_loss="warn"``."""
     mode = run.arguments.on_bad_loss
-    return None if mode == "warn" else Guard(run, mode, run.resumed_guard)
+    return None if mode == "warn" else Guard(run, mode, run.resume.guard)
 
 
 # -- which layer it was
@@ -394,7 +395,7 @@ def guard(run: Run) -> Guard | None:
 def name_layer(error: BaseException, run: Run, batch: object, batch_idx: int) -> None:
     """Add to an error of ``detect_anomaly=True`` which layer it was."""
     # On several processes the others are not here, and the step may wait for them.
-    if "returned nan values" in str(error) and run.runtime.world_size == 1:
+    if "returned nan values" in str(error) and not run.runtime.several_processes:
         note = first_bad(run, None, batch, batch_idx, backward=False)
         if note:
             error.add_note(note.strip())
@@ -411,7 +412,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
         if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
     ]
     # Of a divided module no process computes a batch alone.
-    if found or run.runtime.strategy.shards_parameters:
+    if found or run.runtime.strategy.sharding.shards_parameters:
         return found[0] if found else ""
 
     def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten._lib.device import is_host
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
 from hasten.hooks import STEPS, nothing, redefines
 from hasten.loops.prepare import compiled_step, recorded_steps
 from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
-from hasten.loops.run import Run, Stopped
+from hasten.loops.run import Run
 from hasten.loops.run_data import LIMIT_OF, STEP_OF, DataloaderIterator, StageData, make_transfer
+from hasten.loops.schedule import Stopped
 from hasten.loops.user_code import annotate, check_takes_loader, step_of, takes, takes_iterator
 from hasten.module import LightningModule
 from hasten.report.summary import print_results
@@ -27,21 +30,37 @@ def sanity_check(run: Run) -> None:
     """Run a few validation batches before training, so that an error there shows in the first minute."""
     steps = run.arguments.num_sanity_val_steps
     # Lightning asks for the loaders within the check; hasten has them already.
-    if steps == 0 or run.skip_sanity or run.validation.is_off(loads=False):
+    if steps == 0 or run.resume.skip_sanity or run.data.validation.is_off(loads=False):
         return
-    run.enter(RunningStage.SANITY_CHECKING)
+    run.state.stage = RunningStage.SANITY_CHECKING
     run.hooks.on_sanity_check_start()
     # Training must not depend on whether the check ran.
     # What it logs is not of this fit.
     on_row, run.logged.on_row = run.logged.on_row, None
-    with isolate_rng(), run.validation.limited_to(steps):
-        if not run.validation.is_off():
-            check_takes_loader(run.module, "validation", len(run.validation.load()))
-            run.watch("run_evaluation", evaluate)(run, run.validation)
+    with isolate_rng(), run.data.validation.limited_to(steps):
+        if not run.data.validation.is_off():
+            check_takes_loader(run.module, "validation", len(run.data.validation.load()))
+            run.observers.watch("run_evaluation", evaluate)(run, run.data.validation)
+    _warn_of_monitors(run)
     run.logged.on_row = on_row
-    run.evaluated.clear()
+    run.evaluation.batches.clear()
     run.hooks.on_sanity_check_end()
     run.logged.forget_callback_values()
+
+
+def _warn_of_monitors(run: Run) -> None:
+    """Warn of a monitored value whose name is nearly one of those that validation logs: the first epoch would fail."""
+    logged = [name for name in run.logged.callback_metrics() if name.startswith("val")]
+    for callback in run.hooks.owners():
+        name = getattr(callback, "monitor", None)
+        if not isinstance(name, str) or not name.startswith("val") or name in logged:
+            continue
+        if near := difflib.get_close_matches(name, logged, n=1, cutoff=0.7):
+            owner = type(callback).__name__
+            rank_zero_warn(
+                f"{owner}(monitor={name!r}): the validation before training logs {', '.join(sorted(logged))}, and no "
+                f"{name!r}. Did you mean {owner}(monitor={near[0]!r})?"
+            )
 
 
 def evaluate(
@@ -59,70 +78,95 @@ def evaluate(
         on_validation_end, checkpoints
         the modes from before
     """
-    testing = source.stage == "test"
-    sanity = run.state.stage == RunningStage.SANITY_CHECKING
-    fitting = run.state.fn == TrainerFn.FITTING
-    if not sanity:
-        run.enter(RunningStage.TESTING if testing else RunningStage.VALIDATING)
-        if fitting:
-            source.reload_if_due(run.progress.epoch)
+    hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
+    testing, sanity = stage == "test", run.state.stage == RunningStage.SANITY_CHECKING
+    fitting, several_processes = run.state.fn == TrainerFn.FITTING, run.runtime.several_processes
+    _enter_stage(run, source)
     count = len(source.load())
     source.begin()
-    hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
     loggers = logged.loggers
-    if run.as_lightning:
+    if run.conventions.samplers_learn_epoch:
         source.tell_samplers(progress.current_epoch)
     if sanity:
         logged.loggers = ()
     logged.start_epoch(stage)
-    run.evaluating, run.evaluated_from = stage, progress.evaluated
+    # Within a fit, the x axis of steps goes on from one validation to the next.
+    logged.steps_before = run.evaluation.steps_before if fitting and not sanity else {}
+    run.evaluation.stage, run.evaluation.began_at = stage, progress.evaluated
     try:
         with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
-            if fitting and run.runtime.world_size > 1:
+            if fitting and several_processes:
                 # Each process has updated its own running statistics; those of the first are saved.
-                run.runtime.strategy.share_buffers(run.wrapped, 0)
+                run.runtime.engine.share_buffers(run.wrapped, 0)
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
-            batches = []
-            fetches = takes_iterator(getattr(run.module, STEP_OF[stage]))
-            if fetches:
-                batches = _evaluate_fetched(run, source, lambda output, loader_idx: None)
-            for loader_idx in range(0 if fetches else count):
-                logged.enter_loader(stage, loader_idx if count > 1 else None)
-                batches.append(_evaluate_loader(run, source, loader_idx, several=count > 1))
-            logged.enter_loader(stage, None)
+            batches = _evaluate_loaders(run, source)
             leave_evaluation(run)
-            if run.runtime.world_size > 1:
+            if several_processes:
                 logged.complete_evaluation(stage, run.module, batches)
-            by_loader, values = logged.close_epoch(stage)
-            (hooks.on_test_epoch_end if testing else hooks.on_validation_epoch_end)()
-            if not testing:
-                hooks.on_validation_epoch_end_last()
-            late_by_loader, late = logged.close_epoch(stage)
-            values |= late
-            for result in by_loader:
-                result.update(late_by_loader[0])
-            step = max(progress.logged_step - 1, 0) if fitting else progress.logged_step
-            if fitting and run.as_lightning and progress.accumulation_index > 0:
-                # Lightning counts a batch that stepped after the validation that follows it, and others not at all.
-                step = progress.logged_step
-            logged.log_epoch(values, step, progress.current_epoch)
+            for index, number in enumerate(batches):
+                logged.steps_before[index] = logged.steps_before.get(index, 0) + number
+            by_loader = _end_epoch(run, stage)
             (hooks.on_test_end if testing else hooks.on_validation_end)()
             if before_last_hooks is not None:
                 before_last_hooks()
             if not testing:
                 hooks.on_validation_end_last()
     finally:
-        run.evaluating, run.evaluated[stage] = "", progress.evaluated - run.evaluated_from
+        run.evaluation.stage, run.evaluation.batches[stage] = "", progress.evaluated - run.evaluation.began_at
         # Also on the way out of an interrupted evaluation, which starts again when the run is resumed.
         logged.start_epoch(stage)
         logged.loggers = loggers
     return by_loader[:count] + [{} for _ in range(count - len(by_loader))]
 
 
+def _enter_stage(run: Run, source: StageData) -> None:
+    """Enter the stage of ``source``, and see to it that its loaders are made again when they are due."""
+    if run.state.stage != RunningStage.SANITY_CHECKING:
+        run.state.stage = RunningStage.TESTING if source.stage == "test" else RunningStage.VALIDATING
+        if run.state.fn == TrainerFn.FITTING:
+            source.reload_if_due(run.progress.epoch)
+    elif run.arguments.check_val_every_n_epoch not in (None, 1):
+        # The first validation is in a later epoch, for which a program may return other loaders.
+        source.reload_next()
+
+
+def _evaluate_loaders(run: Run, source: StageData) -> list[int]:
+    """Evaluate on every batch of every loader; return how many batches of each this process had."""
+    logged, stage, count = run.logged, source.stage, len(source.load())
+    batches: list[int] = []
+    if takes_iterator(getattr(run.module, STEP_OF[stage])):
+        batches = _evaluate_fetched(run, source, lambda output, loader_idx: None)
+    else:
+        for loader_idx in range(count):
+            logged.enter_loader(stage, loader_idx if count > 1 else None)
+            batches.append(_evaluate_loader(run, source, loader_idx, several=count > 1))
+    logged.enter_loader(stage, None)
+    return batches
+
+
+def _end_epoch(run: Run, stage: str) -> list[dict[str, float]]:
+    """Call the hooks at the end of the epoch, and send what was logged to the loggers; return it by loader."""
+    hooks, logged, progress, testing = run.hooks, run.logged, run.progress, stage == "test"
+    by_loader, values = logged.close_epoch(stage)
+    (hooks.on_test_epoch_end if testing else hooks.on_validation_epoch_end)()
+    if not testing:
+        hooks.on_validation_epoch_end_last()
+    late_by_loader, late = logged.close_epoch(stage)
+    values |= late
+    for result in by_loader:
+        result.update(late_by_loader[0])
+    step = progress.logged_step
+    # Lightning counts a batch that stepped after the validation that follows it, and others not at all.
+    if run.state.fn == TrainerFn.FITTING and progress.accumulation_index == 0:
+        step = max(step - 1, 0)
+    logged.log_epoch(values, step, progress.current_epoch)
+    return by_loader
+
+
 def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[str, float]]:
     """Evaluate, and print the values logged if ``verbose``; what ``validate`` and ``test`` do."""
-    source = run.test if testing else run.validation
+    source = run.data.test if testing else run.data.validation
     if source.is_off():
         if source.is_switched_off:
             limit = LIMIT_OF[source.stage]
@@ -132,7 +176,7 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
         return []
     check_takes_loader(run.module, "test" if testing else "validation", len(source.load()))
     results = evaluate(run, source)
-    run.leave_if_stopped()
+    run.limits.leave_if_stopped()
     if verbose and run.runtime.is_global_zero:
         print_results(results, source.stage)
     return results
@@ -149,8 +193,7 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
     if several:
         logged.context_of(STEPS[name]).enter_loader(loader_idx)
     steps = run.runtime.steps
-    goes_on = run.as_lightning and run.state.fn == TrainerFn.FITTING and run.state.stage == RunningStage.VALIDATING
-    count, before = 0, run.validated.get(loader_idx, 0) if goes_on else 0
+    count = 0
     for batch_idx, (batch, is_last) in enumerate(in_step(run, source.batches(loader_idx))):
         count += 1
         if transfer is not None:
@@ -163,10 +206,9 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
         if steps is not None:
             steps.end_step(stage, batch, is_last)
         if logged.logs_evaluation_steps:
-            logged.publish_evaluation_step(stage, before + batch_idx)
+            logged.publish_evaluation_step(stage, batch_idx)
         progress.evaluated += 1
         _leave_if_stopped(run)
-    run.validated[loader_idx] = before + count if goes_on else 0
     return count
 
 
@@ -230,22 +272,17 @@ def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], A
 
 def _leave_if_stopped(run: Run) -> None:
     # Several processes leave together, when none of them reads batches any more.
-    if run.stop.signal is not None and run.runtime.world_size == 1:
-        raise Stopped(run.stop.signal)
+    if run.limits.stop.signal is not None and not run.runtime.several_processes:
+        raise Stopped(run.limits.stop.signal)
 
 
 def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
     """Return inference mode where it can be used, else ``torch.no_grad``."""
-    # DDP's broadcast of buffers and FSDP's views need tensors that may change outside inference mode.
     # Within fit neither: what validation keeps (a cached mask, a buffer) may be used in training next.
     fitting = run.state.fn == TrainerFn.FITTING
     # Nor a compiled step: validation within fit and outside of it would each be compiled.
-    plain = fitting or run.compiled is not None
-    plain = plain or run.runtime.strategy.shards_parameters
-    # torch_xla cannot make views of tensors of inference mode.
-    plain = plain or run.runtime.steps is not None
-    inference = run.arguments.inference_mode and run.runtime.world_size == 1 and not plain
-    return torch.inference_mode() if inference else torch.no_grad()
+    plain = fitting or run.compiled is not None or not run.arguments.inference_mode
+    return torch.no_grad() if plain else run.runtime.strategy.sharding.without_gradients()
 
 
 def _remember_modes(run: Run) -> Callable[[], None]:
@@ -266,14 +303,14 @@ def _remember_modes(run: Run) -> Callable[[], None]:
 def _in_eval_mode(run: Run, stage: str) -> Iterator[None]:
     """Switch to eval mode; afterwards each sub-module has its former mode, or what the user's hook sets."""
     module = run.module
-    run.runtime.strategy.reshard()
+    run.runtime.strategy.sharding.reshard()
     restore = _remember_modes(run)
     testing = stage == "test"
     (module.on_test_model_eval if testing else module.on_validation_model_eval)()
     try:
         yield
     finally:
-        run.runtime.strategy.reshard()
+        run.runtime.strategy.sharding.reshard()
         name = "on_test_model_train" if testing else "on_validation_model_train"
         if not redefines(module, LightningModule, name):
             restore()
@@ -294,46 +331,46 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             on_predict_batch_start, predict_step, on_predict_batch_end
         on_predict_epoch_end, on_predict_end
     """
-    run.enter(RunningStage.PREDICTING)
-    run.returns_predictions = return_predictions
-    if run.as_lightning and run.predict.is_off():
+    run.state.stage = RunningStage.PREDICTING
+    run.evaluation.returns_predictions = return_predictions
+    if run.data.predict.is_off():
         return None
-    hooks, module, several = run.hooks, run.module, len(run.predict.load()) > 1
-    check_takes_loader(module, "predict", len(run.predict.load()))
-    run.runtime.strategy.reshard()
-    if run.as_lightning:
-        run.predict.tell_samplers(run.progress.current_epoch)
+    hooks, module, several = run.hooks, run.module, len(run.data.predict.load()) > 1
+    check_takes_loader(module, "predict", len(run.data.predict.load()))
+    run.runtime.strategy.sharding.reshard()
+    if run.conventions.samplers_learn_epoch:
+        run.data.predict.tell_samplers(run.progress.current_epoch)
     restore = _remember_modes(run)
     module.on_predict_model_eval()
     outputs: list[list[Any]] = []
-    run.epoch_batch_indices = []
-    run.evaluating, run.evaluated_from = "predict", run.progress.evaluated
+    run.evaluation.epoch_batch_indices = []
+    run.evaluation.stage, run.evaluation.began_at = "predict", run.progress.evaluated
     try:
         with without_gradients(run):
             hooks.on_predict_start()
             hooks.on_predict_epoch_start()
-            keeps = return_predictions or run.keeps_predictions
+            keeps = return_predictions or run.evaluation.keeps_predictions
             fetches = takes_iterator(module.predict_step)
-            for loader_idx in range(len(run.predict.load())):
+            for loader_idx in range(len(run.data.predict.load())):
                 outputs.append([])
-                run.epoch_batch_indices.append([])
+                run.evaluation.epoch_batch_indices.append([])
                 if not fetches:
                     _predict_loader(run, loader_idx, several, outputs[-1] if keeps else None)
             if fetches:
                 _evaluate_fetched(
-                    run, run.predict, lambda output, index: outputs[index].append(output) if keeps else None
+                    run, run.data.predict, lambda output, index: outputs[index].append(output) if keeps else None
                 )
             leave_evaluation(run)
-            run.kept_predictions = outputs if several else (outputs[0] if outputs else [])
+            run.evaluation.kept_predictions = outputs if several else (outputs[0] if outputs else [])
             hooks.on_predict_epoch_end()
             hooks.on_predict_end()
     finally:
-        run.evaluating, run.evaluated["predict"] = "", run.progress.evaluated - run.evaluated_from
-        run.runtime.strategy.reshard()
+        run.evaluation.stage, run.evaluation.batches["predict"] = "", run.progress.evaluated - run.evaluation.began_at
+        run.runtime.strategy.sharding.reshard()
         restore()
-    run.leave_if_stopped()
+    run.limits.leave_if_stopped()
     if not return_predictions:
-        run.kept_predictions = None
+        run.evaluation.kept_predictions = None
         return None
     return outputs if len(outputs) != 1 else outputs[0]
 
@@ -342,21 +379,21 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
     hooks = run.hooks
     takes_loader = several and takes(run.module.predict_step, "dataloader_idx", at=3)
     step = _step(run, "predict_step", loader_idx if takes_loader else None)
-    transfer = make_transfer(run, run.predict, loader_idx)
+    transfer = make_transfer(run, run.data.predict, loader_idx)
     suffix = (loader_idx,) if several else ()
     # Those of a whole data set rarely fit on a device.
-    on_host = run.runtime.device.type == "cpu"
+    on_host = is_host(run.runtime.device)
     # Callbacks that write predictions read in these two hooks of which samples a batch is made.
     keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing
-    stream: Any = run.predict.load()[loader_idx]
+    stream: Any = run.data.predict.load()[loader_idx]
     if keeps_indices:
         stream.keep_indices()
     steps = run.runtime.steps
-    for batch_idx, (batch, is_last) in enumerate(in_step(run, run.predict.batches(loader_idx))):
+    for batch_idx, (batch, is_last) in enumerate(in_step(run, run.data.predict.batches(loader_idx))):
         if keeps_indices:
-            run.batch_indices = stream.batch_indices(batch_idx)
-            if run.keeps_predictions:
-                run.epoch_batch_indices[-1].append(run.batch_indices)
+            run.evaluation.batch_indices = stream.batch_indices(batch_idx)
+            if run.evaluation.keeps_predictions:
+                run.evaluation.epoch_batch_indices[-1].append(run.evaluation.batch_indices)
         if transfer is not None:
             batch = transfer(batch)
         hooks.on_predict_batch_start(batch, batch_idx, *suffix)

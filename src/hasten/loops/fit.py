@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from operator import itemgetter
 from types import NoneType
 from typing import Any
 
@@ -16,30 +15,26 @@ from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
-from hasten._lib.tree import parameters_of
-from hasten.elsewhere import alias
+from hasten._lib.tree import call_own_train, parameters_of
+from hasten.compile.cuda_graphs import CudaGraphSteps
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.prepare import compiled_step, follow_arguments, recorded_steps
 from hasten.loops.processes import (
-    NO_BATCH,
     Batches,
     agree_after_batch,
     agree_on_end,
-    agree_on_weight,
-    check_join,
     check_steps,
-    checked_in_group,
     exchange_without_loss,
     nothing_to_train,
     skip_epoch,
-    touch,
 )
 from hasten.loops.progress import RunningStage
-from hasten.loops.resume import batch_start
-from hasten.loops.run import Run, Stopped
+from hasten.loops.resume import batch_start, before_validation
+from hasten.loops.run import Earlier, Run, Window
 from hasten.loops.run_data import DataloaderIterator, FetchedHooks, make_transfer
+from hasten.loops.schedule import Stopped
 from hasten.loops.user_code import (
     annotate,
     check_evaluation,
@@ -56,7 +51,6 @@ from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
 from hasten.optim.fast_step import clears_gradients, is_watched, unchanged
-from hasten.seed import collect_rng_state
 
 # (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` is the place of the batch in its accumulation
 Step = Callable[[Any, int], Any]
@@ -80,14 +74,13 @@ def fit(run: Run) -> None:
             on_train_epoch_end, checkpoints
         on_train_end
     """
-    first_check = run.load_data is not nothing
+    first_check = run.data.load is not nothing
     if first_check:
         _check_and_load(run)
-    check_join(run)
     if nothing_to_train(run):
         rank_zero_info("`Trainer.fit` stopped: No training batches.")
         return
-    if run.finished():
+    if run.limits.finished():
         _say_why_finished(run)
         return
     if run.arguments.max_epochs_assumed:
@@ -97,21 +90,22 @@ def fit(run: Run) -> None:
             PossibleUserWarning,
         )
     if not first_check:
-        run.first_epoch.before_start(run)
+        run.observers.first_epoch.before_start(run)
         sanity_check(run)
-    run.enter(RunningStage.TRAINING)
+    run.state.stage = RunningStage.TRAINING
     if not run.progress.mid_epoch:
         # Before on_train_start, so that the values it logs belong to the first epoch.
         run.logged.start_epoch("train")
     run.logged.loss_report = bad_loss.LossReport(guarded=run.arguments.on_bad_loss != "warn")
-    run.guard = bad_loss.guard(run)
+    run.observers.guard = bad_loss.guard(run)
     if run.progress.epochs_done == 0 and not run.progress.mid_epoch:
-        run.train.begin()
-    run.pace.begin(run, functools.partial(_train_step, run), says=bool(run.arguments.enable_progress_bar))
+        run.data.train.begin()
+    run.observers.pace.begin(run, functools.partial(_train_step, run), says=bool(run.arguments.enable_progress_bar))
     run.hooks.on_train_start()
-    run.agree_now()
+    run.module_changes.begin()
+    run.limits.agree_now()
     with torch.enable_grad():
-        while not run.finished():
+        while not run.limits.finished():
             train_epoch(run)
     check_steps(run)
     _say_why_finished(run)
@@ -121,35 +115,37 @@ def fit(run: Run) -> None:
 
 def _check_and_load(run: Run) -> None:
     """Run the sanity check, then load the training data, and that of validation if the first epoch validates."""
-    run.first_epoch.before_start(run)
+    run.observers.first_epoch.before_start(run)
     sanity_check(run)
-    run.enter(RunningStage.TRAINING)
-    run.load_data()
-    if not run.validation.loaded and run.validation_schedule.due_in(run.progress.epochs_done) and not run.finished():
-        run.enter(RunningStage.VALIDATING)
+    run.state.stage = RunningStage.TRAINING
+    run.data.load()
+    validation, is_due = run.data.validation, run.data.validation_schedule.due_in(run.progress.epochs_done)
+    if not validation.loaded and is_due and not run.limits.finished():
+        run.state.stage = RunningStage.VALIDATING
         check_evaluation(run)
-        run.enter(RunningStage.TRAINING)
+        run.state.stage = RunningStage.TRAINING
 
 
 def train(run: Run) -> None:
     """Train until a limit is reached, without messages and without validating in between."""
-    validation, run.validation = run.validation, copy.copy(run.validation)
-    run.validation.next_limit = 0
-    run.validation.take_limit()
-    run.enter(RunningStage.TRAINING)
+    validation, run.data.validation = run.data.validation, copy.copy(run.data.validation)
+    run.data.validation.next_limit = 0
+    run.data.validation.take_limit()
+    run.state.stage = RunningStage.TRAINING
+    call_own_train(run.module)
     run.logged.start_epoch("train")
     run.hooks.on_train_start()
     with torch.enable_grad():
-        while not run.finished():
+        while not run.limits.finished():
             train_epoch(run)
     run.hooks.on_train_end()
-    run.validation = validation
+    run.data.validation = validation
 
 
 def train_epoch(run: Run) -> None:
     """Train one epoch, or the rest of one that a resumed run is in the middle of."""
-    progress, hooks, logged, train = run.progress, run.hooks, run.logged, run.train
-    several_processes = run.runtime.world_size > 1
+    progress, hooks, logged, train = run.progress, run.hooks, run.logged, run.data.train
+    several_processes = run.runtime.several_processes
     progress.in_epoch = True
     read_by: Callable[[Batches], Batches] | None = None
     if progress.mid_epoch:
@@ -161,30 +157,28 @@ def train_epoch(run: Run) -> None:
         else:
             train.stream.open()
             batches = train.start_epoch()
-        run.restore_random()
+        run.resume.restore_random()
     else:
-        run.restore_random()
+        run.resume.restore_random()
         progress.next_epoch()
-        train.is_read = False
         train.take_limit()
         train.reload_if_due(progress.epoch)
         train.stream.finish()
         train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
         read_by = agree_on_end(run) if several_processes else None
-        run.runtime.strategy.begin_epoch()
+        run.runtime.strategy.sharding.begin_epoch()
         batches = train.start_epoch()
-    if run.runtime.strategy.shares_batches:
-        batches = checked_in_group(run, batches)
+    batches = run.runtime.strategy.sharding.checked(batches, itemgetter(0))
     if read_by is not None and not progress.last_batch:
         batches = read_by(batches)
 
     if run.runtime.syncs_gradients and run.wrapped is run.module:
         # At the start no parameter required gradients, so there was nothing to wrap; a callback may have unfrozen some.
         run.wrapped = run.runtime.wrap(run.module)
-    run.first_epoch.at_start(run)
+    run.observers.first_epoch.at_start(run)
     fetches = takes_iterator(run.module.training_step)
-    if fetches and run.as_lightning:
+    if fetches:
         warn_once(
             f"dataloader_iter {type(run.module)}",
             f"{type(run.module).__name__}.training_step takes `dataloader_iter` and fetches its batches itself: hooks "
@@ -193,25 +187,25 @@ def train_epoch(run: Run) -> None:
         )
     loop = train_fetched if fetches else train_batches
     try:
-        run.watch("run_training_epoch", loop)(run, batches)
+        run.observers.watch("run_training_epoch", loop)(run, batches)
     finally:
-        run.pace.end_epoch()
+        run.observers.pace.end_epoch()
     check_some_loss(run)
-    run.first_epoch.at_end(run)
+    run.observers.first_epoch.at_end(run)
 
-    _, values = logged.close_epoch("train")
+    logged.close_epoch("train")
     hooks.on_train_epoch_end()
-    values |= logged.close_epoch("train")[1]
+    logged.close_epoch("train")
     if progress.last_batch:
         schedule.step_on_monitored(run, "epoch")
-    logged.log_epoch(values, progress.logged_step - 1, progress.epoch)
-    logged.publish_loss(run.last_loss, progress.logged_step - 1, progress.epoch)
-    if run.guard is not None:
-        run.guard.end_epoch()
+    logged.log_epoch(logged.epoch_values, progress.logged_step - 1, progress.epoch)
+    logged.publish_loss(run.window.loss, progress.logged_step - 1, progress.epoch)
+    if run.observers.guard is not None:
+        run.observers.guard.end_epoch()
     logged.start_epoch("train")
     progress.epoch_ended = progress.last_batch
     hooks.on_train_epoch_end_last()
-    run.leave_if_stopped()
+    run.limits.leave_if_stopped()
     progress.in_epoch = False
 
 
@@ -228,108 +222,112 @@ def train_fetched(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
 
 def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = None) -> None:
-    """Train on each batch: the loop itself."""
-    progress, logged, stop, window = run.progress, run.logged, run.stop, run.window
+    """Train on each batch: the loop itself.
+
+    In short::
+
+        for each batch:
+            batch to the device
+            on_train_batch_start: -1 ends the epoch
+            training_step, backward, and when the accumulation is complete clip and step
+            counters move, step-wise schedulers
+            on_train_batch_end, values due go to the loggers, checkpoints
+            observers
+            validation if due, schedulers on a monitored value; leave where a limit is reached or a signal arrived
+    """
+    progress, logged, window, limits, module = run.progress, run.logged, run.window, run.limits, run.module
     hooks = run.hooks if hooks is None else hooks
-    several_processes = run.runtime.world_size > 1
-    plan, guard, module = _make_plan(run), run.guard, run.module
-    step_of_class = module.__class__.training_step
-    # An engine's open accumulation is not in checkpoints: it is completed before the run stops.
-    strategy, completes, asked = run.runtime.strategy, run.runtime.strategy.owns_step, None
+    epoch = EpochSettings(run)
 
     if not progress.post_batch_done:
         after_batch(run)
-        plan.next_validation = run.validation_schedule.next_batch(run)
-
+        epoch.find_next_validation()
     if progress.last_batch or _enough(run):
         return
 
-    batches = run.stalls.watched(run, batches)
-    run.batch_start = batch_start(run)
-    if run.batch_start is not None:
-        batches = run.batch_start.saved(batches)
-    take, clock, pace = iter(batches).__next__, time.perf_counter, run.pace
-    while True:
-        began = clock()
-        try:
-            batch, is_last = take()
-        except StopIteration:
-            break
-        came = clock()
-        pace.waited += came - began
-        batch_idx = progress.batch
-        run.is_last_batch = is_last
-        has_batch = batch is not NO_BATCH
-        is_none = batch is None and run.as_lightning
-        if not has_batch:
-            batch = None
-        elif plan.transfer is not None:
-            batch = plan.transfer(batch)
+    batches = run.observers.stalls.watched(run, batches)
+    run.resume.batch_start = batch_start(run)
+    if run.resume.batch_start is not None:
+        batches = run.resume.batch_start.saved(batches)
+    pace = run.observers.pace
+    batches, publish = pace.watched(epoch, batches), pace.timed_publishing(logged.publish_step)
+    before_step, after_step = pace.counts, _after_each_batch(epoch)
+    for batch, is_last in batches:
+        batch_idx, window.is_last_batch = progress.batch, is_last
+        if epoch.transfer is not None:
+            batch = epoch.transfer(batch)
         logged.batch, logged.batch_size = batch, 0
-        if pace.count is not None:
-            pace.count(batch)
-        start = hooks.on_train_batch_start if has_batch and not is_none else hooks.on_train_batch_start_without
-        if start(batch, batch_idx) == -1:
-            if several_processes:
-                skip_epoch(run)
-            _skip_rest_of_epoch(run)
+        for observe in before_step:
+            observe(batch)
+        if batch is not None and hooks.on_train_batch_start(batch, batch_idx) == -1:
+            _skip_rest_of_epoch(epoch)
             return
-        if run.changed:
-            plan = _make_plan(run)
-
-        window.is_start = progress.accumulation_index == 0
-        if window.is_start and batch_idx > plan.tail_start:
-            plan = _make_plan(run)  # The loader gives more batches than its length: plan their accumulations.
-        window.is_end = is_end = is_last or progress.accumulation_index + 1 >= plan.accumulation_size
-        window.size = plan.accumulation_size if batch_idx < plan.tail_start else plan.tail_size
-        outputs = plan.train_step(batch, batch_idx) if not is_none else _skip_none()
+        epoch.begin_batch(batch_idx, is_last)
+        outputs = _skip_none() if batch is None else epoch.train_step(batch, batch_idx)
 
         # The counters move before on_train_batch_end: a checkpoint taken there is complete.
-        progress.batch = batch_idx + 1
-        progress.total_batches += 1
-        progress.last_batch = is_last
-        progress.post_batch_done = False
-        if is_end:
-            progress.accumulation_index = 0
-            progress.logged_step += 1
-        else:
-            progress.accumulation_index += 1
+        epoch.count_batch(is_last)
         if run.schedulers:
-            plan.step_schedulers(run, stepped=is_end)
+            epoch.step_schedulers(run, stepped=window.is_end)
 
-        (hooks.on_train_batch_end if has_batch else hooks.on_train_batch_end_without)(outputs, batch, batch_idx)
-        if is_end and progress.logged_step % plan.log_every_n_steps == 0:
-            began = clock()
-            logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
-            pace.published += clock() - began
+        # A checkpoint saved in the hook says that the row is still to come.
+        logged.row_is_due = window.is_end and progress.logged_step % epoch.log_every_n_steps == 0
+        hooks.on_train_batch_end(outputs, batch, batch_idx)
+        if logged.row_is_due:
+            publish(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=window.loss)
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
-        if guard is not None:
-            guard.after_batch()
+        for observer in after_step:
+            observer()
 
-        if is_last and run.goes_on():
-            run.train.begin_next(progress.epoch + 1)
-        agreed = agree_after_batch(run) if several_processes else None
-        if is_last or progress.total_batches >= plan.next_validation or plan.per_batch or run.should_stop:
-            after_batch(run)
-            plan.next_validation = run.validation_schedule.next_batch(run)
-            if several_processes:
-                agree_after_batch(run, validated=True)
-        progress.post_batch_done = True
-        if run.changed or module.__class__.training_step is not step_of_class:
-            plan, step_of_class = _make_plan(run), module.__class__.training_step
-
-        if came >= pace.due:
-            pace.after_batch(plan, completes=is_end, is_last=is_last)
-        asked = (asked or agreed) if several_processes else stop.signal
-        if completes and strategy.holds_gradients and not is_last:
-            continue
-        if asked is not None:
-            raise Stopped(asked)
-        if progress.global_step >= plan.max_steps or (run.should_stop and run.stops_early()):
+        if (
+            progress.total_batches >= epoch.next_validation
+            or progress.global_step >= epoch.max_steps
+            or is_last
+            or limits.should_stop
+            or limits.stop.agreed_signal is not None
+            or run.changed
+            or type(module).training_step is not epoch.step_of_class
+        ) and _end_batch(run, epoch):
             return
+        progress.post_batch_done = True
 
     if not progress.last_batch:
         _loader_ended_early(run)
+
+
+def _after_each_batch(epoch: EpochSettings) -> list[Callable[[], object]]:
+    """Return what is called after each batch: nothing in a plain run of one process."""
+    run = epoch.run
+    observers: list[Callable[[], object]] = [] if run.observers.guard is None else [run.observers.guard.after_batch]
+    if epoch.several_processes:
+        observers.append(functools.partial(agree_after_batch, run))
+    return observers
+
+
+def _end_batch(run: Run, epoch: EpochSettings) -> bool:
+    """Do what may be due after a batch; return whether training is over.
+
+    Raises:
+        Stopped: a signal arrived that ends the run.
+
+    """
+    progress, limits = run.progress, run.limits
+    if progress.last_batch and limits.has_next_epoch():
+        run.data.train.begin_next(progress.epoch + 1)
+    if progress.last_batch or progress.total_batches >= epoch.next_validation or limits.should_stop:
+        after_batch(run)
+        epoch.find_next_validation()
+        if epoch.several_processes:
+            agree_after_batch(run, validated=True)
+    progress.post_batch_done = True
+    if run.changed or type(run.module).training_step is not epoch.step_of_class:
+        epoch.decide()
+    # An engine's open accumulation is not in checkpoints: it is completed before the run stops.
+    if run.runtime.engine.holds_gradients and not progress.last_batch:
+        return False
+    if limits.stop.agreed_signal is not None:
+        raise Stopped(limits.stop.agreed_signal)
+    return progress.global_step >= epoch.max_steps or (limits.should_stop and limits.stops_early())
 
 
 def _skip_none() -> Any:
@@ -340,86 +338,109 @@ def _skip_none() -> Any:
 def after_batch(run: Run) -> None:
     """Do what follows a batch: validation if it is due, then schedulers on a monitored value."""
     progress = run.progress
-    run.pace.count_last()
+    run.observers.pace.count_last()
 
     def finish() -> None:
         if progress.accumulation_index == 0:
             schedule.step_on_monitored(run, "step")
         progress.post_batch_done = True
-        run.random_before_validation = run.metrics_before_validation = None
+        run.resume.earlier = Earlier()
 
-    if not run.validation_schedule.due(run):
+    if not run.data.validation_schedule.due(run):
         finish()
         return
     # Gradients that later batches may add to are cleared only by a hook that the user overrides.
-    may_release = not run.gradients_may_count() or overrides(
+    may_release = not run.window.gradients_may_count() or overrides(
         run.module, LightningModule, "on_validation_model_zero_grad"
     )
     if progress.accumulation_index == 0 and may_release:
         run.module.on_validation_model_zero_grad()
-    # A run that is interrupted within this validation repeats it when resumed: with the same random numbers, and with
-    # the metrics as they are before it.
-    run.random_before_validation = collect_rng_state()
-    run.metrics_before_validation = run.metrics.state_dict(copied=True)
+    # A run that is interrupted within this validation repeats it when resumed.
+    run.resume.earlier = before_validation(run)
     # Checkpoints and early stopping act in the last hook, after the schedulers have stepped.
-    aside = run.pace.step_aside()
-    run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=finish)
-    run.pace.end_validation(aside)
-    run.enter(RunningStage.TRAINING)
-    run.validation_schedule.mark_done()
+    aside = run.observers.pace.step_aside()
+    run.observers.watch("run_evaluation", evaluate)(run, run.data.validation, before_last_hooks=finish)
+    run.observers.pace.end_validation(aside)
+    run.state.stage = RunningStage.TRAINING
+    run.data.validation_schedule.mark_done()
 
 
-# -- what the loop needs for each batch: computed once, and again when the run changes
+# -- what the loop needs for each batch: decided once, and again when the run changes
 
 
-@dataclass(slots=True)
-class _EpochPlan:
-    """What the loop needs for each batch."""
+class EpochSettings:
+    """What the loop needs for each batch.
 
-    train_step: Step
-    # Brings a batch to the device; None where it stays as it is.
-    transfer: Callable[[Any], Any] | None
-    step_schedulers: Callable[..., None]
-    # Batches of an accumulation; batches of the epoch's last accumulation, and the index of its first batch.
-    accumulation_size: int
-    tail_size: int
-    tail_start: float
-    # Infinite without an interval, or without a limit.
-    log_every_n_steps: float
-    max_steps: float
-    # Whether validation or a scheduler may be due after any batch.
-    per_batch: bool
-    # Batches of the run after which validation may be due.
-    next_validation: float
+    Args:
+        run: the run.
 
+    """
 
-def _make_plan(run: Run) -> _EpochPlan:
-    run.changed = False
-    run.pace.drop_sample()
-    # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
-    run.keeps_gradients = not run.runtime.strategy.owns_step and (
-        not run.module.automatic_optimization
-        or overrides(run.module, LightningModule, "optimizer_zero_grad")
-        or not all(map(clears_gradients, run.optimizers))
-    )
-    accumulation_size, tail_size, tail_start = schedule.plan_windows(run)
-    return _EpochPlan(
-        train_step=_train_step(run),
-        transfer=None if takes_iterator(run.module.training_step) else make_transfer(run, run.train),
-        step_schedulers=run.watch("lr_scheduler_step", schedule.step),
-        accumulation_size=accumulation_size,
-        tail_size=tail_size,
-        tail_start=tail_start,
+    __slots__ = (
+        "accumulation_size", "log_every_n_steps", "max_steps", "next_validation", "run", "several_processes",
+        "step_of_class", "step_schedulers", "tail_size", "tail_start", "train_step", "transfer",
+    )  # fmt: skip
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.several_processes = run.runtime.several_processes
+        self.decide()
+
+    def decide(self) -> None:
+        """Choose the functions of a step, and look limits up, as the run is now."""
+        run = self.run
+        run.changed = False
+        run.observers.pace.drop_sample()
+        # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
+        run.window.keeps_gradients = not run.runtime.engine.owns_step and (
+            not run.module.automatic_optimization
+            or overrides(run.module, LightningModule, "optimizer_zero_grad")
+            or not all(map(clears_gradients, run.optimizers))
+        )
+        # Batches of an accumulation; batches of the epoch's last accumulation, and the index of its first batch.
+        self.accumulation_size, self.tail_size, self.tail_start = schedule.plan_windows(run)
+        self.train_step = _train_step(run)
+        # Brings a batch to the device; None where it stays as it is.
+        self.transfer = None if takes_iterator(run.module.training_step) else make_transfer(run, run.data.train)
+        self.step_schedulers = run.observers.watch("lr_scheduler_step", schedule.step)
         # 0 means never: ``step % inf`` is never 0.
-        log_every_n_steps=run.arguments.log_every_n_steps or math.inf,
-        max_steps=run.max_steps,
-        per_batch=schedule.any_monitored(run, "step") or run.validation_schedule.per_batch,
-        next_validation=run.validation_schedule.next_batch(run),
-    )
+        self.log_every_n_steps = run.arguments.log_every_n_steps or math.inf
+        self.max_steps = run.limits.max_steps
+        # A program may assign another one to the class.
+        self.step_of_class = type(run.module).training_step
+        self.find_next_validation()
+
+    def find_next_validation(self) -> None:
+        """Find the number of batches of the run after which validation may be due, or a scheduler's monitored value."""
+        run = self.run
+        always = schedule.any_monitored(run, "step") or run.data.validation_schedule.per_batch
+        self.next_validation = 0 if always else run.data.validation_schedule.next_batch(run)
+
+    def begin_batch(self, batch_idx: int, is_last: bool) -> None:
+        """Place the batch in its accumulation; if something has changed, decide again before."""
+        run, window, index = self.run, self.run.window, self.run.progress.accumulation_index
+        window.is_start = index == 0
+        # After the tail the loader gives more batches than its length: their accumulations are planned, too.
+        if run.changed or (window.is_start and batch_idx > self.tail_start):
+            self.decide()
+        window.is_end = is_last or index + 1 >= self.accumulation_size
+        window.size = self.accumulation_size if batch_idx < self.tail_start else self.tail_size
+
+    def count_batch(self, is_last: bool) -> None:
+        """Count a batch that is done."""
+        progress = self.run.progress
+        progress.batch += 1
+        progress.total_batches += 1
+        progress.last_batch, progress.post_batch_done = is_last, False
+        if self.run.window.is_end:
+            progress.accumulation_index = 0
+            progress.logged_step += 1
+        else:
+            progress.accumulation_index += 1
 
 
 def _train_step(run: Run) -> Step:
-    return run.watch("run_training_batch", _joining(run, make_step(run)))
+    return run.observers.watch("run_training_batch", make_step(run))
 
 
 def make_step(run: Run) -> Step:
@@ -431,7 +452,7 @@ def make_step(run: Run) -> Step:
 
     def step_and_end(batch: Any, batch_idx: int) -> Any:
         outputs = step(batch, batch_idx)
-        end_step("train", batch, run.is_last_batch)
+        end_step("train", batch, run.window.is_last_batch)
         return outputs
 
     return step_and_end
@@ -446,57 +467,20 @@ def _step_of_kind(run: Run) -> Step:
     optimizer = run.optimizers[0]
     if isinstance(optimizer, InBackward):
         follow_arguments(run, optimizer)  # A callback may have changed the arguments.
-    batches = run.accumulate_grad_batches
+    batches = run.window.accumulate_grad_batches
     check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     return _closure_step(run) if _needs_closure(run) else _automatic_step(run)
-
-
-def _joining(run: Run, train_step: Step) -> Step:
-    """With ``uneven="join"``, return a step that a process can make without a batch, while others have some.
-
-    Such a process adds nothing to the gradients, and steps with those of the others, so that weights, optimizers,
-    schedulers and counters stay the same on all.
-    """
-    if run.arguments.uneven != "join" or run.runtime.world_size == 1 or not run.optimizers:
-        return train_step
-    window, progress, shared, strategy = run.window, run.progress, run.logged.shared, run.runtime.strategy
-    zero_grad = _zero_grad(run, run.optimizers[0])
-    finish_gradients, step = _finish_and_step(run)
-
-    def join() -> None:
-        run.last_loss = None
-        if window.is_start:
-            zero_grad()
-            run.window_weight, run.window_is_unweighed = None, False
-        strategy.step_without_batch(run.wrapped, touch, exchanges=window.is_end)
-        if window.is_end:
-            finish_gradients()
-            step(None)
-            progress.global_step += 1
-
-    def step_or_join(batch: Any, batch_idx: int) -> Any:
-        outputs = None
-        if shared.has_no_batch:
-            join()
-        else:
-            outputs = train_step(batch, batch_idx)
-        if window.is_end and shared.first_with_batch > 0:
-            # DDP broadcasts those of the first process, which has not seen this batch.
-            strategy.share_buffers(run.wrapped, shared.first_with_batch)
-        return outputs
-
-    return step_or_join
 
 
 def _needs_closure(run: Run) -> bool:
     """Return whether the user's code steps: in ``optimizer_step``, in the optimizer, or on its wrapper."""
     return (
         overrides(run.module, LightningModule, "optimizer_step")
-        or run.runtime.steps_by_program
+        or run.runtime.engine.steps_by_program
         or needs_closure(run.optimizers[0])
         or "step" in vars(run.wrapped_optimizers[0])
         # What watches a step of Lightning finds the gradients before and after it.
-        or (run.as_lightning and is_watched(run.optimizers[0]))
+        or (run.conventions.optimizer_computes_gradients and is_watched(run.optimizers[0]))
     )
 
 
@@ -532,7 +516,7 @@ def _closure_step(run: Run) -> Step:
         def compute() -> Tensor | None:
             nonlocal outputs, computed
             if computed and not window.is_start:
-                batches = run.accumulate_grad_batches
+                batches = run.window.accumulate_grad_batches
                 raise no_accumulation(optimizer, f"Trainer(accumulate_grad_batches={batches})")
             with torch.enable_grad():  # Some optimizers turn gradients off around all of their step.
                 outputs = forward_backward(batch, batch_idx, keep_outputs=True)
@@ -559,7 +543,7 @@ def _finishes_in_step(run: Run) -> bool:
 
     Otherwise that is part of the closure, so that a user's ``optimizer_step`` finds them clipped.
     """
-    return run.guard is None and run.as_lightning
+    return run.observers.guard is None and run.conventions.optimizer_computes_gradients
 
 
 def _who_steps(run: Run) -> str:
@@ -569,8 +553,8 @@ def _who_steps(run: Run) -> str:
 
 
 def _finish_in_closure(run: Run) -> Callable[[], None]:
-    finish_gradients = _finish_gradients(run)
-    return finish_gradients if run.guard is None else run.guard.in_closure(run.optimizers[0], finish_gradients)
+    finish_gradients, guard = _finish_gradients(run), run.observers.guard
+    return finish_gradients if guard is None else guard.in_closure(run.optimizers[0], finish_gradients)
 
 
 def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | None]) -> None:
@@ -581,7 +565,9 @@ def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | 
     written for Lightning the optimizer decides, too.
     """
     module, optimizer, progress = run.module, run.optimizers[0], run.progress
-    computes_first = not (overrides(module, LightningModule, "optimizer_step") or run.as_lightning)
+    computes_first = not (
+        overrides(module, LightningModule, "optimizer_step") or run.conventions.optimizer_computes_gradients
+    )
     still_valid: Callable[[], bool] | None = None
     loss: Tensor | None = None
 
@@ -601,14 +587,14 @@ def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | 
         module.optimizer_step(progress.epoch, batch_idx, run.wrapped_optimizers[0], closure)
 
     done = progress.global_step
-    if run.guard is None:
-        run.finish_in_step = _finish_gradients(run) if _finishes_in_step(run) else None
+    if run.observers.guard is None:
+        run.window.finish_in_step = _finish_gradients(run) if _finishes_in_step(run) else None
         try:
             step()
         finally:
-            run.finish_in_step = None
+            run.window.finish_in_step = None
     else:
-        run.guard.one_step(optimizer, step)
+        run.observers.guard.one_step(optimizer, step)
     progress.global_step = done
 
 
@@ -616,7 +602,7 @@ def _manual_step(run: Run) -> Step:
     """The user's training_step does all of it."""
     hooks, logged, context = run.hooks, run.logged, run.logged.context_of(STEPS["training_step"])
     training_step = _training_step(run)
-    graphs, as_lightning = recorded_steps(run), run.as_lightning
+    graphs = recorded_steps(run)
 
     def train_step(batch: Any, batch_idx: int) -> Any:
         logged.context = context
@@ -627,7 +613,7 @@ def _manual_step(run: Run) -> Step:
         except Exception as error:
             annotate(error, "training_step", run.module, batch, batch_idx)
             raise
-        if as_lightning and not isinstance(output, (Tensor, Mapping, NoneType)):
+        if not isinstance(output, (Tensor, Mapping, NoneType)):
             raise MisconfigurationException(
                 f"{type(run.module).__name__}.training_step returned a {type(output).__name__}. With manual "
                 "optimization return the loss (a tensor), a dict, or nothing."
@@ -643,7 +629,7 @@ def _manual_step(run: Run) -> Step:
 
 def _step_without_optimizer(run: Run) -> Step:
     """Forward and backward alone: configure_optimizers returned None."""
-    forward_backward, progress, window, guard = _forward_backward(run), run.progress, run.window, run.guard
+    forward_backward, progress, window, guard = _forward_backward(run), run.progress, run.window, run.observers.guard
 
     def train_step(batch: Any, batch_idx: int) -> Any:
         outputs = forward_backward(batch, batch_idx)
@@ -665,7 +651,7 @@ def _forward_backward(run: Run) -> micro_batches.ForwardBackward:
         forward_backward = micro_batches.in_parts(run, forward_backward)
     elif run.runtime.syncs_gradients:
         forward_backward = _synced(run, forward_backward)
-    return forward_backward if run.guard is None else run.guard.watching(forward_backward)
+    return forward_backward if run.observers.guard is None else run.observers.guard.watching(forward_backward)
 
 
 def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
@@ -673,53 +659,48 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     runtime, module, hooks, window = run.runtime, run.module, run.hooks, run.window
     logged, context = run.logged, run.logged.context_of(STEPS["training_step"])
     in_parts = micro_batches.enabled(run)
-    training_step = _training_step(run)
+    training_step, backward = _training_step(run), _backward(run)
     optimizer = run.optimizers[0] if run.optimizers else None
     zero_grad = _zero_grad(run, optimizer)
-    backward = _backward(run)
-    weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
+    weighs = run.window.accumulate_grad_batches > 1 or runtime.several_processes or in_parts
     # A run resumed within an accumulation completes it first.
     weighs = weighs or run.progress.accumulation_index > 0
     # With several processes the last backward of an accumulation must not be skipped: the others wait for it.
-    alone = runtime.world_size == 1
-    gathers = runtime.strategy.owns_step or (runtime.strategy.shards_parameters and not alone)
+    alone = not runtime.several_processes
+    take_loss = None if run.observers.guard is None else run.observers.guard.take
+
     graphs = recorded_steps(run)
-    take_loss = None if run.guard is None else run.guard.take
-    no_outputs: dict[str, Any] | None = {} if run.as_lightning else None
+    clears_late = graphs is None
+    if graphs is not None:
+
+        def clear_gradients() -> None:
+            hooks.on_before_zero_grad(optimizer)
+            zero_grad()
+
+        training_step = _replayed(training_step, clear_gradients, graphs, window)
+        backward = _with_kept_gradients(backward, graphs, window, in_parts=in_parts)
 
     def forward_backward(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         logged.context = context
         try:
-            if window.is_start and graphs is not None:
-                # Before forward, because the replay of a graph overwrites the gradients.
-                hooks.on_before_zero_grad(optimizer)
-                zero_grad()
-                graphs.begin()
             output = training_step(batch, batch_idx)
             loss = output if type(output) is Tensor else loss_of(output, run)
-            run.last_loss = loss
-            if window.is_start and graphs is None:
+            window.loss = loss
+            if window.is_start and clears_late:
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
             if loss is None:
-                if gathers:
-                    raise loss_is_missing(run)
-                if window.is_start:
-                    run.window_is_unweighed = False
-                return no_outputs
+                return _no_loss(run)
             if weighs:
                 loss = weighed(run, output, loss)
             if alone and type(output) is not Tensor and counts_for_nothing(output):
                 # The mean over no samples contributes nothing, and its gradient may be nan.
-                run.last_loss = None
+                window.loss = None
                 return {**output, "loss": torch.zeros_like(loss)}
             if take_loss is not None:
-                take_loss(run.last_loss)
+                take_loss(window.loss)
             hooks.on_before_backward(loss)
             backward(loss)
-            if graphs is not None and (in_parts or not (window.is_start and window.is_end)):
-                # The next replay of the graph overwrites them; later batches are added to the copies.
-                graphs.keep_gradients()
         except Exception as error:
             annotate(error, "training_step", module, batch, batch_idx)
             bad_loss.name_layer(error, run, batch, batch_idx)
@@ -729,10 +710,52 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
         # Looked up after the step, because training_step may append a callback.
         if not keep_outputs and hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return None
-        detached = loss.detach()
-        return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
+        return _outputs(output, loss)
 
     return forward_backward
+
+
+def _no_loss(run: Run) -> dict[str, Any]:
+    """Skip a batch for which ``training_step`` returned None, unless its backward needs all processes."""
+    if run.runtime.engine.needs_loss:
+        raise loss_is_missing(run)
+    if run.window.is_start:
+        run.window.is_unweighed = False
+    return {}
+
+
+def _outputs(output: Any, loss: Tensor) -> dict[str, Any]:
+    """Return what ``on_train_batch_end`` is given: the loss without its graph."""
+    detached = loss.detach()
+    return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
+
+
+def _replayed(
+    training_step: Callable[..., Any], clear_gradients: Callable[[], None], graphs: CudaGraphSteps, window: Window
+) -> Callable[..., Any]:
+    """Return a step that clears the gradients before forward: the replay of its graph overwrites them."""
+
+    def replayed_step(batch: Any, batch_idx: int) -> Any:
+        if window.is_start:
+            clear_gradients()
+            graphs.begin()
+        return training_step(batch, batch_idx)
+
+    return replayed_step
+
+
+def _with_kept_gradients(
+    backward: Callable[[Tensor], None], graphs: CudaGraphSteps, window: Window, *, in_parts: bool
+) -> Callable[[Tensor], None]:
+    """Return a backward that copies the gradients which later batches are added to."""
+
+    def backward_and_keep(loss: Tensor) -> None:
+        backward(loss)
+        if in_parts or not (window.is_start and window.is_end):
+            # The next replay of the graph overwrites them.
+            graphs.keep_gradients()
+
+    return backward_and_keep
 
 
 def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_batches.ForwardBackward:
@@ -743,9 +766,9 @@ def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_
         if not window.is_end:
             with runtime.no_sync(run.wrapped):
                 return forward_backward(batch, batch_idx, keep_outputs)
-        skipped = run.skipped_batches
+        skipped = run.window.skipped_batches
         outputs = forward_backward(batch, batch_idx, keep_outputs)
-        if run.skipped_batches != skipped:
+        if run.window.skipped_batches != skipped:
             exchange_without_loss(run)
         return outputs
 
@@ -754,7 +777,7 @@ def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_
 
 def _training_step(run: Run) -> Callable[..., Any]:
     step = compiled_step(run, "training_step", with_batch_idx_if_taken(step_of(run, "training_step")))
-    wrapped = run.module if micro_batches.computes_alone(run) else run.wrapped
+    wrapped = run.module if micro_batches.exchanges_afterwards(run) else run.wrapped
     return run.runtime.bind(step, module=run.module, wrapped=wrapped, training=True)
 
 
@@ -763,23 +786,23 @@ def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:
     if optimizer is None:
         return module.zero_grad
     if overrides(module, LightningModule, "optimizer_zero_grad"):
-        strategy = run.runtime.strategy
+        engine = run.runtime.engine
 
         def zero_grad() -> None:
             module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
-            strategy.drop_held_gradients(optimizer)
+            engine.drop_held_gradients(optimizer)
 
         return zero_grad
-    return run.runtime.make_zero_grad(optimizer)
+    return run.runtime.engine.make_zero_grad(optimizer)
 
 
 def _backward(run: Run) -> Callable[[Tensor], None]:
     module, scaler = run.module, run.runtime.scaler
     if not overrides(module, LightningModule, "backward"):
-        return run.runtime.backward
+        return run.runtime.engine.backward
     if scaler is None:
-        return run.runtime.with_backward(module.backward)
-    return run.runtime.with_backward(lambda loss: module.backward(scaler.scale(loss)))
+        return run.runtime.engine.with_backward(module.backward)
+    return run.runtime.engine.with_backward(lambda loss: module.backward(scaler.scale(loss)))
 
 
 # -- from the last backward of an accumulation to the step
@@ -787,39 +810,37 @@ def _backward(run: Run) -> Callable[[Tensor], None]:
 
 def _finish_and_step(run: Run) -> tuple[Callable[[], None], Callable[..., Any]]:
     """Return what follows the last backward of an accumulation: finish the gradients, then step."""
-    finish, step = _finish_gradients(run), run.runtime.make_step(run.optimizers[0])
-    return (finish, step) if run.guard is None else run.guard.around(run.optimizers[0], finish, step)
+    finish, guard = _finish_gradients(run), run.observers.guard
+    step = run.runtime.engine.make_step(run.optimizers[0])
+    return (finish, step) if guard is None else guard.around(run.optimizers[0], finish, step)
 
 
 def _finish_gradients(run: Run) -> Callable[[], None]:
     """Return what happens between the last backward of an accumulation and the optimizer's step."""
-    runtime, module, hooks, progress = run.runtime, run.module, run.hooks, run.progress
+    runtime, engine, module, hooks, progress = run.runtime, run.runtime.engine, run.module, run.hooks, run.progress
     optimizer, arguments, window = run.optimizers[0], run.arguments, run.window
-    unscale, max_value = runtime.unscale, arguments.gradient_clip_val or 0.0
+    unscale, max_value = engine.unscale, arguments.gradient_clip_val or 0.0
     custom = any(overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients"))
-    custom = custom or (runtime.clips_by_program and max_value > 0)
-    clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward) and not runtime.strategy.owns_step
-    clip = runtime.clip_value if arguments.gradient_clip_algorithm == "value" else runtime.clip_norm
-    joins = arguments.uneven == "join" and runtime.world_size > 1
-    rescales = not alias.active()
+    custom = custom or (engine.clips_by_program and max_value > 0)
+    clip = engine.make_clip(arguments.gradient_clip_algorithm or "norm")
+    clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
+    rescales = not run.conventions.tail_divides_by_full_size
 
     def finish_gradients() -> None:
         if unscale is not None:
             unscale(optimizer)
-        if joins:
-            agree_on_weight(run)
-        if run.window_weight is not None:
-            weight = run.window_weight
-            if runtime.world_size > 1:
+        if window.weight is not None:
+            weight = window.weight
+            if runtime.several_processes:
                 weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
             schedule.divide_gradients(run, optimizer, weight)
-            run.window_weight = None
+            window.weight = None
         elif rescales and progress.accumulation_index + 1 != window.size:
             # The losses were divided by another number of batches than the accumulation has: the data ended early, or
             # the checkpoint was saved in an accumulation of another size.
-            schedule.scale_gradients(run, optimizer, window.size / (progress.accumulation_index + 1))
+            engine.scale_gradients(optimizer, window.size / (progress.accumulation_index + 1))
         hooks.on_before_optimizer_step(optimizer)
-        if clips:
+        if clips and clip is not None:
             clip(parameters_of(optimizer), max_value)
         elif custom:
             module.configure_gradient_clipping(
@@ -834,10 +855,13 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
 # -- the edges of an epoch
 
 
-def _skip_rest_of_epoch(run: Run) -> None:
+def _skip_rest_of_epoch(epoch: EpochSettings) -> None:
     """End the epoch because on_train_batch_start returned -1. An open accumulation is dropped."""
+    run = epoch.run
+    if epoch.several_processes:
+        skip_epoch(run)
     run.progress.last_batch = True
-    run.window_weight = None
+    run.window.weight = None
     if run.schedulers:
         schedule.step(run, stepped=False)
 
@@ -845,7 +869,7 @@ def _skip_rest_of_epoch(run: Run) -> None:
 def _loader_ended_early(run: Run) -> None:
     """Complete an epoch whose loader ended before its length said."""
     progress = run.progress
-    progress.last_batch = run.is_last_batch = True
+    progress.last_batch = run.window.is_last_batch = True
     completes = progress.accumulation_index > 0 and run.module.automatic_optimization
     if completes and run.optimizers:
         _step_late(run)
@@ -861,9 +885,8 @@ def _loader_ended_early(run: Run) -> None:
 def _step_late(run: Run) -> None:
     """Step on the gradients of the last batches, which were computed as if more would follow."""
     progress, optimizer = run.progress, run.optimizers[0]
-    if run.runtime.syncs_gradients:
-        micro_batches.sync_gradients(run)()
-    run.window.size = run.divisor_of(progress.batch - 1)
+    micro_batches.sync_gradients(run)()
+    run.window.size = run.window.divisor_of(progress.batch - 1)
     progress.accumulation_index -= 1
     if not _needs_closure(run):
         finish_gradients, step = _finish_and_step(run)
@@ -878,7 +901,7 @@ def _step_late(run: Run) -> None:
         if finished:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: its step computes the loss again, and the epoch ended before the length "
-                f"of the train dataloader ({type(run.train.loaders[0]).__name__}) said. Correct its __len__."
+                f"of the train dataloader ({type(run.data.train.loaders[0]).__name__}) said. Correct its __len__."
             )
         finish_gradients()
         finished = True
@@ -887,12 +910,12 @@ def _step_late(run: Run) -> None:
 
 
 def _enough(run: Run) -> bool:
-    return run.progress.global_step >= run.max_steps or (run.should_stop and run.may_stop_early())
+    return run.progress.global_step >= run.limits.max_steps or (run.limits.should_stop and run.limits.may_stop_early())
 
 
 def _say_why_finished(run: Run) -> None:
     progress, arguments = run.progress, run.arguments
-    if progress.global_step >= run.max_steps:
+    if progress.global_step >= run.limits.max_steps:
         rank_zero_info(f"`Trainer.fit` stopped: `max_steps={arguments.max_steps}` reached.")
-    elif progress.epochs_done >= run.max_epochs:
+    elif progress.epochs_done >= run.limits.max_epochs:
         rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={arguments.max_epochs}` reached.")

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import free_cached_memory, is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
-from hasten._lib.split import Fields, join, measure, split
 from hasten.batching.fields import sample_fields
+from hasten.batching.split import Fields, join, measure, split
 from hasten.data.loader_parts import with_attributes
 from hasten.hooks import overrides
 from hasten.logged_value import LoggedValue, extreme
@@ -49,7 +49,7 @@ def enabled(run: Run) -> bool:
     return speed.micro_batch is not None or speed.memory == "auto"
 
 
-def computes_alone(run: Run) -> bool:
+def exchanges_afterwards(run: Run) -> bool:
     """Return whether a process computes without the others, which it would leave waiting if it ran out of memory."""
     return enabled(run) and _memory_plan(run).may_fail and run.runtime.syncs_gradients
 
@@ -71,7 +71,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
         return forward_backward
 
     state, agree = StepState(run, plan.objects), _agreement(run)
-    sync = sync_gradients(run) if run.runtime.syncs_gradients else None
+    sync = sync_gradients(run)
 
     def forward_backward_again(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
@@ -94,7 +94,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
         state.step_succeeded()
         if failed:
             rank_zero_info(f"Memory ran out, and the step was begun again. From here on: {plan.describe()}.")
-        if sync is not None and window.is_end:
+        if window.is_end:
             sync()
         if parts.any_loss:
             hooks.on_after_backward()
@@ -114,8 +114,8 @@ class _Splitter:
 
     def __init__(self, run: Run, once: ForwardBackward) -> None:
         self._run, self._once = run, once
-        self._holds_back = run.runtime.syncs_gradients and not computes_alone(run)
-        self._weighs = run.accumulate_grad_batches > 1 or run.runtime.world_size > 1
+        self._holds_back = not exchanges_afterwards(run)
+        self._weighs = run.window.accumulate_grad_batches > 1 or run.runtime.several_processes
         self._of_whole: dict[LoggedValue, tuple[bool, bool]] = {}
         self.any_loss = False
 
@@ -124,9 +124,9 @@ class _Splitter:
         """Which elements of a batch run over samples; None where that is not known."""
         run = self._run
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        owners = [owner for owner in (run.train.datamodule, run.module) if owner is not None]
+        owners = [owner for owner in (run.data.train.datamodule, run.module) if owner is not None]
         changes = any(overrides(owner, DataHooks, name) for owner in owners for name in names)
-        return _memory_plan(run).fields_of(run.train, changes)
+        return _memory_plan(run).fields_of(run.data.train, changes)
 
     def attempt(self, *step: Any) -> tuple[Any, Exception | None]:
         """Compute the parts; return (outputs, None), or (None, error) where memory ran out."""
@@ -145,11 +145,11 @@ class _Splitter:
         # An attempt that failed was in the middle of its parts.
         logged.batch, logged.batch_size = batch, 0
         parts = [(batch, 1)] if size is None else split(batch, size, self.fields)
-        skipped = run.skipped_batches
+        skipped = run.window.skipped_batches
         if len(parts) == 1:
             with self._exchange(window.is_end):
                 outputs = once(batch, batch_idx, keep_outputs)
-            self.any_loss = run.skipped_batches == skipped
+            self.any_loss = run.window.skipped_batches == skipped
             return self._joined([outputs], [1])
         _warn_of_batch_norm(run.module)
         sizes = [count for _, count in parts]
@@ -168,16 +168,16 @@ class _Splitter:
             finally:
                 window.is_start, window.size = is_start, window_size
         logged.batch, logged.batch_size = batch, 0
-        self.any_loss = run.skipped_batches - skipped < len(parts)
+        self.any_loss = run.window.skipped_batches - skipped < len(parts)
         # A batch counts as skipped as a whole or not at all.
-        run.skipped_batches = skipped if self.any_loss else skipped + 1
+        run.window.skipped_batches = skipped if self.any_loss else skipped + 1
         return self._joined(found, sizes)
 
     def _exchange(self, now: bool) -> AbstractContextManager[Any]:
         return nullcontext() if now or not self._holds_back else self._run.runtime.no_sync(self._run.wrapped)
 
     def _joined(self, found: list[Any], sizes: list[int]) -> Any:
-        kept = [(outputs, size) for outputs, size in zip(found, sizes, strict=True) if outputs is not None]
+        kept = [(outputs, size) for outputs, size in zip(found, sizes, strict=True) if outputs]
         if not kept:
             return None
         # Each is the share of the whole already.
@@ -325,7 +325,7 @@ def _agreement(run: Run) -> Callable[[int, Exception | None], tuple[int, bool]]:
     def decoded(least: int) -> tuple[int, bool]:
         return (_NEVER, False) if least == _NEVER else (least // 2, least % 2 == 0)
 
-    if run.runtime.world_size == 1:
+    if not run.runtime.several_processes:
         return lambda attempted, error: decoded(code(attempted, error))
 
     group = host_group(run)
@@ -343,9 +343,7 @@ def sync_gradients(run: Run) -> Callable[[], None]:
 
     The wrapped module is called with a function that uses each parameter and adds nothing to its gradient.
     """
-    module, strategy = run.module, run.runtime.strategy
-    if strategy.shards_parameters:
-        return lambda: strategy.sync_gradients(module)
+    module = run.module
 
     def touch_used() -> Tensor:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -353,12 +351,7 @@ def sync_gradients(run: Run) -> Callable[[], None]:
         used = [parameter for parameter in trained if parameter.grad is not None]
         return touch(used or trained)
 
-    routed = run.runtime.strategy.route(touch_used, run.wrapped)
-
-    def sync() -> None:
-        routed().backward()
-
-    return sync
+    return run.runtime.make_exchange(module, run.wrapped, touch_used)
 
 
 # -- messages
@@ -444,7 +437,7 @@ def prepare_module(run: Run) -> None:
             "step cannot be split or begun again from outside. Split the batch in training_step and call "
             "manual_backward for each part, or use automatic optimization."
         )
-    if run.runtime.world_size > 1 and "auto" in asked.values():
+    if run.runtime.several_processes and "auto" in asked.values():
         _check_processes(run, named[0])
     if speed.memory in ("selective", "full"):
         run.undo.enter_context(recomputed(module, speed.memory))
@@ -461,13 +454,9 @@ def _check_processes(run: Run, asked: str) -> None:
             "other processes, and one that runs out of memory would never come. Give micro_batch a number, or use "
             "sync_batchnorm=False."
         )
-    strategy = run.runtime.strategy
-    if not strategy.computes_alone:
-        raise MisconfigurationException(
-            f"Trainer({asked}): with strategy={strategy.name!r} the processes exchange parts of the model inside a "
-            "forward, and one that runs out of memory would leave the others waiting. Give micro_batch a number, "
-            "and memory='selective' or 'full'."
-        )
+    run.runtime.engine.require_alone(
+        f"Trainer({asked})", "Give micro_batch a number, and memory='selective' or 'full'."
+    )
 
 
 class MemoryPlan:

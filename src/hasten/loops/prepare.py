@@ -45,7 +45,7 @@ from hasten.module.hparams import logged_hparams
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import AveragedWeights
 from hasten.optim.backward import InBackward
-from hasten.optim.fused import use_fused
+from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.matmul import matmul_precision, without_effect
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
 
@@ -67,101 +67,134 @@ def prepare(
         on_fit_start; hyper-parameters to the loggers
         restore counters; loaders; restore optimizers, schedulers, data position, values
     """
-    module, runtime, hooks, fn = run.module, run.runtime, run.hooks, run.state.fn
-    assert fn is not None
-    fitting = fn == TrainerFn.FITTING
-    precision = run.arguments.speed.matmul_precision
+    module, runtime, hooks = run.module, run.runtime, run.hooks
+    fitting = run.state.fn == TrainerFn.FITTING
+    _check_arguments(run)
+    _find_data_and_loggers(run)
+    _set_up(run, [owner for owner in (datamodule, module) if owner is not None])
+    setup_by_program = defined_by_program(runtime.strategy, "setup")
+    setup_comes_first = setup_by_program and runtime.strategy.restore_checkpoint_after_setup
+    if setup_comes_first:
+        runtime.strategy.setup(module.trainer)
+    checkpoint, path = read_checkpoint()
+    runtime.shard(module, stored=(checkpoint or {}).get("state_dict") or ())
+
+    if runtime.precision.converts_before_loading:
+        runtime.place(module)
+    state = RunState(run, callbacks, datamodule)
+    if checkpoint is not None:
+        checkpoint = _restore_model(run, state, checkpoint, str(path), datamodule)
+
+    _place_and_wrap(run)
+    if setup_by_program and not setup_comes_first:
+        runtime.strategy.setup(module.trainer)
+    if fitting:
+        hooks.on_fit_start()
+    if run.arguments.enable_autolog_hparams:
+        _log_hyperparams(run, datamodule)
+    if run.conventions.clears_gradients_at_start:
+        module.zero_grad()
+    if fitting:
+        _go_to_start(run, state, checkpoint, str(path))
+
+
+def _check_arguments(run: Run) -> None:
+    """Check and apply arguments that the hooks of ``setup`` may rely on."""
+    arguments, runtime, fitting = run.arguments, run.runtime, run.state.fn == TrainerFn.FITTING
+    precision = arguments.speed.matmul_precision
     if precision is not None:
         run.undo.enter_context(matmul_precision(precision))
         if (reason := without_effect(precision, runtime.device)) is not None:
             rank_zero_info(f"Trainer(matmul_precision={precision!r}) changes nothing here: {reason}.")
     check_compile(run)
-    if fitting:
-        collect_earlier_models(module)
-        warn_about_missing_parts(run.validation, module, wanted=run.arguments.limit_val_batches != 0)
-    run.data_of(fn)[0].require()
+    if fitting and arguments.detect_anomaly:
+        runtime.strategy.sharding.check_anomaly_mode()
+
+
+def _find_data_and_loggers(run: Run) -> None:
+    """Raise where there is no data, or a logger cannot write."""
+    if run.state.fn == TrainerFn.FITTING:
+        collect_earlier_models(run.module)
+        warn_about_missing_parts(run.data.validation, run.module, wanted=run.arguments.limit_val_batches != 0)
+    assert run.state.fn is not None
+    run.data.of(run.state.fn)[0].require()
     for logger in sorted(run.logged.loggers, key=lambda each: not getattr(each, "starts_first", False)):
         # One that cannot write says so now, and paths that hold its version are known from here on.
         getattr(logger, "experiment", None)
-    owners = [owner for owner in (datamodule, module) if owner is not None]
-    if fitting and run.arguments.detect_anomaly and runtime.strategy.shares_batches:
-        raise MisconfigurationException(
-            f"Trainer(detect_anomaly=True, strategy={runtime.strategy.name!r}): torch's anomaly mode does not know "
-            "tensors that are split over processes. Leave it out, or use on_bad_loss='stop'."
-        )
+
+
+def _set_up(run: Run, owners: list[LightningModule | LightningDataModule]) -> None:
+    """Call the hooks that load data and make the layers; check the module that they made."""
+    module, runtime, hooks, fn = run.module, run.runtime, run.hooks, run.state.fn
+    assert fn is not None
     once_a_machine = all(owner.prepare_data_per_node for owner in owners)
     if (runtime.local_rank if once_a_machine else runtime.global_rank) == 0:
         hooks.prepare_data()
     runtime.barrier("prepare_data")
-    hooks.setup(fn.value)
+    hooks.setup(fn)
     with runtime.init_module(), _explained_mesh(module):
         hooks.configure_model()
         if redefines(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
     check_pipeline(fn.value, module)
     check_module(run)
-    if fitting and isinstance(runtime.strategy, ParallelStrategy) and runtime.world_size > 1:
+    if fn == TrainerFn.FITTING and isinstance(runtime.strategy, ParallelStrategy) and runtime.several_processes:
         _sync_layers(run, runtime.strategy.layer_sync)
-    setup_by_program = defined_by_program(runtime.strategy, "setup")
-    setup_comes_first = setup_by_program and runtime.strategy.restore_checkpoint_after_setup
-    if setup_comes_first:
-        runtime.strategy.setup(module.trainer)
-    checkpoint, path = read_checkpoint()
-    runtime.strategy.shard(module, stored=(checkpoint or {}).get("state_dict") or ())
 
-    if runtime.precision.converts_before_loading:
-        runtime.place(module)
-    state = RunState(run, callbacks, datamodule)
-    if checkpoint is not None:
-        shown = for_hooks(checkpoint) if run.as_lightning else checkpoint
-        hooks.on_load_checkpoint(shown)
-        checkpoint = from_hooks(shown)
-        check_entries(checkpoint, str(path), training=fitting)
-        if fitting:
-            check_left_to_train(checkpoint, str(path), run.arguments)
-        if fitting and run.arguments.speed.batch_size == "auto":
+
+def _restore_model(
+    run: Run, state: RunState, checkpoint: dict[str, Any], path: str, datamodule: LightningDataModule | None
+) -> dict[str, Any]:
+    """Restore weights, and the states of datamodule and callbacks; return the checkpoint as the hooks have left it."""
+    fitting = run.state.fn == TrainerFn.FITTING
+    shown = for_hooks(checkpoint) if run.conventions.checkpoints_have_loops else checkpoint
+    run.hooks.on_load_checkpoint(shown)
+    checkpoint = from_hooks(shown)
+    check_entries(checkpoint, path, training=fitting)
+    if fitting:
+        check_left_to_train(checkpoint, path, run.arguments)
+        if run.arguments.speed.batch_size == "auto":
             resume_batch_size(run, checkpoint, datamodule)
-        # States of callbacks too: on_fit_start may depend on them, and an evaluation may use averaged weights.
-        state.restore(checkpoint, Phase.MODEL, str(path))
+    # States of callbacks too: on_fit_start may depend on them, and an evaluation may use averaged weights.
+    state.restore(checkpoint, Phase.MODEL, path)
+    return checkpoint
 
-    runtime.place(module)
+
+def _place_and_wrap(run: Run) -> None:
+    """Bring the module to the device, with the optimizers of a fit, and have it called as the run computes."""
+    fitting, runtime = run.state.fn == TrainerFn.FITTING, run.runtime
+    runtime.place(run.module)
     change_module(run)
     if fitting:
         configure_optimizers(run)
-    if fitting or runtime.strategy.owns_step:
-        run.wrapped = runtime.wrap(module)
+    run.wrapped = runtime.wrap(run.module) if fitting else runtime.strategy.sharding.wrap_for_evaluation(run.module)
     compile_module(run)
-    if setup_by_program and not setup_comes_first:
-        runtime.strategy.setup(module.trainer)
-    if fitting:
-        hooks.on_fit_start()
-    if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
-        _log_hyperparams(run, datamodule)
-    if run.as_lightning:
-        # hasten keeps gradients here: they may be part of a step that a later fit completes.
-        module.zero_grad()
-    if fitting:
-        run.metrics.remember()
-        if checkpoint is not None:
-            # Before the loaders: which ones a program returns may depend on the epoch.
-            state.restore(checkpoint, Phase.POSITION, str(path))
-            run.progress.in_epoch = run.progress.mid_epoch
-        for source in (run.train, run.validation):
-            source.loaded_in(run.progress.epochs_done)
-        if checkpoint is None and not runtime.strategy.owns_step and run.as_lightning:
-            # Lightning asks for the training data after the sanity check.
-            run.load_data = functools.partial(_load_data, run)
-        else:
-            _load_data(run)
-            check_evaluation(run)
-        if checkpoint is not None:
-            _resume_training(run, state, checkpoint, str(path))
-            return
-        if run.progress.mid_epoch:
-            # An earlier fit ended in the middle of an epoch; this one begins the next.
-            run.progress.epoch_ended = True
-        run.progress.in_epoch = False
-        run.averages.resume_with(None)
+
+
+def _go_to_start(run: Run, state: RunState, checkpoint: dict[str, Any] | None, path: str) -> None:
+    """Load the data of a fit, and go to where it begins: to the position of its checkpoint, if it has one."""
+    progress = run.progress
+    run.metrics.remember()
+    if checkpoint is not None:
+        # Before the loaders: which ones a program returns may depend on the epoch.
+        state.restore(checkpoint, Phase.POSITION, path)
+        progress.in_epoch = progress.mid_epoch
+    for source in (run.data.train, run.data.validation) if checkpoint is not None else (run.data.train,):
+        source.loaded_in(progress.epochs_done)
+    if checkpoint is None and not run.runtime.engine.owns_step and run.conventions.opens_loaders_late:
+        # After the sanity check.
+        run.data.load = functools.partial(_load_data, run)
+    else:
+        _load_data(run)
+        check_evaluation(run)
+    if checkpoint is not None:
+        _resume_training(run, state, checkpoint, path)
+        return
+    if progress.mid_epoch:
+        # An earlier fit ended in the middle of an epoch; this one begins the next.
+        progress.epoch_ended = True
+    progress.in_epoch = False
+    run.averages.resume_with(None)
 
 
 def _sync_layers(run: Run, sync: LayerSync | None) -> None:
@@ -201,29 +234,28 @@ def _explained_mesh(module: LightningModule) -> Iterator[None]:
 
 def _load_data(run: Run) -> None:
     """Load the training data and check what depends on it."""
-    run.load_data = nothing
-    run.train.load()
-    if run.runtime.strategy.owns_step and len(run.train.loaders) == 1:
-        run.runtime.strategy.take_batch_size(_batch_size(run.train.loaders[0]))
+    run.data.load = nothing
+    run.data.train.load()
+    run.runtime.engine.see_loaders(run.data.train.loaders)
     check_fit(run)
 
 
 def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:
     state.restore(checkpoint, Phase.TRAINING, path)
-    run.resumed_at = run.progress.total_batches
-    run.skip_sanity = True
+    run.resume.from_batch = run.progress.total_batches
+    run.resume.skip_sanity = True
     if ranks := (checkpoint.get("hasten") or {}).get("ranks"):
         # Without the rest of the checkpoint, which would stay in memory until then.
         own = {"hasten": {"ranks": ranks}}
 
         def restore_random() -> None:
-            run.restore_random = nothing
+            run.resume.restore_random = nothing
             state.restore(own, Phase.RANDOM, path)
 
-        run.restore_random = restore_random
+        run.resume.restore_random = restore_random
     elif run.progress.mid_epoch:
         # Lightning keeps no exact position.
-        run.train.stream.start_at(run.progress.batch)
+        run.data.train.stream.start_at(run.progress.batch)
 
 
 def configure_optimizers(run: Run) -> None:
@@ -235,7 +267,7 @@ def configure_optimizers(run: Run) -> None:
         automatic=module.automatic_optimization,
         steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
     )
-    owns_step = run.runtime.strategy.owns_step
+    owns_step = run.runtime.engine.owns_step
     if optimizers or not owns_step:
         optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
     check_parameters(run, optimizers)
@@ -244,7 +276,7 @@ def configure_optimizers(run: Run) -> None:
     check_optimizers(run)
     if owns_step:
         _check_beside_engine(run)
-        optimizers, schedulers = run.runtime.strategy.make_engine(module, optimizers, schedulers)
+        optimizers, schedulers = run.runtime.engine.make(module, optimizers, schedulers)
     take_optimizers(run, optimizers, schedulers)
 
 
@@ -257,7 +289,7 @@ def _check_beside_engine(run: Run) -> None:
         for name in ("backward", "configure_gradient_clipping", "clip_gradients")
         if overrides(run.module, LightningModule, name)
     }
-    batches, every = run.accumulate_grad_batches, arguments.val_check_interval
+    batches, every = run.window.accumulate_grad_batches, arguments.val_check_interval
     splits = isinstance(every, int) and every % batches > 0 and arguments.limit_val_batches != 0
     for holds, what, why in (
         ("backward" in own, own.get("backward"), "the engine computes backward. Change the loss in training_step"),
@@ -283,14 +315,7 @@ def _check_beside_engine(run: Run) -> None:
         if holds:
             raise MisconfigurationException(f"{what} and strategy={strategy.name!r}: {why}.")
     accumulation = batches if run.module.automatic_optimization else None
-    strategy.prepare_engine(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
-
-
-def _batch_size(loader: Any) -> int | None:
-    """Return the number of samples of a batch; None where the loader does not say."""
-    size = getattr(loader, "batch_size", None)
-    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
-    return size if isinstance(size, int) else None
+    strategy.engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
 
 
 def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
@@ -322,15 +347,15 @@ def _optimizers_changed(run: Run) -> None:
 
 def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
     """Return a wrapper of ``optimizer`` whose steps count, for manual optimization and ``optimizer_step``."""
-    step, progress = run.runtime.make_step(optimizer), run.progress
+    step, progress = run.runtime.engine.make_step(optimizer), run.progress
 
     def finish_by_hand() -> None:
-        if run.runtime.unscale is not None:
-            run.runtime.unscale(optimizer)
+        if run.runtime.engine.unscale is not None:
+            run.runtime.engine.unscale(optimizer)
         run.hooks.on_before_optimizer_step(optimizer)
 
     def counted_step(closure: Any = None, **kwargs: Any) -> Any:
-        finish = run.finish_in_step if run.module.automatic_optimization else finish_by_hand
+        finish = run.window.finish_in_step if run.module.automatic_optimization else finish_by_hand
         if finish is not None and closure is None:
             finish()
         elif finish is not None:
@@ -343,8 +368,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
 
     @contextmanager
     def toggled(sync_grad: bool) -> Iterator[None]:
-        held_back = run.runtime.syncs_gradients and not sync_grad
-        local = run.runtime.no_sync(run.wrapped) if held_back else nullcontext()
+        local = nullcontext() if sync_grad else run.runtime.no_sync(run.wrapped)
         with run.module.toggled_optimizer(optimizer), local:
             yield
 
@@ -363,7 +387,7 @@ def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[]
 
 
 def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:
-    values = logged_hparams(run.module, datamodule)
+    values = logged_hparams(run.module, datamodule) if run.logged.loggers else None
     for logger in run.logged.loggers:
         if values is not None:
             logger.log_hyperparams(values)
@@ -375,9 +399,11 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
     """Make optimizers fused, or step in backward, as the arguments say; return them."""
     fused = run.arguments.speed.fused_optimizer
     for optimizer in optimizers:
+        if fused:
+            check_dense(optimizer, [run.module], "Trainer(fused_optimizer=True)")
         if fused is not None:
             use_fused(optimizer, fused, owner=f"Trainer(fused_optimizer={fused})")
-        run.runtime.strategy.check_optimizer(optimizer, "Trainer")
+        run.runtime.engine.check_optimizer(optimizer, "Trainer")
         if isinstance(optimizer, InBackward):
             run.undo.callback(optimizer.stop)
             follow_arguments(run, optimizer)
@@ -387,7 +413,7 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
 
 def follow_arguments(run: Run, optimizer: InBackward) -> None:
     """Have an optimizer that steps in backward clip as the arguments say; refuse what needs gradients after it."""
-    arguments, speed, batches = run.arguments, run.arguments.speed, run.accumulate_grad_batches
+    arguments, speed, batches = run.arguments, run.arguments.speed, run.window.accumulate_grad_batches
     name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
     instead = f"use torch.optim.{name} as it is."
     clip_value = arguments.gradient_clip_val
@@ -406,7 +432,7 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
                 f"in_backward({name}) and {what}: each parameter steps in backward, so the gradients never exist all "
                 f"at once. {remedy}, or {instead}"
             )
-    run.runtime.check_in_backward("Trainer", name)
+    run.runtime.engine.check_in_backward("Trainer", name)
     for hook in ("on_after_backward", "on_before_optimizer_step"):
         if overrides(run.module, LightningModule, hook):
             warn_once(
@@ -488,7 +514,7 @@ def resume_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Lightnin
         return
     speed = dataclasses.replace(run.arguments.speed, batch_size=size)
     run.arguments = dataclasses.replace(run.arguments, speed=speed)
-    run.train.remake_with(functools.partial(remake_loader, speed, device=run.runtime.device))
+    run.data.train.remake_with(functools.partial(remake_loader, speed, device=run.runtime.device))
     TunedValue(run.module, datamodule, "batch_size").set(size)
 
 
@@ -512,10 +538,9 @@ def compile_module(run: Run) -> None:
     settings = _settings(run)
     if settings is None:
         return
-    from hasten.compile.model import compiled_model, for_sharded
+    from hasten.compile.model import compiled_model, for_strategy
 
-    if run.runtime.strategy.shards_parameters:
-        settings = for_sharded("Trainer", settings, run.module, run.runtime.strategy.name)
+    settings = for_strategy("Trainer", settings, run.module, run.runtime.strategy)
 
     speed, runtime = run.arguments.speed, run.runtime
     # Batches made by length have few widths, but not one; packed rows are as long as their tokens are many.

@@ -6,19 +6,18 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.device import synchronize
 from hasten._lib.rank_zero import warn_once
-from hasten.hooks import overrides
-from hasten.loops.run import Stopped
+from hasten.extend.origin import comes_from, module_of
+from hasten.loops.schedule import Stopped
 from hasten.machine import agreement, same_program, watchdog
-from hasten.module import LightningModule
-from hasten.optim import needs_closure
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
@@ -32,8 +31,6 @@ Batches = Iterator[tuple[Any, bool]]
 _SAME_MOMENT_SECONDS = 2.0
 
 _END: Any = object()
-# What a process without batches gets while others have some.
-NO_BATCH: Any = object()
 # For numbers of batches without an end, which JSON and whole numbers do not have.
 _INFINITE = 2.0**52
 _MOST_RANKS = 8
@@ -56,7 +53,7 @@ def check_program(
     call: str, runtime: Runtime, module: object, arguments: Arguments, accumulate: int, callbacks: Iterable[object]
 ) -> int:
     """Check that all processes call the same function of a Trainer with the same arguments; return the run's number."""
-    if runtime.world_size == 1:
+    if not runtime.several_processes:
         return 0
     number = next(_numbers)
     strategy = runtime.strategy
@@ -81,17 +78,17 @@ _ALONE = ("progress", "rich_progress", "monitors", "model_summary", "lambda_func
 def _shared_kind(callback: object) -> str:
     """Return the name of a callback of hasten that exchanges something with other processes, else ""."""
     for kind in type(callback).__mro__[:-1]:
-        if kind.__module__.startswith("hasten.callbacks."):
-            file = kind.__module__.rpartition(".")[2]
+        if comes_from(kind, "hasten.callbacks"):
+            file = module_of(kind).rpartition(".")[2]
             return "" if file in _ALONE else type(callback).__qualname__
     return ""
 
 
 def check_module(run: Run) -> None:
     """Check that all processes train modules of the same parameters."""
-    if run.runtime.world_size > 1:
+    if run.runtime.several_processes:
         same_program.require_same(
-            f"module/{run.number}", f"Trainer.{run.state.fn}()", same_program.of_module(run.module)
+            f"module/{run.limits.number}", f"Trainer.{run.state.fn}()", same_program.of_module(run.module)
         )
 
 
@@ -100,13 +97,13 @@ _OF_CONFIG = ("interval", "frequency", "reduce_on_plateau", "monitor", "strict")
 
 def check_optimizers(run: Run) -> None:
     """Check that all processes train with the same optimizers and schedulers."""
-    if run.runtime.world_size > 1:
+    if run.runtime.several_processes:
         facts = same_program.of_optimizers(run.optimizers, [config.scheduler for config in run.schedulers])
         for index, config in enumerate(run.schedulers):
             facts |= {
                 f"`{name}` of scheduler {index}": same_program.plain(getattr(config, name)) for name in _OF_CONFIG
             }
-        same_program.require_same(f"optimizers/{run.number}", f"Trainer.{run.state.fn}()", facts)
+        same_program.require_same(f"optimizers/{run.limits.number}", f"Trainer.{run.state.fn}()", facts)
 
 
 def nothing_to_train(run: Run) -> bool:
@@ -116,17 +113,16 @@ def nothing_to_train(run: Run) -> bool:
         ValueError: with ``uneven="error"``, processes are known to have different numbers of batches.
 
     """
-    is_off = run.train.is_off()
-    if run.runtime.world_size == 1:
+    is_off = run.data.train.is_off()
+    if not run.runtime.several_processes:
         return is_off
-    uneven = run.arguments.uneven
-    ends = run.runtime.strategy.gather_objects((is_off, None if is_off else run.train.certain_end))
+    ends = run.runtime.strategy.gather_objects((is_off, None if is_off else run.data.train.certain_end))
     off = [each for each, _ in ends]
-    if uneven == "error" and all(end is not None for each, end in ends if not each):
+    if run.arguments.uneven == "error" and all(end is not None for each, end in ends if not each):
         counts = [0 if each else int(min(end or 0, _INFINITE)) for each, end in ends]
         if len(set(counts)) > 1:
             raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
-    return all(off) if uneven == "join" else any(off)
+    return any(off)
 
 
 def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
@@ -138,38 +134,29 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
         ValueError: with ``uneven="error"``, processes have different numbers of batches.
 
     """
-    run.number = run.number or next(_numbers)
-    train, uneven, shared = run.train, run.arguments.uneven, run.logged.shared
+    run.limits.number = run.limits.number or next(_numbers)
+    train = run.data.train
     # What an earlier epoch agreed on need not be true of this one.
-    train.most_batches, train.agreed_limit, train.joins = math.inf, math.inf, False
-    shared.uneven = shared.has_no_batch = shared.somebody_has_none = False
-    shared.first_with_batch = 0
+    train.most_batches = train.agreed_limit = math.inf
     end = train.certain_end
     known = -1.0 if end is None else min(end, _INFINITE)
-    asks = run.should_stop or run.stop.asks
-    limit = train.limits[0]
+    asks = run.limits.should_stop or run.limits.stop.asks
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
     steps = float(run.progress.global_step)
-    numbers = torch.tensor([known, -known, limit, -limit, -float(asks), steps, -steps], dtype=torch.float64)
-    fewest, minus_most, least, minus_greatest, nobody_asks, fewest_steps, minus_most_steps = run.runtime.all_reduce(
-        numbers, op="min"
-    ).tolist()
+    numbers = torch.tensor([known, -known, train.limits[0], -float(asks), steps, -steps], dtype=torch.float64)
+    agreed = run.runtime.all_reduce(numbers, op="min").tolist()
+    fewest, minus_most, train.agreed_limit, nobody_asks, fewest_steps, minus_most_steps = agreed
     if fewest_steps != -minus_most_steps:
         _say_steps(run)
-    train.agreed_limit, train.joins = least, False
-    run.stop.granted = nobody_asks < 0
-    run.take_agreement()
-    if uneven == "join" and (fewest < 0 or fewest != -minus_most):
-        train.agreed_limit, train.joins = -minus_greatest, True
+    run.limits.stop.granted = nobody_asks < 0
+    run.limits.apply_agreement()
     if fewest < 0:
-        return functools.partial(joined if uneven == "join" else batch_by_batch, run)
+        return functools.partial(batch_by_batch, run)
     if fewest == -minus_most:
         return None
     counts = run.runtime.strategy.gather_objects(int(known))
-    if uneven == "error":
+    if run.arguments.uneven == "error":
         raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
-    if uneven == "join":
-        return functools.partial(joined, run, counts=counts)
     _warn(_text_of(counts), int(fewest))
     train.most_batches = int(fewest)
     return None
@@ -183,7 +170,7 @@ def check_steps(run: Run) -> None:
 
     """
     # What hasten steps itself it steps on all processes.
-    if run.runtime.world_size == 1 or run.module.automatic_optimization:
+    if run.module.automatic_optimization:
         return
     steps = float(run.progress.global_step)
     fewest, minus_most = run.runtime.all_reduce(torch.tensor([steps, -steps], dtype=torch.float64), op="min").tolist()
@@ -199,101 +186,6 @@ def _say_steps(run: Run) -> None:
         f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their weights "
         "are not the same any more. Call optimizer.step() for the same batches on all processes."
     )
-
-
-def check_join(run: Run) -> None:
-    """Check that a run with ``uneven="join"`` can make the steps of other processes without a batch.
-
-    Raises:
-        MisconfigurationException: it cannot; the message says why.
-
-    """
-    if run.arguments.uneven != "join" or run.runtime.world_size == 1:
-        return
-    arguments, module = run.arguments, run.module
-    problems = (
-        (run.runtime.strategy.refuses_join(), ""),
-        (not module.automatic_optimization, "with manual optimization, training_step makes the steps"),
-        (not run.optimizers, "configure_optimizers() returned no optimizer, so there are no steps to join"),
-        (
-            overrides(module, LightningModule, "optimizer_step") or any(map(needs_closure, run.optimizers)),
-            "optimizer_step, or the optimizer, computes the loss itself, which needs a batch",
-        ),
-        (arguments.on_bad_loss != "warn", f"on_bad_loss={arguments.on_bad_loss!r} judges the loss of every process"),
-        (
-            arguments.speed.micro_batch is not None or arguments.speed.memory == "auto",
-            "micro_batch and memory='auto' agree on the size of each batch",
-        ),
-        (run.compiled is not None and run.compiled.settings.cuda_graphs, "CUDA graphs record the step of a batch"),
-        (
-            any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
-            "the forward of SyncBatchNorm waits for all processes",
-        ),
-    )
-    for holds, why in problems:
-        if holds:
-            raise MisconfigurationException(
-                f"Trainer(uneven='join'): {why or holds}. Use uneven='stop', or give each process the same number of "
-                "batches and use uneven='error'."
-            )
-
-
-def joined(run: Run, batches: Batches, counts: Sequence[int] | None = None) -> Batches:
-    """Yield ``(batch, is_last)`` until the last process has no more; ``NO_BATCH`` on those that have none left.
-
-    Args:
-        run: its step takes part in those of the others where there is no batch.
-        batches: of this process.
-        counts: of the processes, if they are known.
-
-    """
-    group, shared, rank, number = host_group(run), run.logged.shared, run.runtime.global_rank, run.progress.batch
-    shared.uneven = True
-    if counts is not None:
-        _say_joined(_text_of(counts))
-    try:
-        while True:
-            if counts is None:
-                batch, is_last = (_END, False) if run.train.is_read else next(batches, (_END, False))
-                run.train.is_read = batch is _END or is_last
-                state = torch.tensor([_NONE if batch is _END else _LAST if is_last else _MORE])
-                states = [torch.empty_like(state) for _ in range(run.runtime.world_size)]
-                # Between the hosts: no device is waited for.
-                dist.all_gather(states, state, group=group)
-                here = [bool(each != _NONE) for each in states]
-                is_last = not any(each == _MORE for each in states)
-                if any(here) and not all(here):
-                    _say_joined(_text_of([number + one for one in here], here))
-            else:
-                here = [number < count for count in counts]
-                batch = next(batches)[0] if here[rank] else _END
-                is_last = number + 1 >= max(counts)
-            if not any(here):
-                return
-            shared.has_no_batch, shared.somebody_has_none = not here[rank], not all(here)
-            shared.first_with_batch = here.index(True)
-            yield NO_BATCH if batch is _END else batch, is_last
-            if is_last:
-                return
-            number += 1
-    finally:
-        batches.close()  # type: ignore[attr-defined]
-
-
-def _say_joined(counts: str) -> None:
-    warn_once(
-        "batches-differ-by-rank",
-        f"The train dataloaders of the processes differ in length: {counts}. With uneven='join', those without batches "
-        "make the steps of the others, with gradients divided by the number of all processes.",
-    )
-
-
-def agree_on_weight(run: Run) -> None:
-    """Have processes without a batch take part in the exchange of weights, where the losses of others have some."""
-    if run.logged.shared.somebody_has_none:
-        weighs = torch.tensor(float(run.window_weight is not None))
-        if run.runtime.all_reduce(weighs, op="max") and run.window_weight is None:
-            run.window_weight = 0.0
 
 
 def batch_by_batch(run: Run, batches: Batches) -> Batches:
@@ -337,29 +229,17 @@ def _compare(run: Run, batches: Batches, state: int) -> None:
     _warn(text, min(counts))
 
 
-def checked_in_group(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-    """Yield batches, after a check of the first one where several processes must read the same."""
-    batches, strategy = iter(batches), run.runtime.strategy
-    if strategy.shares_batches:
-        first = next(batches, _END)
-        strategy.check_batch(None if first is _END else first[0])
-        if first is _END:
-            return
-        yield first
-    yield from batches
-
-
 def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
     """Yield the batches of an evaluation, fewer where a signal arrived at any process: ``leave_evaluation`` comes next.
 
     Where a forward needs all processes, one without batches computes along until all are done.
     """
     strategy = run.runtime.strategy
-    if run.runtime.world_size == 1:
+    if not run.runtime.several_processes:
         yield from batches
         return
-    stop = run.stop
-    if strategy.computes_alone:
+    stop = run.limits.stop
+    if strategy.engine.computes_alone:
         begun = watchdog.collectives_begun()
         for item in batches:
             yield item
@@ -367,8 +247,9 @@ def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any
             if stop.heard is not None and watchdog.collectives_begun() == begun:
                 return
         return
-    strategy.begin_epoch()
-    group, batches, first = host_group(run), checked_in_group(run, batches), True
+    strategy.sharding.begin_epoch()
+    group, first = host_group(run), True
+    batches = strategy.sharding.checked(iter(batches), itemgetter(0))
     while True:
         item = next(batches, _END)
         state = torch.tensor([item is not _END, stop.heard is not None], dtype=torch.int64)
@@ -379,7 +260,7 @@ def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any
         if item is not _END:
             yield item
         else:
-            strategy.compute_along(run.module)
+            strategy.sharding.compute_along(run.module)
         if first and have < run.runtime.world_size:
             # A process without any batch cannot have seen the order.
             _check_order(run)
@@ -389,13 +270,13 @@ def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any
 def leave_evaluation(run: Run) -> None:
     """Leave the run if a signal arrived at any process; all processes come here after their last batch."""
     # ``should_stop`` is agreed on after the evaluation.
-    number = run.stop.agreed_now() if run.runtime.world_size > 1 else None
+    number = run.limits.stop.agreed_now() if run.runtime.several_processes else None
     if number is not None:
         raise Stopped(number)
 
 
 def _check_order(run: Run) -> None:
-    orders = run.runtime.strategy.gather_objects(run.runtime.strategy.forward_order(run.module))
+    orders = run.runtime.strategy.gather_objects(run.runtime.strategy.sharding.forward_order(run.module))
     if len(set(orders)) > 1:
         raise RuntimeError(
             f"{run.state.fn}: a process has no batch, and the parts of {type(run.module).__name__} compute in another "
@@ -407,36 +288,35 @@ def host_group(run: Run) -> Group:
     """Return a group whose messages go from host to host; made once a run, by all processes at once."""
     if dist.get_backend() == "gloo":
         return None
-    if run.host_group is None:
-        run.host_group = dist.new_group(backend="gloo")
-        run.undo.callback(dist.destroy_process_group, run.host_group)
-    return run.host_group
+    if run.limits.host_group is None:
+        run.limits.host_group = dist.new_group(backend="gloo")
+        run.undo.callback(dist.destroy_process_group, run.limits.host_group)
+    return run.limits.host_group
 
 
-def agree_after_batch(run: Run, *, validated: bool = False) -> int | None:
-    """Return the signal that arrived at any process, after a batch; ``should_stop`` is that of all, or put off.
+def agree_after_batch(run: Run, *, validated: bool = False) -> None:
+    """Agree, after a batch, on a signal that arrived at any process; ``should_stop`` is that of all, or put off.
 
     Where one process wants to stop alone, all stop at the next agreement, about a second later.
     """
-    stop, progress, number = run.stop, run.progress, None
+    stop, progress = run.limits.stop, run.progress
     if not validated and stop.due(progress.total_batches):
-        stop.asks = stop.asks or run.should_stop
-        number = stop.agreed()
-        run.take_agreement()
-    if run.should_stop and not run.stop_agreed:
-        place = f"stop/{run.number}/{progress.total_batches}/{validated}"
-        run.stop_agreed = agreement.all_at(place, patience_seconds=_SAME_MOMENT_SECONDS)
-        run.should_stop = run.stop_agreed
+        stop.asks = stop.asks or run.limits.should_stop
+        stop.agreed()
+        run.limits.apply_agreement()
+    if run.limits.should_stop and not run.limits.stop_agreed:
+        place = f"stop/{run.limits.number}/{progress.total_batches}/{validated}"
+        run.limits.stop_agreed = agreement.all_at(place, patience_seconds=_SAME_MOMENT_SECONDS)
+        run.limits.should_stop = run.limits.stop_agreed
         stop.asks = True
-    return number
 
 
 def skip_epoch(run: Run) -> None:
     """Check that all processes leave the epoch, as ``on_train_batch_start`` returned -1."""
     progress = run.progress
     agreement.require_all(
-        f"skip/{run.number}/{progress.epoch}/{progress.batch}",
-        f"on_train_batch_start returned -1 before batch {progress.batch} of epoch {progress.epoch}",
+        f"skip/{run.limits.number}/{progress.epoch}/{progress.batch}",
+        f"on_train_batch_start returned -1 before batch {progress.batch} of epoch {progress.epoch + 1}",
         True,
         "Return it on all processes at the same batch.",
     )
@@ -448,14 +328,13 @@ def exchange_without_loss(run: Run) -> None:
     Where no process has any, they stay None, as alone: an optimizer leaves such parameters as they are.
     """
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
-    place = f"no-loss/{run.number}/{run.progress.total_batches}"
+    place = f"no-loss/{run.limits.number}/{run.progress.total_batches}"
     if all(parameter.grad is None for parameter in trained):
         agreement.counted(place)
     loss = touch(trained)
-    run.runtime.strategy.prepare_backward(loss, run.wrapped)
+    run.runtime.engine.prepare_backward(loss, run.wrapped)
     loss.backward()
-    if run.runtime.device.type == "cuda":
-        torch.cuda.synchronize(run.runtime.device)
+    synchronize(run.runtime.device)
     # All processes have counted by now: their gradients are here.
     if agreement.count(place) == run.runtime.world_size:
         for parameter in trained:
@@ -484,8 +363,8 @@ def _warn(counts: str, fewest: int) -> None:
     warn_once(
         "batches-differ-by-rank",
         f"The train dataloaders of the processes differ in length: {counts}. Every epoch ends after {fewest} on all of "
-        "them, and what the others have left is not read. Give each process the same number of batches, or use "
-        "Trainer(uneven='join') with DDP, to train on all of them.",
+        "them, and what the others have left is not read. Give each process the same number of batches to "
+        "train on all of them.",
     )
 
 

@@ -22,18 +22,18 @@ from hasten.arguments import Arguments
 from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.files import not_found, present
+from hasten.extend.origin import ROOTS
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
-from hasten.loops.progress import TrainerFn
-from hasten.loops.run import Run
+from hasten.loops.progress import RunningStage, TrainerFn
+from hasten.loops.run import Earlier, Run
 from hasten.loops.saved_state import StepState
-from hasten.machine import agreement
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import StoredHyperParameters
 from hasten.module.module import ToggledParameters
 from hasten.record.history import History
-from hasten.seed import RandomGenerators
+from hasten.seed import RandomGenerators, collect_rng_state
 
 if TYPE_CHECKING:
     from hasten.trainer import Trainer
@@ -68,7 +68,7 @@ class RunState:
         run = self._run
         averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
         with _as_saved(run, weights_only=weights_only), averaged:
-            weights = run.runtime.strategy.state_dict(run.module)
+            weights = run.runtime.strategy.state.state_dict(run.module)
             if run.averages.optimizers:
                 # The module's own tensors hold the weights of training again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
@@ -82,8 +82,7 @@ class RunState:
             }
             if not weights_only:
                 states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
-                if run.runtime.strategy.shards_parameters:
-                    states = map_tensors(run.runtime.strategy.stored, states)
+                states = run.runtime.strategy.sharding.states_to_checkpoint(states)
                 checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
                 checkpoint |= self._collect_training()
             checkpoint |= StoredHyperParameters((run.module, self._datamodule)).state_dict()
@@ -99,7 +98,9 @@ class RunState:
             if defined_by_program(strategy, "load_model_state_dict"):
                 strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
             else:
-                strategy.load_state_dict(module, checkpoint["state_dict"], strict=module.strict_loading, source=source)
+                strategy.state.load_state_dict(
+                    module, checkpoint["state_dict"], strict=module.strict_loading, source=source
+                )
             name = type(self._datamodule).__qualname__
             if self._datamodule is not None and name in checkpoint:
                 self._datamodule.load_state_dict(checkpoint[name])
@@ -121,36 +122,35 @@ class RunState:
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
         checkpoint: dict[str, Any] = {
-            "optimizer_states": [runtime.strategy.optimizer_state(one) for one in run.optimizers],
+            "optimizer_states": [runtime.strategy.state.optimizer_state(one) for one in run.optimizers],
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
         gradients = None
-        if run.gradients_may_count():
+        if run.window.gradients_may_count():
             if not is_inside(run):
                 # Inside a batch, the parameters show the gradients with which it began.
-                runtime.strategy.sync_gradients(run.module)
-            gradients = contents.collect_gradients(
-                run.module,
-                run.optimizers,
-                runtime.strategy.gather_objects,
-                world_size=runtime.world_size,
-                whole=runtime.strategy.stored if runtime.strategy.shards_parameters else None,
-            )
+                runtime.engine.sync_gradients(run.module)
+            gradients = runtime.strategy.state.collect_gradients(run.module, run.optimizers)
         own: dict[str, Any] = {
             "gradients": gradients,
             "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
         # Where the weights are averages, those that training continues with.
         if run.averages.training_weights is not None:
-            own["training_weights"] = [runtime.strategy.stored(weight) for weight in run.averages.training_weights]
-        own["history"] = run.history.state_dict()
+            own["training_weights"] = [
+                runtime.strategy.sharding.to_checkpoint(weight) for weight in run.averages.training_weights
+            ]
+        if run.observers.levers is not None:
+            # A run that continues from here has the same, whatever is measured or remembered by then.
+            own["levers"] = list(run.observers.levers)
+        own["history"] = run.observers.history.state_dict(run.resume.earlier.rows)
         return {**checkpoint, "hasten": own}
 
     def _restore_training(self, checkpoint: dict[str, Any], source: str) -> None:
         run, runtime = self._run, self._run.runtime
-        rank, world_size = runtime.global_rank, runtime.world_size
+        rank = runtime.global_rank
         _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
         _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
         if runtime.strategy.lightning_restore_optimizer:
@@ -158,26 +158,19 @@ class RunState:
                 runtime.strategy.load_optimizer_state_dict(checkpoint)
             else:
                 for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-                    runtime.strategy.load_optimizer_state(optimizer, state)
+                    runtime.strategy.state.load_optimizer_state(optimizer, state)
         for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
         own = checkpoint.get("hasten") or {}
         # Not that of an earlier fit, of which this one is no continuation.
-        run.history = History()
+        run.observers.history = History()
         if own.get("history") is not None:
-            run.history.load_state_dict(own["history"])
+            run.observers.history.load_state_dict(own["history"])
         if own:
             if own["gradients"] is not None:
-                contents.restore_gradients(
-                    run.module,
-                    run.optimizers,
-                    own["gradients"],
-                    rank=rank,
-                    world_size=world_size,
-                    divided=runtime.strategy.restored if runtime.strategy.shards_parameters else None,
-                )
+                runtime.strategy.state.restore_gradients(run.module, run.optimizers, own["gradients"])
             state = contents.state_of(own["ranks"], rank, self._share())
             if state is not None:
                 self._restore_process(state)
@@ -186,7 +179,8 @@ class RunState:
         weights = own.get("training_weights")
         if weights is not None:
             targets = parameters_of(*run.averages.optimizers)
-            weights = [runtime.strategy.restored(each, target) for each, target in zip(weights, targets, strict=True)]
+            as_sharded = runtime.strategy.sharding.from_checkpoint
+            weights = [as_sharded(each, target) for each, target in zip(weights, targets, strict=True)]
         run.averages.resume_with(weights)
 
     # -- what differs between processes: data position, values logged, metrics, random states
@@ -196,67 +190,63 @@ class RunState:
         names = {id(child): name for name, child in run.module.named_modules()}
         # First: it passes the values on their way to the loggers, whose code may draw random numbers.
         values = run.logged.state_dict(lambda metric: names.get(id(metric)))
-        if run.guard is not None:
-            run.guard.keep_state()
-        metrics = run.metrics_before_validation
+        if run.observers.guard is not None:
+            run.observers.guard.keep_state()
+        earlier = run.resume.earlier
+        metrics = earlier.metrics
         if metrics is None:
             # An evaluation starts again when resumed: what its metrics accumulated would count twice.
             metrics = run.metrics.state_dict()
-        data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
-        evaluations = run.validation.state_dict()
+        data = run.data.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
+        evaluations = run.data.validation.state_dict()
+        changes = earlier.changes
+        if changes is None:
+            changes = run.module_changes.state_dict(evaluating=bool(run.evaluation.stage))
         return {
+            **({"changes": changes} if changes else {}),
             "share": self._share(),
-            "random": run.random_before_validation or RandomGenerators().state_dict(),
+            "random": earlier.random or RandomGenerators().state_dict(),
             "data": data[0] if data else None,
             "values": values,
-            "window_weight": run.window_weight,
-            "window_divisor": run.accumulation_divisor(),
+            "window_weight": run.window.weight,
+            "window_divisor": run.window.accumulation_divisor(),
             "toggled": ToggledParameters(run.module).state_dict(),
-            "metrics": move_to(metrics, "cpu") if run.runtime.world_size > 1 else metrics,
-            "guard": None if run.guard is None else run.guard.state_dict(),
+            "metrics": move_to(metrics, "cpu") if run.runtime.several_processes else metrics,
+            "guard": None if run.observers.guard is None else run.observers.guard.state_dict(),
             "batch_size": run.arguments.speed.batch_size,
             "fits": None if run.memory_plan is None else run.memory_plan.state_dict(),
-            "loggers": [logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers],
-            "evaluations": {run.validation.stage: evaluations} if evaluations else {},
+            "loggers": _states_of_loggers(run) if earlier.loggers is None else earlier.loggers,
+            "evaluations": {run.data.validation.stage: evaluations} if evaluations else {},
         }
 
     def _restore_process(self, state: dict[str, Any], *, moved: bool = False) -> None:
         run, progress = self._run, self._run.progress
         run.metrics.load_state_dict(state["metrics"])
         if state["data"] is not None:
-            (batch,) = run.train.load_state_dict([state["data"]], moved=moved)
-            run.train.is_read = progress.mid_epoch and not progress.last_batch and _is_read(state["data"])
-            if run.train.is_read and run.arguments.uneven != "join":
-                raise ValueError(
-                    f"Trainer(uneven={run.arguments.uneven!r}): the checkpoint was saved in an epoch of which "
-                    f"rank {run.runtime.global_rank} had no batches left. Resume it with uneven='join'."
-                )
-            if progress.mid_epoch and not progress.last_batch and not run.train.is_read:
+            (batch,) = run.data.train.load_state_dict([state["data"]], moved=moved)
+            if progress.mid_epoch and not progress.last_batch:
                 # Of larger batches, or with more processes, fewer are done; maybe none.
                 progress.batch, progress.begun = batch, progress.begun or not batch
         rows = {row.name: row for row in HOOKS} | STEPS
         run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
-        run.window_weight, run.resumed_divisor = state["window_weight"], state.get("window_divisor")
-        run.resumed_guard = state.get("guard")
+        run.window.weight, run.window.resumed_divisor = state["window_weight"], state.get("window_divisor")
+        run.resume.guard = state.get("guard")
         ToggledParameters(run.module).load_state_dict(state.get("toggled") or {})
+        run.module_changes.load_state_dict(state.get("changes") or {})
         if run.memory_plan is not None and state.get("fits") is not None:
             run.memory_plan.load_state_dict(state["fits"])
         for logger, kept in zip(run.logged.loggers, state.get("loggers", ()), strict=False):
             if isinstance(logger, Logger):
                 logger.load_state_dict(kept)
-        if not run.validation.is_off():
+        if run.logged.row_is_due:
+            run.logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True)
+        if not run.data.validation.is_off():
             for positions in state["evaluations"].values():
-                run.validation.load_state_dict(positions)
+                run.data.validation.load_state_dict(positions)
 
     def _restore_moved(self, ranks: list[dict[str, Any]], source: str) -> None:
         """Restore this process's part of the states of another number of processes, and say what is not exact."""
         run, share = self._run, self._share()
-        ended = [state["data"] is not None and _is_read(state["data"]) for state in ranks]
-        if run.progress.mid_epoch and not run.progress.last_batch and any(ended):
-            raise RuntimeError(
-                f"{source}: {agreement.ranks([rank for rank, end in enumerate(ended) if end])} had no batches left of "
-                f"its epoch (uneven='join'), so that the rest cannot be divided. Resume it with {len(ranks)} processes."
-            )
         shares, lost = processes.by_share(ranks), set[str]()
 
         def join_metrics(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -265,16 +255,16 @@ class RunState:
             return metrics
 
         self._restore_process(processes.joined(shares, share, join_metrics), moved=True)
-        if run.window_weight is not None:
+        if run.window.weight is not None:
             # Gradients of weighed losses add up. Each process has the mean, and all together are to have the sum.
             for parameter in parameters_of(*run.optimizers):
                 if parameter.grad is not None:
                     parameter.grad.mul_(len(shares) / share[1])
         inexact = []
-        if not_known := run.train.stream.not_known:
+        if not_known := run.data.train.stream.not_known:
             inexact.append(
-                f"the {run.train.stream.name} goes on in a new order, after as many batches as each process had done: "
-                f"the samples they had are not known, because {not_known}"
+                f"the {run.data.train.stream.name} goes on in a new order, after as many batches as each process had "
+                f"done: the samples they had are not known, because {not_known}"
             )
         if lost:
             inexact.append(f"the metrics {sorted(lost)} start again, because only they can join what they gathered")
@@ -377,11 +367,6 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
     )
 
 
-def _is_read(data: Mapping[str, Any]) -> bool:
-    """Return whether no batch of the epoch was left when the position ``data`` was taken, not even the last one."""
-    return bool(data["ended"]) and "again" not in data
-
-
 def find_last(trainer: Trainer) -> str | None:
     """Return the newest "last" checkpoint of the trainer's callbacks; None if there is none."""
     found = [
@@ -393,6 +378,25 @@ def find_last(trainer: Trainer) -> str | None:
         return None
     local = [path for path in found if os.path.exists(path)]
     return str(max(local, key=os.path.getmtime) if local else found[0])
+
+
+# -- a checkpoint saved inside a validation holds what makes a resumed run repeat the validation
+
+
+def before_validation(run: Run) -> Earlier:
+    """Return the state with which a run begins a validation again."""
+    run.logged.deliver(wait=True)
+    return Earlier(
+        random=collect_rng_state(),
+        metrics=run.metrics.state_dict(copied=True),
+        loggers=_states_of_loggers(run),
+        rows=run.observers.history.mark(),
+        changes=run.module_changes.state_dict(),
+    )
+
+
+def _states_of_loggers(run: Run) -> list[dict[str, Any]]:
+    return [logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers]
 
 
 # -- a checkpoint saved inside a batch holds the state in which the batch began
@@ -416,23 +420,32 @@ class BatchStart:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._state = StepState(run)
-        self._metrics: dict[str, Any] = {}
+        self._earlier = Earlier()
         self._versions: list[int] = []
+        # Groups of the optimizers, and what they held besides parameters, such as the learning rate.
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def saved(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, with the state of the run saved before each."""
         run = self._run
         for item in batches:
             # The gradients of a step that is done are cleared before they are needed.
-            may_count = run.gradients_may_count()
+            may_count = run.window.gradients_may_count()
             if may_count:
                 # What is held back outside of the parameters belongs to them, too.
-                run.runtime.strategy.sync_gradients(run.module)
+                run.runtime.engine.sync_gradients(run.module)
             self._state.save(gradients=may_count)
-            self._metrics = run.metrics.state_dict(copied=True)
+            self._earlier = Earlier(
+                metrics=run.metrics.state_dict(copied=True), changes=run.module_changes.state_dict()
+            )
             self._versions = self._weight_versions()
+            self._options = [
+                (group, map_tensors(Tensor.clone, {key: value for key, value in group.items() if key != "params"}))
+                for optimizer in run.optimizers
+                for group in optimizer.param_groups
+            ]
             # A step may change its batch, and the resumed run needs it whole.
-            run.train.stream.replace_held(copy.deepcopy)
+            run.data.train.stream.replace_held(copy.deepcopy)
             yield item
 
     @contextmanager
@@ -441,15 +454,20 @@ class BatchStart:
         run = self._run
         if self._versions != self._weight_versions() or run.averages.optimizers:
             raise _refusal(run, "its weights have changed since the batch began")
-        if run.guard is not None:
+        if run.observers.guard is not None:
             bad_loss = run.arguments.on_bad_loss
             raise _refusal(run, f"what on_bad_loss={bad_loss!r} has found in it so far would count twice")
+        present = [(group, dict(group)) for group, _ in self._options]
         with self._state.shown():
-            run.metrics_before_validation, run.progress.begun = self._metrics, True
+            run.resume.earlier, run.progress.begun = self._earlier, True
+            for group, options in self._options:
+                group.update(options)
             try:
                 yield
             finally:
-                run.metrics_before_validation, run.progress.begun = None, False
+                run.resume.earlier, run.progress.begun = Earlier(), False
+                for group, options in present:
+                    group.update(options)
 
     def _weight_versions(self) -> list[int]:
         weights = (*parameters_of(*self._run.optimizers), *self._run.module.parameters())
@@ -470,9 +488,9 @@ def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
     """Return the context in which a checkpoint is collected; refuse where a batch has begun and is lost."""
     if weights_only or not is_inside(run):
         return nullcontext() if weights_only else _failed_in_first_batch(run)
-    if run.batch_start is None:
+    if run.resume.batch_start is None:
         raise _refusal(run, "the random numbers and gradients it began with are gone")
-    return run.batch_start.shown()
+    return run.resume.batch_start.shown()
 
 
 @contextmanager
@@ -480,22 +498,27 @@ def _failed_in_first_batch(run: Run) -> Iterator[None]:
     """Mark an epoch as begun where an exception ended it in its first batch: it is not to begin once more."""
     progress = run.progress
     before = progress.begun
-    if run.logged.context.row.name == "on_exception" and run.training and not run.is_last_batch:
-        progress.begun = before or run.train.is_in_hand(progress.batch)
+    if run.logged.context.row.name == "on_exception" and _trains(run) and not run.window.is_last_batch:
+        progress.begun = before or run.data.train.is_in_hand(progress.batch)
     try:
         yield
     finally:
         progress.begun = before
 
 
+def _trains(run: Run) -> bool:
+    """Return whether the loop is in an epoch of training, its validation not counted."""
+    return run.progress.in_epoch and run.state.stage == RunningStage.TRAINING
+
+
 def is_inside(run: Run) -> bool:
     """Return whether a batch of training has begun and its counters have not moved yet."""
     progress = run.progress
     return (
-        run.training
+        _trains(run)
         and not progress.last_batch
         and run.logged.context.row.name not in _OUTSIDE
-        and run.train.is_in_hand(progress.batch)
+        and run.data.train.is_in_hand(progress.batch)
     )
 
 
@@ -510,6 +533,10 @@ def _refusal(run: Run, why: str) -> RuntimeError:
 # -- what the code of a hook calls
 
 
+# Modules of these packages are not searched.
+_LIBRARIES = tuple(f"{package}." for package in ("torch", *ROOTS))
+
+
 def _saves(
     owner: object, names: Iterable[str], seen: set[str], known: Mapping[str, Any] = MappingProxyType({})
 ) -> bool:
@@ -518,8 +545,8 @@ def _saves(
         seen.add(name)
         for found in (vars(owner).get(name, getattr(type(owner), name, None)), known.get(name)):
             function: Any = getattr(found, "__func__", found)
-            function = inspect.unwrap(function)
-            if not isinstance(function, FunctionType) or function.__module__.startswith(("hasten.", "torch.")):
+            function = inspect.unwrap(function) if hasattr(function, "__wrapped__") else function
+            if not isinstance(function, FunctionType) or function.__module__.startswith(_LIBRARIES):
                 continue
             called = set(_names_in(function.__code__))
             if "save_checkpoint" in called or _saves(owner, called, seen, function.__globals__):

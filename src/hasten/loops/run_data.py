@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import defined_by_program
@@ -25,7 +25,8 @@ from hasten.data.loader_parts import samplers_of
 from hasten.data.loaders import SideStream, prepare, with_seeded_workers
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.stream import CombinedStream, Stream
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.extend.origin import is_builtin
 from hasten.hooks import overrides, redefines
 from hasten.module import LightningModule
 from hasten.module.datamodule import DataHooks, LightningDataModule
@@ -84,21 +85,19 @@ class StageData:
         self._limit = self.next_limit = limit
         # Every epoch ends after this many batches, also where there are more.
         self.most_batches = math.inf
-        # The limit by which windows and validation are planned on all processes: of the one with the fewest batches, or
-        # with the most where the others join its steps.
-        self.agreed_limit, self.joins = math.inf, False
-        # Whether this process has read its batches of an epoch that goes on for others.
-        self.is_read = False
+        # The limit by which windows and validation are planned on all processes: of the one with the fewest batches.
+        self.agreed_limit = math.inf
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
         self.reload_every_n_epochs = reload_every_n_epochs
         self._streams: list[Stream | CombinedStream] | None = None
         # What held the loaders of an evaluation.
         self._collection: CombinedLoader | None = None
-        self._loaded_at_epoch = 0
+        # None before the first epoch that reads them.
+        self._loaded_at_epoch: float | None = None
         # Read loaders when and as far as Lightning does, which shows where they draw random numbers or misstate their
         # length.
-        self._as_lightning = alias.active()
+        self._conventions = conventions.current()
 
     # -- what there is
 
@@ -150,7 +149,7 @@ class StageData:
     def in_structure(self) -> Any:
         """The prepared loader, or a list of several; as Lightning has them, in the structure they were given in."""
         loaders = self.loaders
-        if self._collection is None or not self._as_lightning:
+        if self._collection is None:
             return loaders[0] if len(loaders) == 1 else loaders
         shown = copy.copy(self._collection)
         shown.flattened = loaders
@@ -164,21 +163,21 @@ class StageData:
     @property
     def limit(self) -> float:
         """Batches of the epoch on all processes; infinite when unknown."""
-        return self.agreed_limit if self.joins else min(self.limits[0], self.agreed_limit)
+        return min(self.limits[0], self.agreed_limit)
 
     def all_limits(self) -> list[float]:
-        """Return the batches of every loader by itself, also of those that are joined."""
+        """Return the batches of every loader by itself, also of those that are joined, and in a sanity check, too."""
         found: list[float] = []
         for stream in self.load():
             leaves = stream.streams if isinstance(stream, CombinedStream) and self.stage != "train" else [stream]
-            found += [min(self._limited(leaf), self.most_batches) for leaf in leaves]
+            found += [self._limited(leaf) for leaf in leaves]
         return found
 
     def tell_samplers(self, epoch: int) -> None:
         """Call ``set_epoch`` of the samplers that a program brought for an evaluation, as Lightning does."""
         for loader in self.streams():
             for sampler in {id(one): one for one in samplers_of(loader)}.values():
-                if callable(getattr(sampler, "set_epoch", None)) and not type(sampler).__module__.startswith("hasten."):
+                if callable(getattr(sampler, "set_epoch", None)) and not is_builtin(type(sampler)):
                     sampler.set_epoch(epoch)
 
     def streams(self) -> list[Any]:
@@ -236,13 +235,19 @@ class StageData:
 
     def reload_if_due(self, epoch: int) -> None:
         """Ask for the loaders again where ``reload_dataloaders_every_n_epochs`` says so."""
-        if self._streams is not None and self._reloads_at(epoch):
+        if self._loaded_at_epoch is None:
+            self._loaded_at_epoch = epoch
+        elif self._streams is not None and self._reloads_at(epoch):
             self.reload()
             self._loaded_at_epoch = epoch
-            if self._as_lightning and self.stage == "train":
+            if self._conventions.opens_loaders_late and self.stage == "train":
                 # Lightning begins new loaders twice. What that draws comes before the epoch's own numbers.
                 self.begin()
                 self.close()
+
+    def reload_next(self) -> None:
+        """Have the next ``reload_if_due`` ask for the loaders again, where reloading is on."""
+        self._loaded_at_epoch = -math.inf
 
     def loaded_in(self, epoch: int) -> None:
         """Count the next reload from the epoch in which the saved run loaded last."""
@@ -261,7 +266,7 @@ class StageData:
 
     def _reloads_at(self, epoch: int) -> bool:
         every = self.reload_every_n_epochs
-        return bool(every) and epoch - self._loaded_at_epoch >= every
+        return bool(every) and self._loaded_at_epoch is not None and epoch - self._loaded_at_epoch >= every
 
     # -- reading
 
@@ -272,7 +277,7 @@ class StageData:
 
     def begin(self) -> None:
         """Begin the epoch before its first hooks if Lightning does, so that it draws its random numbers before them."""
-        if self._as_lightning and self.load() and self.limits[0] != 0:
+        if self._conventions.opens_loaders_late and self.load() and self.limits[0] != 0:
             self.load()[0].begin()
 
     def start_epoch(self) -> Iterator[tuple[Any, bool]]:
@@ -297,7 +302,7 @@ class StageData:
 
     def is_in_hand(self, consumed: int) -> bool:
         """Return whether one batch more than ``consumed`` of this epoch was handed out."""
-        return self.loaded and self.stream.handed == consumed + 1
+        return self.loaded and self.stream.consumed == consumed + 1
 
     def batches(self, loader_idx: int) -> Iterator[tuple[Any, bool]]:
         """Return the batches of one loader of an evaluation with a flag for the last."""
@@ -312,8 +317,6 @@ class StageData:
             again: the last batch that was handed out is to come again.
 
         """
-        if self.joins and consumed is not None:
-            consumed = min(consumed, self.stream.handed)
         return [
             stream.state_dict(stream.position if consumed is None else consumed, again=again)
             for stream in self._streams or ()
@@ -341,8 +344,8 @@ class StageData:
     def _owner(self) -> Any:
         """Return the datamodule or module whose hook gives the loaders, or None."""
         datamodule = self.datamodule if self._reads_datamodule else None
-        # In Lightning the module does not give what the datamodule does not have.
-        owners = (datamodule, None if self._as_lightning and datamodule is not None else self._module)
+        is_only_owner = datamodule is not None and self._conventions.datamodule_gives_all_loaders
+        owners = (datamodule, None if is_only_owner else self._module)
         name = HOOK_OF[self.stage]
         return next((owner for owner in owners if owner is not None and overrides(owner, DataHooks, name)), None)
 
@@ -350,7 +353,7 @@ class StageData:
         if not isinstance(loader, CombinedLoader):
             if self._remake is not None:
                 loader = self._remake(loader, self.stage, name)
-            if alias.active():
+            if self._conventions.warns_of_settings:
                 advice.warn_about(
                     loader,
                     name=HOOK_OF[self.stage],
@@ -363,11 +366,11 @@ class StageData:
                 name=name,
                 stage=self.stage,
                 overfit=self._overfit,
-                shuffle=self._as_lightning,
+                shuffle=self._conventions.shuffles_over_processes,
                 allow_empty=self._allows_empty(),
                 **(self._sampler_kwargs or {}),
             )
-            if self._as_lightning and os.environ.get("PL_SEED_WORKERS") == "1":
+            if os.environ.get("PL_SEED_WORKERS") == "1":
                 # As Lightning does, with the same numbers.
                 rank = (self._sampler_kwargs or {}).get("rank", 0)
                 prepared = with_seeded_workers(prepared, rank, instead_of=loader)
@@ -381,7 +384,7 @@ class StageData:
                 name=HOOK_OF[self.stage],
                 replays=trains,
                 marks_last=marks_last,
-                ends_at_length=self._as_lightning,
+                ends_at_length=self._conventions.ends_at_length,
             )
         streams = [self._stream(leaf, f"{name}[{index}]") for index, leaf in enumerate(loader.flattened)]
         combined = copy.copy(loader)
@@ -389,8 +392,7 @@ class StageData:
         return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
 
     def _may_be_empty(self) -> bool:
-        # Lightning warns of it.
-        return alias.active() or self._allows_empty()
+        return self._conventions.mistakes_are_warnings or self._allows_empty()
 
     def _allows_empty(self) -> bool:
         owners = [owner for owner in (self.datamodule, self._module) if owner is not None]
@@ -400,7 +402,7 @@ class StageData:
         """Return the loaders to read one after the other; training reads one, which may join several."""
         self._collection = None
         if self.stage == "train":
-            if self._as_lightning and isinstance(given, CombinedLoader) and given.mode == "sequential":
+            if isinstance(given, CombinedLoader) and given.mode == "sequential":
                 raise MisconfigurationException(
                     f'{name} is a CombinedLoader(mode="sequential"), and training reads one loader. Use "min_size", '
                     '"max_size" or "max_size_cycle".'
@@ -429,7 +431,8 @@ class StageData:
         return None if math.isinf(limit) else int(limit)
 
     def _limited(self, stream: Stream | CombinedStream) -> float:
-        length = math.inf if stream.length is None else stream.length
+        batches = stream.length
+        length = math.inf if batches is None else batches
         limit = self._limit
         if limit is None or _is_all(limit):
             return length
@@ -471,7 +474,7 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
     if defined_by_program(strategy, "batch_to_device"):
         to_device = functools.partial(strategy.batch_to_device, device=device, dataloader_idx=loader_idx)
     elif before is None and move is None and after is None:
-        return None if device.type == "cpu" else run.watch("batch_to_device", to_device)
+        return None if device.type == "cpu" else run.observers.watch("batch_to_device", to_device)
 
     def transfer(batch: Any) -> Any:
         if before is not None:
@@ -479,7 +482,7 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
         batch = to_device(batch) if move is None else move(batch, device, loader_idx)
         return batch if after is None else after(batch, loader_idx)
 
-    return run.watch("batch_to_device", transfer)
+    return run.observers.watch("batch_to_device", transfer)
 
 
 # -- steps that fetch their batches themselves
@@ -510,7 +513,7 @@ class DataloaderIterator:
         if self.done:
             raise StopIteration
         try:
-            fetched = self._run.pace.fetch(self._batches.__next__)
+            fetched = self._run.observers.pace.fetch(self._batches.__next__)
             self.batch, self.done, self.batch_idx, self.dataloader_idx = fetched
         except StopIteration:
             self.done = True
@@ -615,11 +618,22 @@ class StallMonitor:
 
 
 def _advice(run: Run) -> str:
-    loader, speed = run.train.loaders[0], run.arguments.speed
+    loader, speed = run.data.train.loaders[0], run.arguments.speed
     reads_samples = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if reads_samples and not is_resident(loader):
+        if not speed.resident and _is_in_memory(loader.dataset):
+            return "Trainer(resident=True) reads its samples, which are in memory, without a Python call for each."
         if speed.num_workers is None:
             return "Trainer(num_workers='auto') finds how many worker processes pay."
         if not speed.resident:
             return "Trainer(resident='auto') holds data in memory that fits there and is the same in each epoch."
     return "Make its samples cheaper, or read them ahead in other processes."
+
+
+def _is_in_memory(dataset: object) -> bool:
+    """Return whether the samples of a dataset are parts of tensors, or elements of a list."""
+    if isinstance(dataset, Subset):
+        return _is_in_memory(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return all(map(_is_in_memory, dataset.datasets))
+    return isinstance(dataset, (TensorDataset, list, tuple))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import random
 import sys
 import types
 from collections import OrderedDict, deque
@@ -28,10 +27,17 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.tree import parameters_of
+from hasten.extend.origin import ROOTS, comes_from, package_of
 from hasten.logged_value import LoggedValue, is_metric
 from hasten.loops.run import Run
 from hasten.memory import may_have_changed
-from hasten.seed import collect_rng_state, generator_state, restore_rng_state, set_generator_state
+from hasten.seed import (
+    collect_rng_state,
+    is_generator,
+    restore_rng_state,
+    set_state_of_generator,
+    state_of_generator,
+)
 
 # How many levels of objects and containers inside one another may belong to a step.
 _DEPTH = 8
@@ -46,8 +52,8 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype,
            types.FunctionType, types.MethodType, types.ModuleType)  # fmt: skip
 _TRAINING_OBJECTS = (nn.Module, Optimizer, LRScheduler, DataLoader, Dataset, Sampler)
 # Packages whose objects are not searched, and those whose subclasses are neither: handles of processes and files.
-_FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "hasten"}
-_FOREIGN_BASES = {"hasten", "torch", "enum", "io", "logging", "multiprocessing", "threading"}
+_FOREIGN = {*sys.stdlib_module_names, *ROOTS, "torch", "numpy"}
+_FOREIGN_BASES = {*ROOTS, "torch", "enum", "io", "logging", "multiprocessing", "threading"}
 _BACK_REFERENCES = ("_trainer", "trainer", "_run_values")
 # What torch keeps in each module: parameters, sub-modules, buffers, hooks.
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
@@ -64,7 +70,7 @@ class _SavedContents(NamedTuple):
 
     def changed(self) -> bool:
         # Comparing the states of generators costs more than restoring one.
-        return self.look is _state_of or _differ(self.look(self.thing), self.before)
+        return self.look is state_of_generator or _differ(self.look(self.thing), self.before)
 
     def restore(self) -> None:
         if self.changed():
@@ -202,8 +208,8 @@ class SavedObjects:
                 self._visit(each, place, depth - 1, values)
         elif isinstance(thing, (list, dict, set, deque)):
             self._save_container(thing, where, depth, values)
-        elif _is_generator(thing):
-            self._note(thing, _state_of, _set_state)
+        elif is_generator(thing):
+            self._note(thing, state_of_generator, set_state_of_generator)
         elif _is_array(thing):
             self._save_array(thing, where, values)
         elif isinstance(thing, _TRAINING_OBJECTS):
@@ -253,7 +259,7 @@ class SavedObjects:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, nn.Parameter):
                 saved.memory = tensor.detach()
-            if tensor.device.type != "meta" and not _is_expanded(tensor):
+            if not tensor.is_meta and not _is_expanded(tensor):
                 # In main memory: the memory of a device is what is being measured.
                 saved.copy = tensor.detach().to("cpu", copy=True)
         if tensor.is_leaf:
@@ -288,7 +294,7 @@ class StepObjects(SavedObjects):
         """Find the parts of the module that ``save_step`` saves."""
         owner = type(module).__name__
         parts = [(f"{owner}.{name}".rstrip("."), part) for name, part in module.named_modules()]
-        self._parts = [(name, part) for name, part in parts if not type(part).__module__.startswith("torch.nn.")]
+        self._parts = [(name, part) for name, part in parts if not comes_from(type(part), "torch.nn")]
         self._parameters = [(f"{owner}.{name}", parameter) for name, parameter in module.named_parameters()]
 
     def save_step(self, batch: object) -> None:
@@ -336,7 +342,7 @@ class StepObjects(SavedObjects):
         version = None if tensor.is_inference() else tensor._version
         saved = _SavedTensor(where, tensor, version, required=tensor.requires_grad)
         copies = version is None or self._copies(tensor, where)
-        if copies and tensor.device.type != "meta" and not _is_expanded(tensor):
+        if copies and not tensor.is_meta and not _is_expanded(tensor):
             saved.copy = _copy_of(tensor)
         if tensor.is_leaf and not isinstance(tensor, nn.Parameter):
             # The gradients of parameters are saved by StepState, if they are part of an accumulation.
@@ -363,7 +369,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
     try:
         return tensor.detach().clone()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error) or tensor.device.type == "cpu":
+        if not is_out_of_memory(error) or tensor.is_cpu:
             raise
     return tensor.detach().to("cpu", copy=True)
 
@@ -472,7 +478,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(
         name
         for base in kind.__mro__
-        if base.__module__.partition(".")[0] not in _FOREIGN
+        if package_of(base) not in _FOREIGN
         for name, value in vars(base).items()
         if isinstance(value, types.MemberDescriptorType)
     )
@@ -480,38 +486,11 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def _is_user_defined(kind: type) -> bool:
-    packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    packages = [package_of(base) for base in kind.__mro__]
     return packages[0] not in _FOREIGN and _FOREIGN_BASES.isdisjoint(packages)
 
 
 # -- generators of random numbers
-
-
-def _is_generator(thing: Any) -> bool:
-    if isinstance(thing, (torch.Generator, random.Random)):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator_state(generator)
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bits = getattr(generator, "bit_generator", None)
-    return generator.get_state(legacy=True) if bits is None else bits.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        set_generator_state(generator, state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 # -- a step
@@ -619,7 +598,7 @@ class StepState:
         self.buffers.save()
         self._values = {logged: _logged_state(logged) for logged in run.logged.of_stage("train")}
         self._metric_states = [(metric, _metric_state(metric)) for metric in self._metrics]
-        self._counts = run.window_weight, run.skipped_batches
+        self._counts = run.window.weight, run.window.skipped_batches
         self._gradients = None
         if gradients:
             parameters = {id(p): p for p in (*parameters_of(*run.optimizers), *run.module.parameters())}
@@ -637,7 +616,7 @@ class StepState:
             for name, value in self._values.get(logged, _NOTHING_LOGGED).items():
                 setattr(logged, name, _copied(value) if name in _ADDED_TO else value)
         self._restore_metrics()
-        run.window_weight, run.skipped_batches = self._counts
+        run.window.weight, run.window.skipped_batches = self._counts
         if self._gradients is None:
             # Those of the attempt: the step begins with none.
             for parameter in parameters_of(*run.optimizers) or run.module.parameters():
@@ -670,7 +649,7 @@ class StepState:
             values = self._values.get(logged, _NOTHING_LOGGED)
             saved += [(vars(logged), name, value) for name, value in values.items()]
         weight, skipped = self._counts
-        saved += [(vars(run), "window_weight", weight), (vars(run), "skipped_batches", skipped)]
+        saved += [(vars(run.window), "weight", weight), (vars(run.window), "skipped_batches", skipped)]
         present = [(attributes, name, attributes[name]) for attributes, name, _ in saved]
         random, gradients = collect_rng_state(), [(p, p.grad) for p, _ in self._gradients or ()]
 

@@ -1,4 +1,4 @@
-"""When learning-rate schedulers step, when validation runs within fit, and which batches a step accumulates."""
+"""When schedulers step, when validation runs within fit, which batches a step accumulates, and when a run ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from hasten._lib.durations import Period
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import by_kind, parameters_of
-from hasten.elsewhere import alias
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.optim import LRSchedulerConfig
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.machine.signals import StopRequests
+    from hasten.types import Group
 
 
 class ValidationSchedule:
@@ -46,20 +46,30 @@ class ValidationSchedule:
         if isinstance(interval, Period):
             return math.inf
         if isinstance(interval, int):
+            return interval
+        return length if math.isinf(length) else max(1, int(length * interval))
+
+    def check(self, length: float) -> None:
+        """Check the interval for epochs of ``length`` batches.
+
+        Raises:
+            MisconfigurationException: it is longer than an epoch, or a share of one whose length is not known.
+
+        """
+        interval = self._interval
+        if isinstance(interval, Period):
+            return
+        if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
                 raise MisconfigurationException(
                     f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches. Use at most "
                     f"{int(length)}, or check_val_every_n_epoch=None to count batches over epochs."
                 )
-            return interval
-        if math.isinf(length):
-            if interval == 1.0:
-                return math.inf
+        elif math.isinf(length) and interval != 1.0:
             raise MisconfigurationException(
                 f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a "
                 "length. Give a number of batches, for instance val_check_interval=1000."
             )
-        return max(1, int(length * interval))
 
     def due_in(self, epoch: int) -> bool:
         """Return whether validation may be due in an epoch."""
@@ -68,9 +78,9 @@ class ValidationSchedule:
     def due(self, run: Run) -> bool:
         """Return whether validation is due after the batch just done."""
         progress = run.progress
-        if not self.due_in(progress.epoch) or run.validation.is_off():
+        if not self.due_in(progress.epoch) or run.data.validation.is_off():
             return False
-        if run.should_stop and run.may_stop_early():
+        if run.limits.should_stop and run.limits.may_stop_early():
             return True
         if isinstance(self._interval, Period):
             if self._interval.steps is not None:
@@ -78,19 +88,19 @@ class ValidationSchedule:
             assert self._interval.time is not None
             late = time.monotonic() - self._last_seconds >= self._interval.time.total_seconds()
             # Clocks differ between processes; the first one's is right for all.
-            return bool(run.runtime.broadcast(late)) if run.runtime.world_size > 1 else late
-        every = self.batches_between(run.train.limit)
+            return bool(run.runtime.broadcast(late))
+        every = self.batches_between(run.data.train.limit)
         if self._every_n_epochs is None:
             return progress.total_batches % every == 0
-        if every >= run.train.limit:
+        if every >= run.data.train.limit:
             return progress.last_batch
         return progress.batch % every == 0
 
     def next_batch(self, run: Run) -> float:
         """Return the next ``total_batches`` at which ``due`` must be checked; it also is at the end of an epoch."""
-        if run.validation.is_off(loads=False) or self.per_batch:
+        if run.data.validation.is_off(loads=False) or self.per_batch:
             return math.inf
-        every = self.batches_between(run.train.limit)
+        every = self.batches_between(run.data.train.limit)
         if math.isinf(every):
             return math.inf
         progress = run.progress
@@ -99,11 +109,11 @@ class ValidationSchedule:
 
     def left(self, run: Run, batches: float) -> float:
         """Return about how many validations follow within the next ``batches`` of the run; 0 where time decides."""
-        if run.validation.is_off(loads=False):
+        if run.data.validation.is_off(loads=False):
             return 0.0
-        progress, length = run.progress, run.train.limit
+        progress, length = run.progress, run.data.train.limit
         if isinstance(self._interval, Period):
-            every = (self._interval.steps or math.inf) * run.accumulate_grad_batches
+            every = (self._interval.steps or math.inf) * run.window.accumulate_grad_batches
         else:
             every = min(self.batches_between(length), length)
         if math.isinf(every):
@@ -155,17 +165,17 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
     except ValueError as error:
         if "total steps" in str(error):
             error.add_note(
-                f"The {type(config.scheduler).__name__} was made for fewer steps than this run takes: {run.max_epochs} "
-                f"epochs of {run.train.limit} batches. Make it with total_steps=self.trainer."
-                "estimated_stepping_batches. A resumed run keeps the plan of its checkpoint: to train longer than that "
-                "plan, load the weights alone and begin a new one."
+                f"The {type(config.scheduler).__name__} was made for fewer steps than this run takes: "
+                f"{run.limits.max_epochs} epochs of {run.data.train.limit} batches. Make it with "
+                "total_steps=self.trainer.estimated_stepping_batches. A resumed run keeps the plan of its checkpoint: "
+                "to train longer than that plan, load the weights alone and begin a new one."
             )
         raise
 
 
 def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     name = str(config.monitor)
-    several = run.runtime.world_size > 1
+    several = run.runtime.several_processes
     if several and config.interval == "step":
         run.logged.sync_step_values()
     metrics = run.logged.callback_metrics()
@@ -196,19 +206,19 @@ def plan_windows(run: Run) -> tuple[int, int, float]:
     A resumed run completes the accumulation that its checkpoint has open, and counts the others from there: the sizes
     may differ from those of the run before. What is accumulated already is scaled to the new size.
     """
-    progress, size, length = run.progress, run.accumulate_grad_batches, run.train.limit
+    progress, size, length = run.progress, run.window.accumulate_grad_batches, run.data.train.limit
     index = progress.accumulation_index
     # An open accumulation that has the new size already ends with the next batch.
     start = progress.batch - index if index < size else progress.batch + 1
-    # Lightning divides by the full size, also in the last, shorter accumulation: the same numbers under its names.
-    tail_size, tail_start = (size, math.inf) if alias.active() else _tail(max(0, length - start), size)
+    is_full = run.conventions.tail_divides_by_full_size
+    tail_size, tail_start = (size, math.inf) if is_full else _tail(max(0, length - start), size)
     windows = size, tail_size, start + tail_start
-    divisor_before, run.windows = run.accumulation_divisor(), windows
-    if index and divisor_before is not None and run.window_weight is None:
-        divisor = run.divisor_of(progress.batch)
+    divisor_before, run.window.plan = run.window.accumulation_divisor(), windows
+    if index and divisor_before is not None and run.window.weight is None:
+        divisor = run.window.divisor_of(progress.batch)
         if divisor != divisor_before and run.module.automatic_optimization:
             for optimizer in run.optimizers:
-                scale_gradients(run, optimizer, divisor_before / divisor)
+                run.runtime.engine.scale_gradients(optimizer, divisor_before / divisor)
     return windows
 
 
@@ -223,24 +233,117 @@ def _tail(length: float, size: int) -> tuple[int, float]:
 def divide_gradients(run: Run, optimizer: Optimizer, weight: float | Tensor) -> None:
     """Divide gradients by the weight of their accumulation; the mean over nothing has none, or zeros on a device."""
     if isinstance(weight, Tensor) and not on_host(weight):
-        scale_gradients(run, optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
+        run.runtime.engine.scale_gradients(optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
     elif weight:
-        scale_gradients(run, optimizer, 1.0 / weight)
-    elif run.runtime.strategy.owns_step:
-        scale_gradients(run, optimizer, 0.0)
+        run.runtime.engine.scale_gradients(optimizer, 1.0 / weight)
     else:
-        for parameter in parameters_of(optimizer):
-            parameter.grad = None
-
-
-def scale_gradients(run: Run, optimizer: Optimizer, factor: float | Tensor) -> None:
-    if run.runtime.strategy.owns_step:
-        run.runtime.strategy.scale_gradients(factor)
-        return
-    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    for alike in by_kind(gradients):
-        torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
+        run.runtime.engine.drop_gradients(optimizer)
 
 
 def on_host(weight: object) -> bool:
-    return not isinstance(weight, Tensor) or weight.device.type == "cpu"
+    return not isinstance(weight, Tensor) or weight.is_cpu
+
+
+# -- when a run ends
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM arrived, and the batch in hand is complete. No ``except Exception`` of a user swallows it."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+class Limits:
+    """When a run ends.
+
+    Args:
+        stop: the requests that arrive as signals.
+        number: which run of several processes this is, the same on all of them.
+
+    """
+
+    # Set by the run whose limits these are.
+    run: Run
+
+    def __init__(self, stop: StopRequests, number: int = 0) -> None:
+        self.stop, self.number = stop, number
+        self.should_stop = False
+        # Whether all processes agreed on it; one process does not stop alone.
+        self.stop_agreed = False
+        # Whether it was said that a request to stop waits for a minimum.
+        self._stop_is_late = False
+        # Processes that speak from host to host, where the others speak from device to device.
+        self.host_group: Group = None
+
+    @property
+    def max_epochs(self) -> float:
+        """Epochs to train for; infinite when there is no limit."""
+        return _limit(self.run.arguments.max_epochs)
+
+    @property
+    def max_steps(self) -> float:
+        """Optimizer steps to train for; infinite when there is no limit."""
+        return _limit(self.run.arguments.max_steps)
+
+    def may_stop_early(self) -> bool:
+        """Return whether ``min_epochs`` and ``min_steps`` are reached."""
+        progress, arguments = self.run.progress, self.run.arguments
+        enough_epochs = progress.epochs_done >= (arguments.min_epochs or 0)
+        return enough_epochs and progress.global_step >= (arguments.min_steps or 0)
+
+    def stops_early(self) -> bool:
+        """Return whether a request to stop takes effect; say once that it has to wait."""
+        if self.may_stop_early():
+            return True
+        if not self._stop_is_late:
+            self._stop_is_late, arguments = True, self.run.arguments
+            rank_zero_info(
+                f"The run is to stop, but the required `min_epochs={arguments.min_epochs}` or "
+                f"`min_steps={arguments.min_steps}` has not been met. Training will continue until then."
+            )
+        return False
+
+    def has_next_epoch(self) -> bool:
+        """Return whether another epoch follows the one whose batches are done, before its validation has its say."""
+        progress = self.run.progress
+        return (
+            progress.epochs_done + 1 < self.max_epochs
+            and progress.global_step < self.max_steps
+            and not self.should_stop
+            and self.stop.signal is None
+        )
+
+    def finished(self) -> bool:
+        """Return whether training is over: a limit is reached, or ``should_stop`` is set and the minimum is reached."""
+        progress = self.run.progress
+        if progress.global_step >= self.max_steps:
+            return True
+        if not progress.mid_epoch and progress.epochs_done >= self.max_epochs:
+            return True
+        return self.should_stop and self.may_stop_early()
+
+    def leave_if_stopped(self) -> None:
+        """Leave the run if Ctrl-C or SIGTERM arrived; all processes pass here, so that all leave."""
+        number = self.agree_now()
+        if number is not None:
+            raise Stopped(number)
+
+    def agree_now(self) -> int | None:
+        """Stop on all processes if one is to stop, at a place that all pass; return the signal that arrived at any."""
+        if not self.run.runtime.several_processes:
+            return self.stop.signal
+        self.stop.asks = self.stop.asks or self.should_stop
+        number = self.stop.agreed_now()
+        self.apply_agreement()
+        return number
+
+    def apply_agreement(self) -> None:
+        """Stop if an agreement said so."""
+        if self.stop.granted:
+            self.should_stop = self.stop_agreed = True
+
+
+def _limit(value: int | None) -> float:
+    return math.inf if value is None or value < 0 else value

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, NotPartOfLightning2
+from hasten._lib.explain import describe_batch, explain
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
-from hasten._lib.tree import is_sharded, parameters_of
+from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.extend.origin import comes_from, is_builtin
 from hasten.hooks import overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -81,13 +84,16 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
         hint = ""
         if isinstance(module, type) and issubclass(module, LightningModule):
             hint = f" That is the class: write {module.__name__}()."
+        elif any(isinstance(one, LightningModule) for one in given):
+            hint = f" The module comes first: Trainer.{call}(module, ...)."
         elif isinstance(module, nn.Module):
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
         elif is_of_pipeline(module):
             hint = f" {PIPELINE_IN_FABRIC}."
         raise TypeError(f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
-        raise TypeError(f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}.")
+        hint = f" Make one: {datamodule.__name__}()." if isinstance(datamodule, type) else ""
+        raise TypeError(f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}.{hint}")
     if datamodule is not None and any(one is not None for one in given):
         raise MisconfigurationException(
             f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
@@ -167,14 +173,14 @@ def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> str 
 
 def check_fit(run: Run) -> None:
     """Check what can only be checked with loaders and optimizers there."""
-    if not run.train.is_off():
-        run.validation_schedule.batches_between(run.train.limit)
+    if not run.data.train.is_off() and not run.data.validation.is_switched_off:
+        run.data.validation_schedule.check(run.data.train.limit)
     for optimizer in run.optimizers:
         # An engine takes the parameters out of its optimizer.
-        if not parameters_of(optimizer) and not run.runtime.strategy.owns_step:
+        if not parameters_of(optimizer) and not run.runtime.engine.owns_step:
             raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
         if run.module.automatic_optimization:
-            batches = run.accumulate_grad_batches
+            batches = run.window.accumulate_grad_batches
             check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     if not run.optimizers and run.arguments.on_bad_loss in ("skip", "rewind"):
         raise MisconfigurationException(
@@ -185,8 +191,8 @@ def check_fit(run: Run) -> None:
 
 def check_evaluation(run: Run) -> None:
     """Check the validation of a fit before training, so that errors show at once."""
-    if not run.validation.is_off():
-        check_takes_loader(run.module, "validation", len(run.validation.load()))
+    if not run.data.validation.is_off():
+        check_takes_loader(run.module, "validation", len(run.data.validation.load()))
 
 
 def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
@@ -208,17 +214,13 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             "or nn.ModuleDict."
         )
         # Programs whose optimizers have copies of the weights, in 32 bits for instance, override these.
-        copies = not type(optimizer).__module__.startswith(("torch.optim", "hasten.optim")) or any(
+        copies = not comes_from(type(optimizer), "torch.optim", "hasten.optim") or any(
             overrides(module, LightningModule, name)
             for name in ("optimizer_step", "on_before_optimizer_step", "on_after_backward")
         )
         if module.automatic_optimization and not copies:
             if run.runtime.syncs_gradients:
-                if run.runtime.strategy.shards_parameters:
-                    instead += (
-                        f" strategy={run.runtime.strategy.name!r} replaces parameters by parts of them before "
-                        "configure_optimizers(): make optimizers and lists of parameters there, not in __init__()."
-                    )
+                instead += run.runtime.strategy.sharding.advice_on_optimizers()
                 raise MisconfigurationException(
                     f"{problem}, so their gradients would not be averaged over the processes. {instead}"
                 )
@@ -279,7 +281,7 @@ def check_signatures(
         if owner is None:
             continue
         # hasten's own classes are right; what a program has put on an instance of one may not be.
-        ours = type(owner).__module__.startswith("hasten.")
+        ours = is_builtin(type(owner))
         for name in [name for name in names if name in vars(owner)] if ours else names:
             if overrides(owner, base, name):
                 _check_arguments(owner, name, _arguments(base, name))
@@ -311,6 +313,13 @@ def _arguments(base: type, name: str) -> tuple[str, ...]:
 
 def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
     by_name = {name: None for name in arguments if name in _BY_NAME}
+    function = _plain_function(method)
+    if function is not None and not by_name:
+        # As below, without the time that a signature takes.
+        code, count = function.__code__, len(arguments) + 1
+        required = code.co_argcount - len(function.__defaults__ or ())
+        at_most = math.inf if code.co_flags & inspect.CO_VARARGS else code.co_argcount
+        return required <= count <= at_most and code.co_kwonlyargcount == len(function.__kwdefaults__ or ())
     try:
         inspect.signature(method).bind(*(name for name in arguments if name not in by_name), **by_name)
     except TypeError:
@@ -318,6 +327,12 @@ def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
     except ValueError:
         pass  # Written in C: nothing is known.
     return True
+
+
+def _plain_function(method: Any) -> FunctionType | None:
+    """Return the function of a method that nothing has been put around; None of everything else."""
+    function = getattr(method, "__func__", None)
+    return function if type(function) is FunctionType and not vars(function) else None
 
 
 def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> None:
@@ -329,7 +344,7 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
         )
     # Which loaders there are is not known yet: see check_takes_loader.
     of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
-    if not of_loader and not _accepts(method, arguments) and not (alias.active() and _accepts_stage(method, arguments)):
+    if not of_loader and not _accepts(method, arguments) and not _accepts_stage(method, arguments):
         _refuse_signature(
             f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
             f"({', '.join(arguments)}). Write: def {name}({', '.join(('self', *arguments))})."
@@ -345,7 +360,7 @@ def _accepts_stage(method: Any, arguments: tuple[str, ...]) -> bool:
 
 
 def _refuse_signature(message: str) -> None:
-    if not alias.active():
+    if not conventions.current().mistakes_are_warnings:
         raise MisconfigurationException(message)
     # In Lightning, such a hook raises a TypeError when it is called, which may never happen.
     rank_zero_warn(message)
@@ -419,7 +434,9 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
         # Beside the hook itself it is a helper.
         if hook in hooks and not overrides(owner, base, hook):
-            arguments = ", ".join(inspect.signature(getattr(base, hook)).parameters)
+            arguments = ", ".join(
+                ("self", *_STEPS[hook]) if hook in _STEPS else inspect.signature(getattr(base, hook)).parameters
+            )
             rank_zero_warn(
                 f"{kind.__name__}.{name}() looks like the hook {hook}({arguments}), and the trainer does not call it. "
                 f"Rename it to {hook}; if it is a method for your own code, give it another name."
@@ -457,11 +474,13 @@ class FirstEpoch:
     def __init__(self) -> None:
         self._begun = self._ended = self._resumed = False
         self._in_eval_mode: set[nn.Module] = set()
+        self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
 
     def before_start(self, run: Run) -> None:
-        """Note the parts in eval mode before the hooks of training: those that hooks switch to it are meant so."""
+        """Note the parts in eval mode before training: those that hooks or their own train() switch are meant so."""
         self._in_eval_mode = {part for part in run.module.modules() if not part.training}
-        if run.as_lightning and self._in_eval_mode and not self._begun:
+        self._broadcast = _broadcast_losses(run.module)
+        if run.conventions.warns_of_settings and self._in_eval_mode and not self._begun:
             # There, also of those that nothing trains.
             rank_zero_warn(
                 f"Found {len(self._in_eval_mode)} module(s) in eval mode at the start of training: dropout is off "
@@ -469,17 +488,16 @@ class FirstEpoch:
                 PossibleUserWarning,
             )
             self._in_eval_mode = set()
+        call_own_train(run.module)
 
     def at_start(self, run: Run) -> None:
         """Warn of layers that would train in eval mode; by now every hook has had its chance to switch them."""
         if self._begun:
             return
         self._begun, self._resumed = True, run.progress.logged_step > 0
-        if run.as_lightning:
+        if run.conventions.warns_of_settings:
             self._warn_of_interval(run)
         module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
-        if any(type(part).train is not nn.Module.train for part in module.modules()):
-            return  # The model decides itself which of its parts are in which mode.
         trained = {parameter for parameter in parameters_of(*run.optimizers) if parameter.requires_grad}
         found = [
             name
@@ -488,6 +506,10 @@ class FirstEpoch:
             if part in before and not part.training and not isinstance(part, _NormBase)
             if not trained.isdisjoint(part.parameters(recurse=False))
         ]
+        if found:
+            # What the model's own train() keeps in eval mode is meant so.
+            kept = left_in_eval_mode(module)
+            found = [name for name in found if module.get_submodule(name) not in kept]
         if found:
             rank_zero_warn(
                 f"{type(module).__name__} trains {len(found)} layers in eval mode ({', '.join(found[:_NAMED])}): "
@@ -498,7 +520,7 @@ class FirstEpoch:
 
     def _warn_of_interval(self, run: Run) -> None:
         """Warn as Lightning does, whatever is logged."""
-        every, batches = run.arguments.log_every_n_steps, run.train.limit
+        every, batches = run.arguments.log_every_n_steps, run.data.train.limit
         if run.logged.loggers and batches < every and not run.arguments.fast_dev_run:
             self._ended = True
             rank_zero_warn(
@@ -508,7 +530,9 @@ class FirstEpoch:
             )
 
     def at_end(self, run: Run) -> None:
-        """Warn of values logged on steps that no logger has got: the epoch was shorter than the interval."""
+        """Warn of what torch has warned of, and of values logged on steps that no logger has got."""
+        if not self._ended:
+            _warn_of_broadcast_losses(run.module, self._broadcast)
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
         silent = self._ended or self._resumed or run.arguments.fast_dev_run or not run.logged.loggers
@@ -520,6 +544,52 @@ class FirstEpoch:
                 f"first epoch had {steps}: none of them got there. Write "
                 f"Trainer(log_every_n_steps={max(1, steps // 10)}), or self.log(..., on_epoch=True) for the mean."
             )
+
+
+def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.Match[str]]:
+    """Return the warnings of torch of losses of two shapes: (module, text, line) to the shapes.
+
+    Python notes the warnings that it has shown in the module whose line they name: nothing has to watch the steps.
+    """
+    found = {}
+    # A loss that is a layer is called by a line of torch.
+    for name in {**{kind.__module__: None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
+        for shown in vars(sys.modules.get(name, sys)).get("__warningregistry__", ()):
+            if isinstance(shown, tuple) and (shapes := _OF_TWO_SHAPES.match(str(shown[0]))):
+                found[name, str(shown[0]), shown[2]] = shapes
+    return found
+
+
+def _warn_of_broadcast_losses(module: LightningModule, before: Iterable[tuple[str, str, int]]) -> None:
+    """Say what mends a loss of two shapes, of which torch has warned in this fit."""
+    for (name, text, line), shapes in _broadcast_losses(module).items():
+        if (name, text, line) in before:
+            continue
+        file = getattr(sys.modules[name], "__file__", None)
+        place = f" ({file}, line {line})" if file and not name.startswith("torch.") else ""
+        target, values = (f"({sizes}{',' * (',' not in sizes)})" for sizes in shapes.groups())
+        rank_zero_warn(
+            f"{type(module).__name__}: a loss{place} gets predictions of shape {values} and targets of shape {target}. "
+            "It compares every prediction with every target, and the model learns their mean. Give both one shape: "
+            f"{_one_shape(shapes[2], shapes[1])}."
+        )
+
+
+# What torch says of mse_loss, l1_loss, smooth_l1_loss and huber_loss.
+_OF_TWO_SHAPES = re.compile(
+    r"Using a target size \(torch\.Size\(\[(.*?)\]\)\) that is different to the input size \(torch\.Size\(\[(.*?)\]\)\)"
+)
+
+
+def _one_shape(values: str, target: str) -> str:
+    """Return how to give a loss predictions and targets of one shape."""
+    shape = values.split(", ")
+    if target == ", ".join(shape[:-1]) and shape[-1] == "1":
+        return "write y.unsqueeze(-1) for the targets y, or squeeze(-1) for the predictions"
+    other = target.split(", ")
+    if values == ", ".join(other[:-1]) and other[-1] == "1":
+        return "write y.squeeze(-1) for the targets y, or unsqueeze(-1) for the predictions"
+    return "write y.view_as(predictions) for the targets y, or change the last layer"
 
 
 # -- what a step returned
@@ -549,18 +619,18 @@ def loss_of(output: object, run: Run) -> Tensor | None:
             )
     if isinstance(loss, Tensor):
         # With ``loss_parallel`` it is a DTensor.
-        return loss.full_tensor() if is_sharded(loss) else loss  # type: ignore[attr-defined]
+        return whole(loss)
     if loss is not None:
         raise MisconfigurationException(
             f"{step} returned {_describe(loss)}; return the loss (a tensor), a dict with the key 'loss', or None to "
             "skip the batch." + (" Do not convert it with .item() or float()." if isinstance(loss, float) else "")
         )
-    if run.skipped_batches == 0:
+    if run.window.skipped_batches == 0:
         rank_zero_warn(
             f"{step} returned None: the batch is skipped. If that is not on purpose, end training_step with "
             "`return loss`."
         )
-    run.skipped_batches += 1
+    run.window.skipped_batches += 1
     return None
 
 
@@ -599,16 +669,16 @@ def weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
     """Return the share of a loss in its accumulation, whose gradient is to be that of the mean over all its batches."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
     if run.window.is_start:
-        run.window_weight, run.window_is_unweighed = None, False
+        run.window.weight, run.window.is_unweighed = None, False
     if weight is None:
-        if run.window_weight is not None:
+        if run.window.weight is not None:
             raise weights_are_missing(run)
-        run.window_is_unweighed = True
+        run.window.is_unweighed = True
         return loss / run.window.size if run.window.size != 1 else loss
-    if run.window_is_unweighed:
+    if run.window.is_unweighed:
         raise weights_are_missing(run)
     check_weight(weight, run)
-    run.window_weight = weight if run.window_weight is None else run.window_weight + weight
+    run.window.weight = weight if run.window.weight is None else run.window.weight + weight
     part: Tensor = loss * weight
     return part
 
@@ -622,10 +692,10 @@ def counts_for_nothing(output: Any) -> bool:
 def check_some_loss(run: Run) -> None:
     """Raise if a whole epoch passed in which every batch was skipped."""
     # Lightning warns at the first of them and goes on.
-    skipped_all = run.skipped_batches and run.skipped_batches >= run.progress.total_batches
-    if run.optimizers and skipped_all and not run.as_lightning:
+    skipped_all = run.window.skipped_batches and run.window.skipped_batches >= run.progress.total_batches
+    if run.optimizers and skipped_all and not run.conventions.mistakes_are_warnings:
         raise MisconfigurationException(
-            f"{type(run.module).__name__}.training_step returned None for each of the {run.skipped_batches} "
+            f"{type(run.module).__name__}.training_step returned None for each of the {run.window.skipped_batches} "
             "batches so far, so nothing was trained. End training_step with `return loss`."
         )
 
@@ -654,6 +724,11 @@ def with_batch_idx_if_taken(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
     """Return whether ``step`` takes an argument ``name``, or at least ``at`` positional ones."""
+    function = _plain_function(step)
+    if function is not None:
+        code = function.__code__
+        named = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+        return name in named or bool(code.co_flags & inspect.CO_VARARGS) or code.co_argcount - 1 >= at
     try:
         parameters = inspect.signature(step).parameters
     except (TypeError, ValueError):
@@ -664,30 +739,14 @@ def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
     return name in parameters or inspect.Parameter.VAR_POSITIONAL in kinds or positional >= at
 
 
-# A part of an error's message, and what usually mends it.
-_REMEDIES = {
-    "does not require grad": (
-        "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), "
-        ".item(), torch.no_grad(), torch.tensor(loss), or every parameter is frozen."
-    ),
-    "implicitly created only for scalar": "The loss has more than one element. Return its mean: `return loss.mean()`.",
-    "a second time": (
-        "The loss reaches back into an earlier batch. Detach what you carry over: `self.state = state.detach()`."
-    ),
-    "activation checkpoint has been mutated": (
-        "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
-        "memory='full', or write x = x + y instead of x += y there."
-    ),
-    "unpack": "The step unpacks the batch into another number of parts than the dataset gives.",
-    "forward": "Define forward(), or call the layers by name in the step.",
-}
-
-
 def annotate(error: BaseException, step: str, module: nn.Module, batch: object, batch_idx: int) -> None:
     """Add to an error of the user's step where it happened, on what, and what usually mends it."""
     if getattr(error, "_hasten_place", False):
         return
     error.add_note(f"in {type(module).__name__}.{step}, batch {batch_idx}: {describe_batch(batch)}")
+    # The place comes first, also where what mends the error is known already.
+    error.__notes__.insert(0, error.__notes__.pop())
+    explain(error, batch)
     text, note = str(error), None
     if is_out_of_memory(error):
         note = MEMORY_NOTE
@@ -701,27 +760,10 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
         function = getattr(module, wrong[1], None)
         known = list(inspect.signature(function).parameters) if callable(function) else []
         note = f"self.{wrong[1]} takes: {', '.join(known)}.{did_you_mean(wrong[2], known)}" if known else None
-    elif part := next((part for part in _REMEDIES if part in text), None):
-        kind = {"unpack": (ValueError, TypeError), "forward": (NotImplementedError,)}.get(part, (Exception,))
-        note = _REMEDIES[part] if isinstance(error, kind) else None
     if note is not None:
         error.add_note(note)
     with suppress(AttributeError):
         error._hasten_place = True  # type: ignore[attr-defined]
-
-
-def describe_batch(batch: object, depth: int = 0) -> str:
-    """Describe the structure of a batch in one line: types, shapes, dtypes."""
-    if isinstance(batch, Tensor):
-        return f"Tensor {tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, Mapping) and depth < 2:
-        inside = ", ".join(f"{key!r}: {describe_batch(batch[key], depth + 1)}" for key in list(batch)[:6])
-        return f"{type(batch).__name__} of {len(batch)} {{{inside}}}"
-    if isinstance(batch, (list, tuple)) and depth < 2:
-        inside = ", ".join(describe_batch(part, depth + 1) for part in batch[:4])
-        more = ", ..." if len(batch) > 4 else ""
-        return f"{type(batch).__name__} of {len(batch)} ({inside}{more})"
-    return type(batch).__name__
 
 
 def _describe(thing: Any) -> str:

@@ -71,7 +71,7 @@ def begin_run() -> None:
 
 
 def leave_word(error: BaseException) -> None:
-    """Have the others know which error ends the run in this process."""
+    """Publish the error that ends this process, so that other ranks can report it."""
     first_line = next(iter(str(error).strip().splitlines()), "")
     with suppress(RuntimeError):
         name = type(error).__name__

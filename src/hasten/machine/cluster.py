@@ -19,7 +19,7 @@ import torch.distributed
 from hasten._lib import check
 from hasten._lib.optional import installed, need
 from hasten._lib.rank_zero import PossibleUserWarning, log, rank_zero_only, rank_zero_warn
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.machine import collectives
 
 
@@ -176,19 +176,24 @@ class _ExternalCluster(_FromVariables):
     creates_processes_externally = True
 
     def set_world_size(self, size: int) -> None:
-        pass
+        """Do nothing: the launcher has set it."""
+        _not_set(self, "world size", size)
 
     def set_global_rank(self, rank: int) -> None:
-        pass
+        """Do nothing: the launcher has set it."""
+        _not_set(self, "global rank", rank)
 
     def world_size(self) -> int:
-        return _number(self._world_size, default=1)
+        return _set_by_launcher(self._world_size)
 
     def global_rank(self) -> int:
-        return _number(self._global_rank)
+        return _set_by_launcher(self._global_rank)
+
+    def local_rank(self) -> int:
+        return _set_by_launcher(self._local_rank[0])
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        _check_world_size(self._launcher, self.world_size(), num_devices, num_nodes)
+        _check_world_size(self._launcher, number_of_processes(self), num_devices, num_nodes)
 
 
 def _check_world_size(launcher: str, world_size: int, num_devices: int, num_nodes: int) -> None:
@@ -294,7 +299,7 @@ class SLURMEnvironment(_ExternalCluster):
     def _warn_without_srun() -> None:
         """Warn where srun exists and did not start this program, as Lightning does."""
         by_srun = "SLURM_NTASKS" in os.environ and not SLURMEnvironment._is_interactive()
-        if alias.active() and not by_srun and shutil.which("srun") is not None:
+        if conventions.current().warns_of_settings and not by_srun and shutil.which("srun") is not None:
             command = shlex.join(["srun", os.path.basename(sys.executable), *sys.argv])[:64]
             rank_zero_warn(
                 "This machine has the command srun, and it did not start this program. For a job of SLURM, write: "
@@ -306,7 +311,8 @@ class SLURMEnvironment(_ExternalCluster):
     def _check_srun() -> None:
         SLURMEnvironment._warn_without_srun()
         tasks = _number("SLURM_NTASKS", default=1)
-        if alias.active() and tasks > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
+        is_strict = conventions.current().warns_of_settings
+        if is_strict and tasks > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
             raise RuntimeError(
                 f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set. In place of --ntasks={tasks} write "
                 f"--ntasks-per-node={tasks}, for each machine."
@@ -327,14 +333,8 @@ class SLURMEnvironment(_ExternalCluster):
         if self._world_size in os.environ:
             super().validate_settings(num_devices, num_nodes)
 
-    def world_size(self) -> int:
-        return _set_by_launcher(self._world_size, 1)
-
-    def local_rank(self) -> int:
-        return _set_by_launcher(*self._local_rank, 0)
-
     def node_rank(self) -> int:
-        return _set_by_launcher(*self._node_rank, 0)
+        return _set_by_launcher(self._node_rank[0])
 
     @staticmethod
     def job_name() -> str | None:
@@ -388,9 +388,17 @@ class KubeflowEnvironment(_ExternalCluster):
     _required = ("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
     @property
+    def main_address(self) -> str:
+        """MASTER_ADDR."""
+        return os.environ["MASTER_ADDR"]
+
+    @property
     def main_port(self) -> int:
         """MASTER_PORT."""
-        return _number("MASTER_PORT", default=12910)
+        return _set_by_launcher("MASTER_PORT")
+
+    def node_rank(self) -> int:
+        return self.global_rank()
 
     @staticmethod
     def detect() -> bool:
@@ -506,13 +514,15 @@ class MPIEnvironment(ClusterEnvironment):
         return int(self._world.Get_size())
 
     def set_world_size(self, size: int) -> None:
-        pass
+        """Do nothing: mpirun has set it."""
+        _not_set(self, "world size", size)
 
     def global_rank(self) -> int:
         return int(self._world.Get_rank())
 
     def set_global_rank(self, rank: int) -> None:
-        pass
+        """Do nothing: mpirun has set it."""
+        _not_set(self, "global rank", rank)
 
     def local_rank(self) -> int:
         hosts = [host for host, _ in self._places()[: self.global_rank() + 1]]
@@ -580,6 +590,14 @@ def find_cluster() -> ClusterEnvironment:
     return LightningEnvironment()
 
 
+def number_of_processes(cluster: ClusterEnvironment) -> int:
+    """Return the number of processes; 1 where a program for a cluster runs by itself, for instance on a laptop."""
+    try:
+        return cluster.world_size()
+    except KeyError:
+        return 1
+
+
 def find_free_port() -> int:
     """Return a port that is free now."""
     with socket.socket() as listener:
@@ -601,11 +619,21 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0].split(" ")[0]
 
 
-def _set_by_launcher(name: str, default: int) -> int:
-    """Return a variable that a launcher sets; as in Lightning, under its names it must be set."""
-    if alias.active() and name not in os.environ:
+def _set_by_launcher(name: str) -> int:
+    """Return a variable that a launcher sets.
+
+    Raises:
+        KeyError: it is not set. A guess would have several processes take themselves for the first.
+
+    """
+    if name not in os.environ:
         raise KeyError(name)
-    return _number(name, default=default)
+    return _number(name)
+
+
+def _not_set(cluster: ClusterEnvironment, what: str, value: int) -> None:
+    kind = type(cluster).__name__
+    log.debug(f"{kind}: setting {what} is not allowed ({value} was given); the launcher has set it. Ignored.")
 
 
 def _number(*names: str, default: int = 0) -> int:

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from hasten._lib.names import did_you_mean
+from hasten._lib.device import is_cuda, is_host
+from hasten._lib.names import unknown_word
 from hasten._lib.tree import by_kind, map_leaves, map_tensors
+from hasten.extend.origin import package_of
 from hasten.machine import agreement
 from hasten.machine.rendezvous import Party, meet, store_of_first, store_of_this_attempt
 
@@ -85,9 +87,8 @@ def operation_name(op: object) -> str:
     text = "sum" if op is None else str(getattr(op, "name", op)).rpartition(".")[2].lower()
     text = {"avg": "mean", "average": "mean", "prod": "product"}.get(text, text)
     if text not in _OPERATIONS:
-        raise ValueError(
-            f"reduce_op={op!r}: use one of {', '.join(map(repr, _OPERATIONS))}." + did_you_mean(text, _OPERATIONS)
-        )
+        allowed = f"use one of {', '.join(map(repr, _OPERATIONS))}."
+        raise ValueError(f"reduce_op={op!r}: {unknown_word(text, _OPERATIONS, allowed)}")
     return text
 
 
@@ -125,7 +126,7 @@ def numbers_as_tensors(data: object, device: torch.device) -> Any:
     """Return ``data`` with its numbers, arrays and tensors, also those in collections, as tensors on ``device``."""
 
     def as_tensor(leaf: Any) -> Any:
-        if isinstance(leaf, (Tensor, bool, int, float, complex)) or type(leaf).__module__ == "numpy":
+        if isinstance(leaf, (Tensor, bool, int, float, complex)) or package_of(type(leaf)) == "numpy":
             return torch.as_tensor(leaf, device=device)
         return leaf
 
@@ -149,7 +150,7 @@ def broadcast(data: T, src: int = 0, *, device: torch.device) -> T:
     if world_size() == 1:
         return data
     box: list[Any] = [data if dist.get_rank() == src else None]
-    dist.broadcast_object_list(box, src=src, device=None if device.type == "cpu" else device)
+    dist.broadcast_object_list(box, src=src, device=None if is_host(device) else device)
     received: T = box[0]
     return received
 
@@ -231,7 +232,7 @@ def barrier(device: torch.device) -> None:
     """Wait for all processes."""
     if world_size() == 1:
         return
-    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    dist.barrier(device_ids=[device.index] if is_cuda(device) else None)
 
 
 @contextmanager
@@ -290,7 +291,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     if store is not None:
         store.set_timeout(timeout)
         options["store"] = store
-    if device.type == "cuda" and "nccl" in backend:
+    if is_cuda(device) and "nccl" in backend:
         options["device_id"] = device
     dist.init_process_group(backend, **options)
     global _own_group

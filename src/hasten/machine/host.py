@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 # How long a lock is waited for in silence.
 _LOCK_SECONDS = 20.0
+# The ranks of a run start within so many seconds of each other.
+_TOGETHER_SECONDS = 60.0
 
 
 def usable_cores() -> int:
@@ -102,12 +105,33 @@ def _watch(ended: threading.Event, watched: int) -> None:
         path = _lock_waited_for(watched)
         since = since + 1.0 if path is not None else 0.0
         if path is not None and since >= _LOCK_SECONDS:
-            sys.stderr.write(
-                f"Waiting for another process to build an extension, for {since:.0f} s now. If none is being "
-                f"built (an earlier start was cut off), remove the lock: rm {path}\n"
-            )
+            sys.stderr.write(f"{_why_locked(path, since)}\n")
             sys.stderr.flush()
             return
+
+
+def _why_locked(path: str, since: float) -> str:
+    waited = f"to build an extension, for {since:.0f} s now"
+    with suppress(OSError, ValueError):
+        # The ranks of a run start together, and one of them builds for all.
+        if os.stat(path).st_mtime > time.time() - process_age_seconds() - _TOGETHER_SECONDS:
+            return f"Waiting for another rank of this run {waited}. That takes a minute or two."
+    return (
+        f"Waiting for another process {waited}. If none is being built (an earlier start was cut off), remove the "
+        f"lock: rm {path}"
+    )
+
+
+def process_age_seconds() -> float:
+    """Return for how long this process has run.
+
+    Raises:
+        OSError: the system does not say.
+
+    """
+    started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    up_seconds = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    return up_seconds - started / os.sysconf("SC_CLK_TCK")
 
 
 def _lock_waited_for(thread: int) -> str | None:

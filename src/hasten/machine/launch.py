@@ -25,7 +25,7 @@ import torch.distributed
 
 from hasten._lib import FOLDER_AT_IMPORT
 from hasten.machine import collectives
-from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment
+from hasten.machine.cluster import JOB_VARIABLE, ClusterEnvironment, TorchElasticEnvironment
 from hasten.machine.host import usable_cores
 from hasten.machine.rendezvous import forget_meetings, note_who_lives
 
@@ -33,10 +33,15 @@ from hasten.machine.rendezvous import forget_meetings, note_who_lives
 # calls of `Launcher.launch` and the end of its program, and the address of the store.
 _PARENT, _END_PIPE, _STORE = "HASTEN_PARENT_PID", "HASTEN_END_PIPE", "HASTEN_STORE"
 
+# Set in a process that is a rank, for those that its program starts as its own: they inherit the variables of the rank.
+_RANK_PID = "HASTEN_RANK_PID"
+
 # How long the first process may take to fail with its own traceback after another one died.
 GRACE_SECONDS = 4.0
-# How long the others may take to end after the first one has.
-_END_SECONDS = 30.0
+# After how long a process says for whom it waits when its program has ended.
+_SAY_SECONDS = 30.0
+# How long a process whose program has ended may take to unload.
+UNLOAD_SECONDS = 300.0
 KILL_SECONDS = 3.0
 _STORE_TIMEOUT = timedelta(minutes=5)
 
@@ -67,6 +72,27 @@ class Launcher(ABC):
             owner: the object whose state after the run is sent back here.
 
         """
+
+
+def mark_rank() -> None:
+    """Note that the variables of a rank are those of this process, and not of one that it starts."""
+    os.environ[_RANK_PID] = str(os.getpid())
+
+
+def forget_other_rank() -> None:
+    """Remove the variables of a rank from whose program this process was started: they are not about this one."""
+    owner, parent = os.environ.get(_RANK_PID), os.environ.get(_PARENT)
+    if owner is None and parent is not None:
+        # What a rank has started has another parent than the rank.
+        is_other = int(parent) != os.getppid()
+    else:
+        is_other = owner is not None and int(owner) != os.getpid()
+    if is_other:
+        for name in (
+            "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK",
+            _RANK_PID, _PARENT, _STORE, _END_PIPE, JOB_VARIABLE,
+        ):  # fmt: skip
+            os.environ.pop(name, None)
 
 
 def join_external(run: Run[T], cluster: ClusterEnvironment) -> T:
@@ -155,6 +181,7 @@ class RunScriptAgain(Launcher):
             # So that ranks are read from the same variables in all processes.
             environment.pop(_STORE, None)
             os.environ.update(environment, LOCAL_RANK="0")
+            mark_rank()
         children = _children
         try:
             return run(0, store)
@@ -165,7 +192,7 @@ class RunScriptAgain(Launcher):
                 children.give_up()
                 forget_meetings()
                 _children = None
-                for name in ("LOCAL_RANK", *environment):
+                for name in ("LOCAL_RANK", _RANK_PID, *environment):
                     os.environ.pop(name, None)
                     if name in before:
                         os.environ[name] = before[name]
@@ -378,36 +405,15 @@ class _Children:
     def end(self) -> None:
         """Wait for the others to end, stop those that do not, and fail if one of them has failed."""
         failed = self._dead is not None or getattr(sys, "last_value", None) is not None
-        deadline = time.monotonic() + (0.5 if failed else _END_SECONDS)
-        began, abandoned = time.monotonic(), None
-        while time.monotonic() < deadline and any(p.poll() is None for p in self._processes.values()):
-            if time.monotonic() - began > GRACE_SECONDS and not _leaving:
-                abandoned = self._abandoned()
-                if abandoned is not None:
-                    break
-            time.sleep(0.05)
+        code, text = self._wait_for_ends(0.5 if failed else _end_seconds)
         self._ended.set()
         codes = {self._first_rank + local_rank: self._code(local_rank) for local_rank in self._processes}
         stop_processes(self._processes.values())
-        late = next((rank for rank, code in codes.items() if code is None), None)
-        rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
-        if code:
-            text = describe_death(rank, code)
-        elif abandoned is not None:
-            code = 1
-            text = (
-                f"the process of rank {self._first_rank + abandoned} was still in a run or a barrier when the "
-                f"program of rank {self._first_rank} had ended, and was stopped. All ranks have to make the same "
-                "calls. To end training early, set trainer.should_stop = True."
-            )
-        elif late is not None and not failed:
-            # It was stopped while working, so the run has failed.
-            code = 1
-            text = (
-                f"the process of rank {late} was still at work {_END_SECONDS:.0f} s after the program of rank "
-                f"{self._first_rank} had ended, and was stopped. End the program with trainer.strategy.barrier() to "
-                "have all ranks wait for each other."
-            )
+        rank, died = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
+        if died:
+            code, text = died, describe_death(rank, died)
+        elif failed:
+            code = 0
         if code and not _leaving:
             # An exit function can only set the exit code in this way. Functions registered after the processes
             # started, such as those of loggers, have run by now.
@@ -417,6 +423,61 @@ class _Children:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(max(code, 1))
+
+    def _wait_for_ends(self, limit_seconds: float) -> tuple[int, str]:
+        """Wait until the others have ended; return the exit code and the reason if one has to be stopped at work."""
+        began = at_work = time.monotonic()
+        said = False
+        try:
+            while alive := [rank for rank, process in self._processes.items() if process.poll() is None]:
+                now = time.monotonic()
+                # Who has reported the end of its program only unloads: that is no work that could be lost.
+                working = [self._first_rank + rank for rank in alive if not self._reported(rank)[_PROGRAM_ENDS]]
+                at_work = now if working else at_work
+                if now - at_work >= min(limit_seconds, UNLOAD_SECONDS):
+                    break
+                if now - began >= limit_seconds and working:
+                    return 1, self._late(working[0], limit_seconds)
+                if now - began > GRACE_SECONDS and not _leaving and (abandoned := self._abandoned()) is not None:
+                    return 1, self._left_behind(abandoned)
+                if working and not said and now - began > _SAY_SECONDS:
+                    said = True
+                    os.write(2, f"hasten: {self._waits_for(working, limit_seconds)}\n".encode())
+                time.sleep(0.05)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT, "Ctrl-C arrived while other processes were at work: they were stopped."
+        return 0, ""
+
+    def _waits_for(self, ranks: list[int], limit_seconds: float) -> str:
+        names = "rank " + str(ranks[0]) if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+        return (
+            f"the program of rank {self._first_rank} has ended, and waits for {names}, still at work, for up to "
+            f"{limit_seconds / 60:.0f} minutes."
+        )
+
+    def _late(self, rank: int, limit_seconds: float) -> str:
+        return (
+            f"the process of rank {rank} was still at work {limit_seconds:.0f} s after the program of rank "
+            f"{self._first_rank} had ended, and was stopped. If it needs longer, raise timeout= of the strategy (the "
+            "limit is three times that, at least 30 minutes)."
+        )
+
+    def _left_behind(self, local_rank: int) -> str:
+        return (
+            f"the process of rank {self._first_rank + local_rank} was still in a run or a barrier when the "
+            f"program of rank {self._first_rank} had ended, and was stopped. All ranks have to make the same "
+            "calls. To end training early, set trainer.should_stop = True."
+        )
+
+
+# How long the others may work for themselves when the program of the first process has ended.
+_end_seconds = 1800.0
+
+
+def allow_at_end(seconds: float) -> None:
+    """Let the other processes work for themselves for at least this long when the program of the first has ended."""
+    global _end_seconds
+    _end_seconds = max(_end_seconds, seconds)
 
 
 _children: _Children | None = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hasten._lib import VERSION
+from hasten.extend.origin import full_name, package_of
 from hasten.machine import agreement
 
 # By name, what must be the same on all processes: plain data.
@@ -166,14 +167,14 @@ def plain(value: object) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if type(value).__module__ in ("datetime", "enum") or isinstance(value, (torch.dtype, torch.device)):
+    if package_of(type(value)) in ("datetime", "enum") or isinstance(value, (torch.dtype, torch.device)):
         return str(value)
     return name_of(value if isinstance(value, type) else type(value))
 
 
 def name_of(kind: type) -> str:
     """Return the name of a class, with its module unless that is the program."""
-    return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
+    return full_name(kind).removeprefix("__main__.")
 
 
 def of_fields(arguments: Any, *, but: Container[str] = ()) -> Facts:

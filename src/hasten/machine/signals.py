@@ -69,6 +69,8 @@ class StopRequests:
         self._also = tuple(also)
         self._outer: StopRequests | None = None
         self.signal: int | None = None
+        # The signal on which the run ends after the batch in hand, on all processes.
+        self.agreed_signal: int | None = None
         # The signal that arrived at any process, as soon as the thread that watches this one knows of it; and which run
         # it is, the same number on all processes.
         self.heard: int | None = None
@@ -101,6 +103,8 @@ class StopRequests:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._first_press = number, now
+            if self._all_reduce is None:
+                self.agreed_signal = number
             if number == signal.SIGINT and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 # os.write: print is not safe in a signal handler that interrupted another print.
                 os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
@@ -137,6 +141,7 @@ class StopRequests:
         self._interval = max(1, min(wanted, 2 * self._interval))
         self._last_check = (step, now)
         self._next_check = step + self._interval
+        self.agreed_signal = self.agreed_signal or number
         return number
 
     def agreed_now(self) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from hasten._lib.errors import shorten
+from hasten._lib.explain import explain
 from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
 from hasten.machine.rendezvous import note_who_lives
@@ -95,7 +96,8 @@ class StartCopies(launch.Launcher):
         if results is not None:
             assert isinstance(owner, KeepsResults)
             owner.import_results(results)
-        return result  # type: ignore[no-any-return]
+        returned: T = result
+        return returned
 
 
 def _pickled(task: Any, start_method: str) -> bytes:
@@ -116,6 +118,7 @@ def _child(
     if (parent := multiprocessing.parent_process()) is not None:
         launch.end_when(parent.join)
     os.environ["LOCAL_RANK"] = str(local_rank)
+    launch.mark_rank()
     # The environment of a fork server is that of the time when it was started.
     os.environ[clusters.JOB_VARIABLE] = name_of_job
     if threads is not None:
@@ -147,6 +150,7 @@ def _child(
 
 
 def _packed(error: BaseException) -> bytes:
+    explain(error)
     shorten(error)
     text = "".join(traceback.format_exception(error))
     try:
@@ -240,15 +244,16 @@ def _received(connection: Connection, process: Any, rank: int) -> tuple[str, Any
 def _end(processes: list[Any]) -> None:
     """Wait for the processes to end, or stop them if the run has failed."""
 
-    def join_all() -> list[Any]:
-        deadline = time.monotonic() + launch.KILL_SECONDS
+    def join_all(seconds: float) -> list[Any]:
+        deadline = time.monotonic() + seconds
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
         return [process for process in processes if process.is_alive()]
 
     failed = sys.exc_info()[0] is not None
-    for process in processes if failed else join_all():
+    # Those that have returned may still write in threads of their own, or unload on a busy machine.
+    for process in processes if failed else join_all(launch.UNLOAD_SECONDS):
         process.terminate()
-    for process in join_all():
+    for process in join_all(launch.KILL_SECONDS):
         process.kill()
         process.join()

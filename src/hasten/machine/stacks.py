@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-_HASTEN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from hasten.extend.origin import SOURCE, is_builtin_file
+
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PATHS = sysconfig.get_paths()
 _PYTHON = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")})
@@ -22,6 +23,7 @@ _BARRIERS = {"machine/collectives.py": ("barrier", "first_one_first"), "distribu
 _SAVING = {"runtime.py": ("save",), "trainer/trainer.py": ("save_checkpoint",), "fabric/fabric.py": ("save",)}
 _PREPARING = {"loops/prepare.py": ("prepare",), "runtime.py": ("load",), "fabric/fabric.py": ("load", "load_raw")}
 _MEETING = {"machine/agreement.py": ("exchange", "all_at"), "machine/same_program.py": ("_wait",)}
+_CHECKPOINTS = tuple(os.path.join("hasten", part) for part in ("checkpoint", os.path.join("callbacks", "checkpoint")))
 _LEAVING = {"trainer/trainer.py": ("_abort", "_release", "_finish", "_leave")}
 
 
@@ -64,7 +66,7 @@ def capture(thread: int) -> list[Frame]:
 
 
 def _owner(file: str) -> str:
-    if file.startswith(_HASTEN):
+    if is_builtin_file(file):
         return "hasten"
     if file.startswith(_TORCH):
         return "torch"
@@ -147,8 +149,7 @@ def _any(frames: Iterable[Frame], functions: Mapping[str, Sequence[str]]) -> boo
 
 
 def _is_checkpoint(frame: Frame) -> bool:
-    name = frame.file.removeprefix(_HASTEN)
-    return frame.owner == "hasten" and name.startswith(("checkpoint", os.path.join("callbacks", "checkpoint")))
+    return frame.owner == "hasten" and frame.file.removeprefix(SOURCE).startswith(_CHECKPOINTS)
 
 
 def _waits_in(frames: Sequence[Frame]) -> str:

@@ -30,8 +30,9 @@ from hasten.machine import collectives, host, launch, signals, stacks
 from hasten.machine.agreement import announce_leaving
 from hasten.machine.agreement import ranks as text_of_ranks
 
-# How long a stop that was asked for may wait for a step to complete.
-GRACE_SECONDS = 15.0
+# How long a stop that was asked for may wait for a step to complete; less where a rank waits for another, so that the
+# run has ended within 12 seconds.
+GRACE_SECONDS, STALLED_SECONDS = 15.0, 7.0
 # The same after a second Ctrl-C.
 SECOND_PRESS_SECONDS = 2.0
 # When a rank that does not come is reported for the first time.
@@ -138,24 +139,30 @@ def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended
     late = behind(beats)
     stalled = bool(late) or any(beat.waits for beat in beats.values())
     asking = [beat for beat in beats.values() if beat.stop]
+    code = max((128 + beat.stop for beat in asking), default=1)
     if asking:
         first = max(asking, key=lambda beat: beat.stop_seconds)
         waited = min(idle, first.stop_seconds)
-        grace = _grace_seconds(beats, timeout_seconds, stalled=stalled)
-        if waited >= grace:
+        if waited >= _grace_seconds(beats, timeout_seconds, stalled=stalled):
             name = "Ctrl-C" if first.stop == signal.SIGINT else signal.Signals(first.stop).name
             return Verdict(f"{name} arrived, and {_standstill(beats, late, waited)}.", 128 + first.stop, late)
     if idle >= GRACE_SECONDS and (never := _never_ends(beats, late, ended)):
-        return Verdict(never, max((128 + beat.stop for beat in asking), default=1), late)
+        return Verdict(never, code, late)
     if not stalled or any(beat.is_unlimited for beat in beats.values()):
         return None
+    return _judge_standstill(beats, timeout_seconds, late, idle, code, warned=warned)
+
+
+def _judge_standstill(
+    beats: dict[int, Beat], timeout_seconds: float, late: list[int], idle: float, code: int, *, warned: bool
+) -> Verdict | None:
+    """Return what is to be done about a standstill that lasts ``idle`` seconds; ``code``: to end the run with."""
     is_long = any(beat.is_long for beat in beats.values())
     limit = timeout_seconds * (LONG_FACTOR if is_long else 1)
     if idle >= limit:
         what = "checkpoints, prepare_data and barriers" if is_long else "a step"
         advice = _saved_on_some(beats)
         advice = advice or f"If it needs longer, raise timeout= of the strategy: {limit:.0f} s is the limit for {what}."
-        code = max((128 + beat.stop for beat in asking), default=1)
         return Verdict(f"{_standstill(beats, late, idle, capital=True)}. {advice}", code, late)
     if not warned and idle >= (limit / 2 if is_long else WARN_SECONDS):
         ends = f"The run ends if this lasts for {limit:.0f} s."
@@ -204,7 +211,7 @@ def _grace_seconds(beats: dict[int, Beat], timeout_seconds: float, *, stalled: b
     if not stalled and any(beat.is_patient for beat in beats.values()):
         # All of them work on something that takes long.
         return timeout_seconds
-    return max(GRACE_SECONDS, 3 * max(beat.usual_seconds for beat in beats.values()))
+    return max(STALLED_SECONDS if stalled else GRACE_SECONDS, 3 * max(beat.usual_seconds for beat in beats.values()))
 
 
 def _standstill(beats: dict[int, Beat], late: list[int], seconds: float, *, capital: bool = False) -> str:
@@ -649,6 +656,8 @@ def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
     global _current, _runs
     # Also counted where nothing is watched, so that processes agree on the number.
     _runs += 1
+    # What a rank does alone at the end may take as long as a barrier, in which the others would wait for it.
+    launch.allow_at_end(LONG_FACTOR * timeout.total_seconds())
     if _current is not None:
         # Another run in the same processes.
         _current.timeout_seconds = timeout.total_seconds()

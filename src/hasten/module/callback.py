@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from hasten._lib.observers import NotifiesOfHooks
 from hasten.logged_value import LogOptions
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
     from hasten.types import Batch, MetricValue, StepOutput
+
+
+@runtime_checkable
+class Numbered(Protocol):
+    """A callback of which a Trainer may have several with the same arguments; the number is part of its state's key."""
+
+    state_number: int
 
 
 class Callback(LogMethods, NotifiesOfHooks):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from hasten._lib.device import copies_in_background
 from hasten._lib.errors import NoDataloader
 from hasten._lib.observers import NotifiesOfHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
@@ -60,7 +61,7 @@ class DataHooks(NotifiesOfHooks):
         """Return ``batch`` on ``device``. Override it for batches that are not collections of tensors."""
         from hasten._lib.tree import move_to
 
-        return move_to(batch, device, non_blocking=device.type == "cuda")
+        return move_to(batch, device, non_blocking=copies_in_background(device))
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Return ``batch``, changed if needed, before it is moved to the device."""

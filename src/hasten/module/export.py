@@ -13,7 +13,8 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
-from hasten._lib.tree import is_sharded, move_to, preserve_modes, readable_by_jit
+from hasten._lib.rank_zero import rank_zero_deprecation
+from hasten._lib.tree import move_to, preserve_modes, readable_by_jit, sharded_parameter
 
 if TYPE_CHECKING:
     from hasten.types import PathLike, Tensors
@@ -62,6 +63,10 @@ class ModelExport:
         Source: `PyTorch, TorchScript <https://docs.pytorch.org/docs/stable/jit.html>`_.
 
         """
+        rank_zero_deprecation(
+            "LightningModule.to_torchscript() is deprecated, as torch's TorchScript is. Use torch.export.export(), or "
+            "to_onnx()."
+        )
         check.one_of("to_torchscript", "method", method, ("script", "trace"))
         module = self._as_module()
         with _evaluating(module):
@@ -153,7 +158,7 @@ class ModelExport:
 
     def _as_module(self) -> nn.Module:
         assert isinstance(self, nn.Module)
-        if any(is_sharded(parameter) for parameter in self.parameters()):
+        if sharded_parameter(self) is not None:
             kind = type(self).__name__
             raise ValueError(
                 f"{kind}: its parameters are divided over processes and cannot be exported here. Save a checkpoint, "

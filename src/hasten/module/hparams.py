@@ -30,7 +30,8 @@ from hasten.checkpoint import files
 from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, load_weights
 from hasten.checkpoint.objects import NotRead, how_to_allow, not_read
 from hasten.checkpoint.stored import StoredTensors, whole
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.extend.origin import comes_from, package_of
 from hasten.loggers.base import as_dict
 
 if TYPE_CHECKING:
@@ -116,46 +117,15 @@ class HyperparametersMixin:
         """
         if frame is None and (current := inspect.currentframe()) is not None:
             frame = current.f_back
-        owner = type(self).__name__
         given = _init_arguments(self, frame)
         configured = _CONFIGURED.get()
         if configured is not None and configured[0] is type(self):
             given = {**given, **configured[1]} if args else configured[1]
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         ignored |= set(getattr(self, "_hparams_ignored", ()))
-        found: Any
-        name: str | None
-        found, name = given, "kwargs" if given else None
-        if args and all(isinstance(arg, str) for arg in args):
-            unknown = [arg for arg in args if arg not in given]
-            if unknown:
-                raise ValueError(
-                    f"save_hyperparameters{args!r}: {unknown} not among the arguments of {owner}.__init__: "
-                    f"{sorted(given)}."
-                )
-            # The last two make a config readable again.
-            found = {arg: given[arg] for arg in (*args, CLASS_PATH, INSTANTIATOR) if arg in given}
-        elif len(args) == 1:
-            name = next((key for key, value in given.items() if _same(value, args[0])), None)
-            found = args[0] if _is_omegaconf(args[0]) else _as_dict(args[0], owner)
-        elif args:
-            raise ValueError("save_hyperparameters(): give names of arguments, or one dict / Namespace / dataclass.")
-        if _is_omegaconf(found) and not self.hparams:
-            # Kept as it is, with its interpolations and types.
-            config = need("omegaconf", purpose="save_hyperparameters(DictConfig)").OmegaConf
-            kept = [key for key in found if key not in ignored]
-            self.__dict__["_hparams"] = found if len(kept) == len(found) else config.masked_copy(found, kept)
-        elif found is not self.hparams:
-            if _is_omegaconf(self.hparams):
-                self.__dict__["_hparams"] = AttributeDict(self.hparams)
-            self.hparams.update({key: value for key, value in found.items() if key not in ignored})
-        hparams = self.hparams
-        for key, value in () if _is_omegaconf(hparams) else hparams.items():
-            if isinstance(value, torch.nn.Module):
-                rank_zero_warn(
-                    f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights the checkpoint has "
-                    f"already. Write save_hyperparameters(ignore=[{key!r}])."
-                )
+        found, name = _select(args, given, type(self).__name__)
+        hparams = self.__dict__["_hparams"] = _merged(self.hparams, found, ignored)
+        _warn_of_modules(hparams)
         for key in ignored & set(hparams):
             # Kept by the __init__ of a base class.
             hparams.pop(key)
@@ -189,12 +159,63 @@ class HyperparametersMixin:
         return _frozen(self.__dict__.get("_hparams_initial", AttributeDict()))
 
 
+def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[Any, str | None]:
+    """Return what ``save_hyperparameters(*args)`` saves, and the argument of ``__init__`` that holds it.
+
+    Args:
+        args: names, or one object.
+        given: the arguments of ``__init__``.
+        owner: the name of the class, for messages.
+
+    """
+    if not args:
+        return given, "kwargs" if given else None
+    if all(isinstance(arg, str) for arg in args):
+        unknown = [arg for arg in args if arg not in given]
+        if unknown:
+            raise ValueError(
+                f"save_hyperparameters{args!r}: {unknown} not among the arguments of {owner}.__init__: {sorted(given)}."
+            )
+        # The last two make a config readable again.
+        names = (*args, CLASS_PATH, INSTANTIATOR)
+        return {name: given[name] for name in names if name in given}, "kwargs" if given else None
+    if len(args) > 1:
+        raise ValueError("save_hyperparameters(): give names of arguments, or one dict / Namespace / dataclass.")
+    name = next((key for key, value in given.items() if _same(value, args[0])), None)
+    return args[0] if _is_omegaconf(args[0]) else _as_dict(args[0], owner), name
+
+
+def _merged(hparams: AttributeDict, found: Any, ignored: set[str]) -> Any:
+    """Return hyper-parameters with those found in a call of ``save_hyperparameters``."""
+    if _is_omegaconf(found) and not hparams:
+        # Kept as it is, with its interpolations and types.
+        config = need("omegaconf", purpose="save_hyperparameters(DictConfig)").OmegaConf
+        kept = [key for key in found if key not in ignored]
+        return found if len(kept) == len(found) else config.masked_copy(found, kept)
+    if found is hparams:
+        return hparams
+    merged = AttributeDict(hparams) if _is_omegaconf(hparams) else hparams
+    merged.update({key: value for key, value in found.items() if key not in ignored})
+    return merged
+
+
+def _warn_of_modules(hparams: Mapping[str, Any]) -> None:
+    if _is_omegaconf(hparams):
+        return
+    for key, value in hparams.items():
+        if isinstance(value, torch.nn.Module):
+            rank_zero_warn(
+                f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights the checkpoint has "
+                f"already. Write save_hyperparameters(ignore=[{key!r}])."
+            )
+
+
 def _init_arguments(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
     """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
     found: dict[str, Any] = {}
-    # Under Lightning's names also those of a module whose __init__ makes this one, as far as it has others.
+    # By convention also those of a module whose __init__ makes this one, as far as it has others.
     of_makers: dict[str, Any] = {}
-    is_made_by_module = alias.active()
+    is_made_by_module = conventions.current().hparams_of_makers
     while frame is not None:
         holder = _made_in(frame)
         if holder is owner:
@@ -243,7 +264,7 @@ def _as_dict(hparams: Any, owner: str) -> dict[str, Any]:
 
 
 def _is_omegaconf(value: object) -> bool:
-    return type(value).__name__ == "DictConfig" and type(value).__module__.startswith("omegaconf.")
+    return type(value).__name__ == "DictConfig" and comes_from(type(value), "omegaconf")
 
 
 def _is_dataclass(value: object) -> bool:
@@ -274,6 +295,26 @@ def storable(value: Any, left_out: list[str] | None = None, place: str = "", *, 
     inside = functools.partial(storable, objects=objects)
     if isinstance(value, Enum):
         return inside(value.value, left_out, place)
+    if (plain := _plain(value)) is not Dropped:
+        return plain
+    value = _as_mapping(value)
+    if isinstance(value, Mapping):
+        pairs = (
+            (inside(key, left_out, f"a key of {place}"), inside(inner, left_out, f"{place}[{key!r}]"))
+            for key, inner in value.items()
+        )
+        return {key: inner for key, inner in pairs if key is not Dropped and inner is not Dropped}
+    if (kind := _sequence_kind(value)) is not None:
+        items = [inside(item, left_out, f"{place}[{index}]") for index, item in enumerate(value)]
+        return kind(item for item in items if item is not Dropped)
+    numbers = _numbers(value)
+    if numbers is Dropped and left_out is not None:
+        left_out.append(place)
+    return numbers
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, string, path or object of torch as a checkpoint holds it; ``Dropped`` for anything else."""
     if type(value) in (NoneType, complex, torch.Size):
         return value
     if isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
@@ -281,28 +322,31 @@ def storable(value: Any, left_out: list[str] | None = None, place: str = "", *, 
     for base in (bool, int, float, str, bytes):
         if isinstance(value, base):
             return value if type(value) is base else base(value)  # type: ignore[arg-type]
-    if isinstance(value, Path):
-        return str(value)
+    return str(value) if isinstance(value, Path) else Dropped
+
+
+def _as_mapping(value: Any) -> Any:
+    """Return a config, a Namespace or a dataclass as a dict; anything else as it is."""
     if _is_omegaconf(value):
-        value = _config_as_dict(value)
-    if isinstance(value, Namespace) or _is_dataclass(value):
-        value = as_dict(value)
-    if isinstance(value, Mapping):
-        pairs = (
-            (inside(key, left_out, f"a key of {place}"), inside(inner, left_out, f"{place}[{key!r}]"))
-            for key, inner in value.items()
-        )
-        return {key: inner for key, inner in pairs if key is not Dropped and inner is not Dropped}
-    if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "ListConfig":
-        kind = tuple if isinstance(value, tuple) else set if isinstance(value, (set, frozenset)) else list
-        items = [inside(item, left_out, f"{place}[{index}]") for index, item in enumerate(value)]
-        return kind(item for item in items if item is not Dropped)
+        return _config_as_dict(value)
+    return as_dict(value) if isinstance(value, Namespace) or _is_dataclass(value) else value
+
+
+def _sequence_kind(value: Any) -> type[list[Any]] | type[tuple[Any, ...]] | type[set[Any]] | None:
+    """Return the type of sequence or set that a checkpoint holds for a value; None for anything else."""
+    if isinstance(value, tuple):
+        return tuple
+    if isinstance(value, (set, frozenset)):
+        return set
+    return list if isinstance(value, list) or type(value).__name__ == "ListConfig" else None
+
+
+def _numbers(value: Any) -> Any:
+    """Return a scalar or an array of numpy as plain numbers; ``Dropped`` for anything else."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
-    if hasattr(value, "tolist") and type(value).__module__ == "numpy":
+    if hasattr(value, "tolist") and package_of(type(value)) == "numpy":
         return value.tolist()
-    if left_out is not None:
-        left_out.append(place)
     return Dropped
 
 
@@ -446,30 +490,33 @@ def construct(
                 f"weights_only=False if you trust the file as you would trust a program. {how_to_allow(names)}".strip()
             )
         made = cls(**arguments)
-    thing: Any = made
     if is_module:
-        # As in a run: on_load_checkpoint may need what configure_model makes.
-        thing.configure_model()
-        shown = for_hooks(checkpoint) if alias.active() else checkpoint
-        thing.on_load_checkpoint(shown)
-        checkpoint = from_hooks(shown)
-        weights = checkpoint["state_dict"]
-        # map_location may be a function or a dict: take the device of the loaded weights.
-        first = next((value for value in weights.values() if isinstance(value, torch.Tensor)), None)
-        if first is not None:
-            thing.to(first.device)
-        exact = thing.strict_loading if strict is None else strict
-        if alias.active() and strict is not None and _strictness(thing) not in (None, strict):
-            raise ValueError(
-                f"{cls.__name__}.load_from_checkpoint(strict={strict}) is in conflict with "
-                f"{cls.__name__}.strict_loading={thing.strict_loading}. Use the same value, or leave one out."
-            )
-        if not weights:
-            rank_zero_warn(f"The state dict in {path!r} contains no parameters: {cls.__name__} keeps its own.")
-        load_weights(thing, weights, strict=exact, source=path)
+        _restore_module(made, checkpoint, path, strict, cls.__name__)
     elif (state := checkpoint.get(cls.__qualname__)) is not None:
-        thing.load_state_dict(state)
+        cast("Any", made).load_state_dict(state)
     return cast("T", made)
+
+
+def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: bool | None, name: str) -> None:
+    """Load the weights of a checkpoint into a new module, with the hooks of a run; ``name`` is for messages."""
+    # As in a run: on_load_checkpoint may need what configure_model makes.
+    module.configure_model()
+    shown = for_hooks(checkpoint) if conventions.current().checkpoints_have_loops else checkpoint
+    module.on_load_checkpoint(shown)
+    weights = from_hooks(shown)["state_dict"]
+    # map_location may be a function or a dict: take the device of the loaded weights.
+    first = next((value for value in weights.values() if isinstance(value, torch.Tensor)), None)
+    if first is not None:
+        module.to(first.device)
+    exact = module.strict_loading if strict is None else strict
+    if strict is not None and _strictness(module) not in (None, strict):
+        raise ValueError(
+            f"{name}.load_from_checkpoint(strict={strict}) is in conflict with "
+            f"{name}.strict_loading={module.strict_loading}. Use the same value, or leave one out."
+        )
+    if not weights:
+        rank_zero_warn(f"The state dict in {path!r} contains no parameters: {name} keeps its own.")
+    load_weights(module, weights, strict=exact, source=path)
 
 
 def _strictness(module: Any) -> bool | None:
@@ -514,7 +561,7 @@ def _instantiator(name: object, stored: Mapping[str, Any], cls: type, path: str)
                 f"trust the file, import the module {module!r} first."
             )
     module, _, function = name.rpartition(".")
-    if module.partition(".")[0] in ("lightning", "pytorch_lightning") and not alias.active():
+    if module.partition(".")[0] in ("lightning", "pytorch_lightning") and module not in sys.modules:
         module = "hasten.cli"
     # Imported by name: the command line is a higher layer, and few programs need it.
     return getattr(importlib.import_module(module), function)
@@ -536,12 +583,7 @@ def _arguments(
     else:
         arguments = {**stored, **given}
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-            unknown = [key for key in given if key not in parameters]
-            if unknown and alias.active():
-                # As in Lightning, where programs pass all their options.
-                rank_zero_warn(f"{cls.__name__}.load_from_checkpoint(): __init__ does not take {unknown}, left out.")
-                given = {key: value for key, value in given.items() if key in parameters}
-            arguments = {key: value for key, value in arguments.items() if key in parameters or key in given}
+            arguments = _taken_by_init(arguments, given, parameters, cls.__name__)
     missing = [
         name
         for name, one in parameters.items()
@@ -556,6 +598,18 @@ def _arguments(
     return arguments
 
 
+def _taken_by_init(
+    arguments: dict[str, Any], given: Mapping[str, Any], parameters: Mapping[str, Any], owner: str
+) -> dict[str, Any]:
+    """Return the arguments without those in the checkpoint that ``__init__`` does not take."""
+    unknown = [key for key in given if key not in parameters]
+    if unknown and conventions.current().mistakes_are_warnings:
+        # As in Lightning, where programs pass all their options.
+        rank_zero_warn(f"{owner}.load_from_checkpoint(): __init__ does not take {unknown}, left out.")
+        return {key: value for key, value in arguments.items() if key in parameters}
+    return {key: value for key, value in arguments.items() if key in parameters or key in given}
+
+
 def _with_attributes(value: Any) -> Any:
     if type(value) in (dict, AttributeDict):
         return AttributeDict({key: _with_attributes(inner) for key, inner in value.items()})
@@ -566,7 +620,7 @@ def _with_attributes(value: Any) -> Any:
 
 def _read_hparams(path: PathLike) -> dict[str, Any]:
     yaml = need("yaml", purpose="reading hparams_file")
-    if alias.active() and not Path(path).is_file():
+    if conventions.current().mistakes_are_warnings and not Path(path).is_file():
         rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
         return {}
     text, kind = Path(path).read_text(), Path(path).suffix.lower()
@@ -592,12 +646,11 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
 
     """
     found: dict[str, Any] = {}
-    internal = (CLASS_PATH,) if alias.active() else (CLASS_PATH, INSTANTIATOR)
     for owner in owners:
         if owner is None or not owner.__dict__.get("_log_hyperparams", True):
             continue
         for key, value in owner.hparams_initial.items():
-            if key in internal:
+            if key == CLASS_PATH:
                 continue
             if key in found and not _same(found[key], value):
                 raise MisconfigurationRuntimeError(

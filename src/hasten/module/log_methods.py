@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hasten._lib.errors import WrongType
+
 if TYPE_CHECKING:
     from hasten.logged_values import LoggedValues
     from hasten.types import Group, MetricValue
@@ -92,8 +94,13 @@ class LogMethods:
         """Log several values (or a ``MetricCollection``) with the same options; see ``log``."""
         if hasattr(dictionary, "keep_same_keys") or type(dictionary).__name__ == "MetricCollection":
             items = dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
-        else:
+        elif hasattr(dictionary, "items"):
             items = dictionary.items()
+        else:
+            raise WrongType(
+                f"self.log_dict({dictionary!r:.60}): use a dict of names and values, self.log_dict({{'loss': loss}}), "
+                f"not a {type(dictionary).__name__}. For one value write self.log(name, value)."
+            )
         for name, value in items:
             self.log(
                 name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,

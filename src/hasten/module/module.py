@@ -6,17 +6,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten._lib.device import is_cuda
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import is_read_by_jit
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.logged_value import LogOptions
 from hasten.module.datamodule import DataHooks
 from hasten.module.export import ModelExport
 from hasten.module.hook_defaults import ModelHooks
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from hasten.fabric import Fabric
     from hasten.loggers.base import Logger
     from hasten.module.callback import Callback
+    from hasten.optim import HastenOptimizer
     from hasten.trainer import Trainer
     from hasten.types import (
         Group,
@@ -48,6 +51,16 @@ def _of_trainer(name: str, doc: str) -> ReadOnly[int]:
         return 0 if module._trainer is None else getattr(module._trainer, name)
 
     return ReadOnly(number, doc)
+
+
+class _NoTrainer:
+    """In place of the Trainer of a module that Fabric runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"Your LightningModule code tried to access `self.trainer.{name}` but this attribute is not available when "
+            "using Fabric with a LightningModule. Ask self.fabric, or hasattr(self.trainer, ...) first."
+        )
 
 
 class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, HyperparametersMixin, nn.Module):
@@ -91,7 +104,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     # Whether the keys of a checkpoint must be exactly those of the module.
     strict_loading = True
     _example_input_array = None
-    # Set by `from_compiled` of hasten/compat.
+    # Set by `from_compiled` of hasten_lightning.
     _compiler_ctx = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -183,7 +196,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         if self._fabric is not None:
-            self._fabric.log(name, value)
+            if LogOptions(*options).logger is not False:
+                self._fabric.log(name, value)
         elif type(self) not in _warned:
             _warned.add(type(self))
             rank_zero_warn(
@@ -202,16 +216,19 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer of the run.
+        """The Trainer of the run; with Fabric an object without attributes.
 
         Raises:
             RuntimeError: the module is not attached to a Trainer.
 
         """
+        if self._trainer is None and self._fabric is not None:
+            return cast("Trainer", _NoTrainer())
         if self._trainer is None and not is_read_by_jit():
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a Trainer. "
-                "self.trainer exists during fit, validate, test and predict."
+                "self.trainer exists during fit, validate, test and predict: use it in setup(self, stage) or a later "
+                "hook, not in __init__."
             )
         return cast("Trainer", self._trainer)
 
@@ -269,7 +286,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     @property
     def on_gpu(self) -> bool:
         """Whether the parameters are on a CUDA device."""
-        return self.device.type == "cuda"
+        return is_cuda(self.device)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -297,6 +314,10 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
 
     # -- optimisation
 
+    @overload
+    def optimizers(self, use_pl_optimizer: Literal[True] = True) -> HastenOptimizer | list[HastenOptimizer]: ...
+    @overload
+    def optimizers(self, use_pl_optimizer: Literal[False]) -> Optimizer | list[Optimizer]: ...
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several, for manual optimization.
 
@@ -494,7 +515,7 @@ LightningModule.__hook_names__ = frozenset(
 def _has_no(module: LightningModule, method: str) -> None:
     """Refuse the call of a method that only subclasses have; Lightning, whose programs call ``super()``, warns."""
     message = f"{type(module).__name__} has no {method}()."
-    if not alias.active():
+    if not conventions.current().mistakes_are_warnings:
         raise NotImplementedError(message)
     rank_zero_warn(f"`{method}` must be implemented to be used with the Trainer: {message}")
 

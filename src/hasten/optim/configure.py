@@ -18,7 +18,7 @@ from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntim
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 
 
 @dataclass
@@ -53,6 +53,11 @@ _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
 # Those that say when, and on what, automatic optimization steps a scheduler; the callbacks read the interval as well.
 _WHEN_AUTOMATIC = ("frequency", "monitor", "strict", "reduce_on_plateau")
 _KEYS = ["optimizer", "lr_scheduler", "monitor"]
+
+
+# Values that are no scheduler, and no object with another way to step either.
+_PLAIN = (str, int, float, bool, list, tuple, type(None))
+_SCHEDULER_OBJECT = "Make one: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10), or another class of there."
 
 
 def parse(
@@ -96,7 +101,7 @@ def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], 
     optimizers, schedulers = [], []
     for item in items:
         unknown = [key for key in item if key not in _KEYS and key != "frequency"]
-        _report_unknown_keys(unknown, _KEYS, f"{where} returned a dict")
+        _report_unknown_keys(unknown, _KEYS, f"{where} returned a dict with")
         if "optimizer" not in item:
             raise MisconfigurationException(f'{where} returned a dict without the key "optimizer".')
         _check_optimizers([item["optimizer"]], where)
@@ -114,7 +119,7 @@ def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], 
 def _report_unknown_keys(unknown: list[str], known: list[str], what: str) -> None:
     """Raise for a key that looks like a known one; warn of others, which programs may keep for their own use."""
     for key in unknown:
-        message = f"{what} with the key {key!r}; known are {known}."
+        message = f"{what} the key {key!r}; known are {known}."
         if nearest(str(key), known):
             raise MisconfigurationException(message + did_you_mean(str(key), known))
         rank_zero_warn(f"{message} It is ignored.", category=RuntimeWarning)
@@ -123,25 +128,11 @@ def _report_unknown_keys(unknown: list[str], known: list[str], what: str) -> Non
 def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> LRSchedulerConfig:
     if isinstance(entry, LRSchedulerConfig):
         return entry
-    if not isinstance(entry, Mapping):
-        entry = {"scheduler": entry}
-    unknown = [key for key in entry if key not in _SCHEDULER_KEYS]
-    _report_unknown_keys(unknown, _SCHEDULER_KEYS, f"{where}: the lr_scheduler dict is")
-    entry = {key: value for key, value in entry.items() if key in _SCHEDULER_KEYS}
-    if "scheduler" not in entry:
-        raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
+    entry = _scheduler_entry(entry, where)
     scheduler = entry["scheduler"]
-    if needs_step and not hasattr(scheduler, "step"):
-        raise MisconfigurationException(
-            f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step()). "
-            f"One of your own can be stepped in {where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)."
-        )
-    monitors = entry.get("reduce_on_plateau") or isinstance(scheduler, ReduceLROnPlateau)
-    if needs_step and not monitors and (needed := _required(scheduler.step)):
-        raise MisconfigurationException(
-            f"{where}: lr_scheduler is {_describe(scheduler)}, which doesn't follow PyTorch's LRScheduler: its step() "
-            f"needs {needed}. Step it in {where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)."
-        )
+    if needs_step:
+        monitors = entry.get("reduce_on_plateau") or isinstance(scheduler, ReduceLROnPlateau)
+        _check_step(scheduler, where, takes_metric=bool(monitors))
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise WrongType(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which cannot be in a checkpoint. Give it the methods "
@@ -155,24 +146,54 @@ def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> 
             category=RuntimeWarning,
         )
     config = LRSchedulerConfig(**entry)
-    if isinstance(config.interval, str) and config.interval[:1].isdigit():
-        _read_interval(config, f"{where}: lr_scheduler interval")
-    owner, refused = f"{where}: lr_scheduler", MisconfigurationException
-    guards.one_of(owner, "interval", config.interval, ("epoch", "step"), error=refused)
-    guards.whole(owner, "frequency", config.frequency, at_least=1, error=refused)
-    if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
+    _check_interval(config, where)
+    if automatic and isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
         rank_zero_warn(
             f"{where}: OneCycleLR counts steps, but it steps once per epoch here. Did you mean 'interval': 'step'?",
             category=RuntimeWarning,
         )
-    if "reduce_on_plateau" not in entry:
-        config.reduce_on_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    config.reduce_on_plateau = entry.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise MisconfigurationException(
             f"{where}: {type(scheduler).__name__} steps on a monitored value, and none is given. Return "
             '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
         )
     return config
+
+
+def _scheduler_entry(entry: Any, where: str) -> dict[str, Any]:
+    """Return a scheduler, or a dict with one, as a dict with known keys only."""
+    if not isinstance(entry, Mapping):
+        entry = {"scheduler": entry}
+    unknown = [key for key in entry if key not in _SCHEDULER_KEYS]
+    _report_unknown_keys(unknown, _SCHEDULER_KEYS, f"{where}: the lr_scheduler dict has")
+    known = {key: value for key, value in entry.items() if key in _SCHEDULER_KEYS}
+    if "scheduler" not in known:
+        raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
+    return known
+
+
+def _check_step(scheduler: Any, where: str, *, takes_metric: bool) -> None:
+    """Raise unless the loop can call ``scheduler.step()``."""
+    hook = f"{where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)"
+    if not hasattr(scheduler, "step"):
+        raise MisconfigurationException(
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step()). "
+            f"{_SCHEDULER_OBJECT if type(scheduler) in _PLAIN else f'Step one of your own in {hook}.'}"
+        )
+    if not takes_metric and (needed := _required(scheduler.step)):
+        raise MisconfigurationException(
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which doesn't follow PyTorch's LRScheduler: its step() "
+            f"needs {needed}. Step it in {hook}."
+        )
+
+
+def _check_interval(config: LRSchedulerConfig, where: str) -> None:
+    if isinstance(config.interval, str) and config.interval[:1].isdigit():
+        _read_interval(config, f"{where}: lr_scheduler interval")
+    owner, refused = f"{where}: lr_scheduler", MisconfigurationException
+    guards.one_of(owner, "interval", config.interval, ("epoch", "step"), error=refused)
+    guards.whole(owner, "frequency", config.frequency, at_least=1, error=refused)
 
 
 def _required(function: Any) -> list[str]:
@@ -315,7 +336,7 @@ class HastenOptimizer:
         return type(self.__dict__.get("optimizer", self))
 
     def __repr__(self) -> str:
-        return f"{'Lightning' if alias.active() else 'Hasten'}{self.optimizer!r}"
+        return f"{'Lightning' if conventions.current().framework_is_lightning else 'Hasten'}{self.optimizer!r}"
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -341,10 +362,17 @@ def _is_optimizer(thing: Any) -> bool:
 def _check_optimizers(optimizers: list[Any], where: str, verb: str = "returned") -> None:
     for optimizer in optimizers:
         if not _is_optimizer(optimizer):
-            raise MisconfigurationException(f"{where} {verb} {_describe(optimizer)} where an optimizer is expected.")
+            hint = (
+                " Optimizers come first: return [optimizer], [scheduler]." if hasattr(optimizer, "get_last_lr") else ""
+            )
+            raise MisconfigurationException(
+                f"{where} {verb} {_describe(optimizer)} where an optimizer is expected.{hint}"
+            )
 
 
 def _describe(thing: Any) -> str:
+    if isinstance(thing, (list, tuple)) and not thing:
+        return f"an empty {type(thing).__name__}"
     if isinstance(thing, (list, tuple)):
         return f"a {type(thing).__name__} of " + ", ".join(type(item).__name__ for item in thing)
     if isinstance(thing, type):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
+from hasten._lib.explain import explain
 from hasten._lib.tree import parameters_of
 
 Step = Callable[..., Any]
@@ -256,7 +257,16 @@ def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> N
         or _autograd._engine_run_backward is not _run_backward_in_threads
         or _Variable._execution_engine is not _engine
     ):
-        loss.backward(*args, **kwargs)
+        given: object = loss
+        if isinstance(given, float | int):
+            raise TypeError(
+                f"backward({loss!r}): a number has no gradients. Give it the loss itself, without .item() or float()."
+            )
+        try:
+            loss.backward(*args, **kwargs)
+        except RuntimeError as error:
+            explain(error)
+            raise
         return
     run: Any = _run_backward if loss.is_cpu else _run_backward_in_threads
     # New ones each time: a hook on the loss may change them in place.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from hasten._lib.tree import parameters_of
+from hasten.extend.origin import comes_from
 
 _Made = TypeVar("_Made", bound=Optimizer)
 
@@ -82,7 +86,7 @@ def why_not_fused(optimizer: Any) -> str | None:
     base = next((each for each in _DEVICES if isinstance(optimizer, each) and _same_step(kind, each)), None)
     # A subclass that overrides step computes something else.
     if base is None:
-        by_itself = type(optimizer).__module__.startswith("torch.optim") and "foreach" in optimizer.defaults
+        by_itself = comes_from(type(optimizer), "torch.optim") and "foreach" in optimizer.defaults
         why = ": on a GPU torch updates parameters in few kernels by itself (foreach)" if by_itself else ""
         return f"torch has no fused {kind.__name__}; it has {known}. Leave fused_optimizer out{why}."
     for group in optimizer.param_groups:
@@ -119,11 +123,36 @@ def unwrapped(step: Callable[..., Any]) -> Callable[..., Any]:
     return inner if getattr(step, "hooked", False) else step
 
 
-def fused_where_possible(optimizer: _Made) -> _Made:
+def check_dense(optimizer: object, modules: Iterable[nn.Module], owner: str) -> None:
+    """Refuse to fuse the step of parameters whose gradients are sparse, before it fails.
+
+    Args:
+        optimizer: the one to be fused.
+        modules: have the parameters.
+        owner: the argument that asks for it, for the message.
+
+    Raises:
+        ValueError: a layer of ``modules`` has sparse gradients.
+
+    """
+    trained = {id(parameter) for parameter in parameters_of(optimizer)}
+    for module in modules:
+        for name, layer in module.named_modules():
+            weight = getattr(layer, "weight", None)
+            if getattr(layer, "sparse", None) is True and isinstance(weight, Tensor) and id(weight) in trained:
+                raise ValueError(
+                    f"{owner}: a fused {type(optimizer).__name__} cannot take sparse gradients, and {name} is "
+                    f"{type(layer).__name__}(sparse=True). Leave fused_optimizer out, or sparse=True."
+                )
+
+
+def fused_where_possible(optimizer: _Made, module: nn.Module | None = None) -> _Made:
     """Return ``optimizer``, fused if torch has a kernel for it and the user set neither fused nor foreach."""
     chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups)
     if not chosen and why_not_fused(optimizer) is None:
-        _switch(optimizer, True)
+        with suppress(ValueError):
+            check_dense(optimizer, [] if module is None else [module], "")
+            _switch(optimizer, True)
     return optimizer
 
 

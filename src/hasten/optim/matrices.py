@@ -186,7 +186,7 @@ class _In32Bits(TorchFunctionMode):
 def _emulates_bfloat16(optimizer: Optimizer) -> bool:
     """Return whether the device of the parameters emulates products in bfloat16."""
     parameters = parameters_of(optimizer)
-    return bool(parameters) and parameters[0].device.type == "cpu" and not cpu_has_bfloat16()
+    return bool(parameters) and parameters[0].is_cpu and not cpu_has_bfloat16()
 
 
 def _without_names(params: Any) -> list[Tensor] | None:

@@ -130,14 +130,8 @@ def _problem(model: Any) -> str | None:
     for name in _OUTPUTS:
         if getattr(config, name, False):
             return f"{name} requests the padded outputs of its blocks"
-    # A window in the configuration proves nothing: many models have one that their layers do not use.
-    kinds = getattr(config, "layer_types", None)
-    others = sorted(set(kinds or ()) - {"full_attention"})
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if any("sliding" in kind or "chunked" in kind for kind in others) or (window and not kinds):
-        return "its tokens attend to a window of others only"
-    if others:
-        return f"it has layers that cannot be packed: {', '.join(others)}"
+    if (problem := _problem_of_layers(config)) is not None:
+        return problem
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return "it takes no attention_mask"
     if len(_lists_of_blocks(model)) > 1:
@@ -146,6 +140,16 @@ def _problem(model: Any) -> str | None:
     if len(set(blocks)) != len(blocks):
         return "it contains some blocks several times"
     return None
+
+
+def _problem_of_layers(config: Any) -> str | None:
+    # A window in the configuration proves nothing: many models have one that their layers do not use.
+    kinds = getattr(config, "layer_types", None)
+    others = sorted(set(kinds or ()) - {"full_attention"})
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if any("sliding" in kind or "chunked" in kind for kind in others) or (window and not kinds):
+        return "its tokens attend to a window of others only"
+    return f"it has layers that cannot be packed: {', '.join(others)}" if others else None
 
 
 def _layout(asked: str, given: dict[str, Any]) -> Layout:

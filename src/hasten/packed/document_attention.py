@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hasten._lib.device import cuda_capability
+
 # The largest head of flash attention, and the multiple of which both kernels take heads without padding.
 _LARGEST_HEAD, _MULTIPLE = 256, 8
 # The first token, the number of sequences, and their length.
@@ -225,7 +227,7 @@ def _by_kernel(
 
 
 def _is_ampere(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return (cuda_capability(device) or (8, 0)) >= (8, 0)
 
 
 @functools.cache

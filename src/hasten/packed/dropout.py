@@ -138,7 +138,7 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
 def _is_plain(x: Tensor) -> bool:
     """Return whether random bytes can be used, unlike inside torch.func or forward-mode differentiation."""
     return (
-        x.device.type == "cpu"
+        x.is_cpu
         and x.is_floating_point()
         and x.layout is torch.strided
         and not x.is_nested

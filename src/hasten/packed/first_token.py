@@ -141,7 +141,7 @@ class FirstToken(LossCheck):
 
 def would_wait(tensor: Tensor) -> bool:
     """Return whether reading this tensor makes the host wait for the device."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu
 
 
 def attend_first(query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p: float, scale: float) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.extend.origin import ROOTS, package_of
 from hasten.packed.attention import attention
 from hasten.packed.document_attention import packed_attention
 from hasten.packed.first_token import FirstToken, LossCheck, attend_first
@@ -235,7 +236,7 @@ class Stack:
             p = 0.0
         if first_only:
             return attend_first(query, key, value, layout, p=p, scale=scale)
-        if not p or query.device.type != "cpu":
+        if not p or not query.is_cpu:
             return packed_attention(
                 query, key, value, layout.bounds, layout.width, causal=self.causal, dropout_p=p, scale=scale
             )
@@ -408,8 +409,8 @@ def own_mask(asked: str, module: nn.Module, mask: Tensor) -> Exception:
 def is_of_user(hook: object) -> bool:
     """Return whether a hook is the user's, and not one of torch, transformers or hasten."""
     function = getattr(hook, "func", hook)
-    owner = getattr(function, "__module__", None) or type(function).__module__
-    return owner.partition(".")[0] not in ("torch", "transformers", "hasten")
+    owner = package_of(function)
+    return owner not in {"torch", "transformers", *ROOTS}
 
 
 def _attend_separately(

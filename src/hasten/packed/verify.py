@@ -22,7 +22,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, pairwise, repeat, zip_longest
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
+from hasten.extend.origin import package_of
 from hasten.packed.layout import Layout, refusal
 from hasten.packed.patches import HookPatch, MethodPatch
 from hasten.packed.stack import Probe, Stack, is_of_user
@@ -247,17 +248,22 @@ class _ConstantDraws(TorchDispatchMode):
         for each in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
             if isinstance(each, Tensor):
                 self._record(each)
-                if name.startswith("bernoulli"):
-                    # The mean, because code usually divides by it afterwards.
-                    p = args[1] if len(args) > 1 else args[0]
-                    each.copy_(p) if isinstance(p, Tensor) else each.fill_(kwargs.get("p", p))
-                elif each.is_floating_point():
-                    each.fill_(0.0 if "norm" in name or name.startswith("randn") else 0.5)
+                _fill_constant(each, name, args, kwargs)
         return drawn
 
     def _record(self, drawn: Tensor) -> None:
         if self._stack.inside and self._stack.probe is not None:
             self._stack.probe.draws.append(drawn.numel())
+
+
+def _fill_constant(drawn: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Replace what a random function drew by a constant."""
+    if name.startswith("bernoulli"):
+        # The mean, because code usually divides by it afterwards.
+        p = args[1] if len(args) > 1 else args[0]
+        drawn.copy_(p) if isinstance(p, Tensor) else drawn.fill_(kwargs.get("p", p))
+    elif drawn.is_floating_point():
+        drawn.fill_(0.0 if "norm" in name or name.startswith("randn") else 0.5)
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,13 +282,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers and attributes of modules at the end."""
     modules = list(model.modules())
     attributes = [(owner, dict(vars(owner))) for owner in modules]
-    tensors = [
-        (tensor.detach(), tensor.detach().clone())
-        for owner in modules
-        for each in (vars(owner), owner._buffers)
-        for tensor in each.values()
-        if isinstance(tensor, Tensor) and tensor.layout == torch.strided
-    ]
+    tensors = [(tensor, tensor.clone()) for tensor in _tensors_in(modules)]
     gathered = [
         (value, value.copy())
         for _, each in attributes
@@ -290,11 +290,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
         if name == "_buffers" or (type(value) in (list, dict, set) and name not in _OF_MODULES)
     ]
     for owner in modules:
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            # The user's hooks may count, keep or log, so they are not called.
-            hooks = {key: hook for key, hook in vars(owner)[name].items() if not is_of_user(hook)}
-            if len(hooks) != len(vars(owner)[name]):
-                vars(owner)[name] = OrderedDict(hooks)
+        _remove_hooks_of_user(owner)
     cached = torch.is_autocast_cache_enabled()
     with ExitStack() as changed:
         changed.enter_context(warnings.catch_warnings())
@@ -309,10 +305,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for owner, before in attributes:
-                now = vars(owner)
-                for name in now.keys() - before.keys():
-                    del now[name]
-                now.update(before)
+                _put_back(vars(owner), before)
             for each, values in gathered:
                 each.clear()
                 each.extend(values) if isinstance(each, list) else each.update(values)
@@ -320,6 +313,28 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 for tensor, copy in tensors:
                     if not torch.equal(tensor, copy):
                         tensor.copy_(copy)
+
+
+def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in now.keys() - before.keys():
+        del now[name]
+    now.update(before)
+
+
+def _tensors_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield the tensors in attributes and buffers of modules."""
+    for owner in modules:
+        for tensor in (*vars(owner).values(), *owner._buffers.values()):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                yield tensor.detach()
+
+
+def _remove_hooks_of_user(module: nn.Module) -> None:
+    """Remove the user's hooks, which may count, keep or log, so they are not called."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = {key: hook for key, hook in vars(module)[name].items() if not is_of_user(hook)}
+        if len(hooks) != len(vars(module)[name]):
+            vars(module)[name] = OrderedDict(hooks)
 
 
 # -- choosing samples
@@ -347,7 +362,7 @@ def _chosen(lengths: list[int]) -> list[int]:
 def _scales_whole_tensors(model: nn.Module) -> bool:
     """Return whether layers multiply in 8 bits with a scale for all tokens, which padding changes."""
     owners = ("torchao", "transformer_engine", "bitsandbytes")
-    return any(type(each).__module__.partition(".")[0] in owners for each in model.modules())
+    return any(package_of(type(each)) in owners for each in model.modules())
 
 
 def _own_attention(stack: Stack, block: nn.Module) -> str:
@@ -365,25 +380,7 @@ def _differences(
     """Yield what packing changes, with the block that changes it, starting with the most precise reason."""
     # If the trial with nan failed, the model checks that its input is finite; its values are compared below.
     if isinstance(tainted, Probe):
-        begin = int(tainted.layout.bounds[1])
-        for block, output in tainted.outputs if tainted.tainted else ():
-            if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
-                yield (
-                    f"{stack.name_of(block)} mixes tokens of different samples when they share a row: a convolution or "
-                    "mean over tokens, batch statistics, or code that uses positions"
-                )
-        if packed.drew_on_host:
-            yield (
-                "it draws from the random generator of Python or NumPy, perhaps per sample: dropping samples or "
-                "layers at random needs the padded batch"
-            )
-        tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
-        for one, other in zip_longest(packed.draws, tainted.draws, fillvalue=0):
-            if one * tokens_again != other * tokens or one % tokens:
-                yield (
-                    f"the random numbers that its blocks draw ({one or other}) are not a multiple of the {tokens} "
-                    "tokens: stochastic depth (drop path) or dropout of whole samples, which share one row here"
-                )
+        yield from _mixtures(stack, packed, tainted)
     if [block for block, _ in padded.outputs] != [block for block, _ in packed.outputs]:
         yield "it calls different blocks on a row of real tokens"
     layout = packed.layout
@@ -401,6 +398,29 @@ def _differences(
             "its output differs from that of the padded batch at real tokens: its code between or after the blocks "
             "depends on (samples, tokens) or reads padding"
         )
+
+
+def _mixtures(stack: Stack, packed: Probe, tainted: Probe) -> Iterator[str]:
+    """Yield what carries values or random draws from one sample of a row to another."""
+    begin = int(tainted.layout.bounds[1])
+    for block, output in tainted.outputs if tainted.tainted else ():
+        if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
+            yield (
+                f"{stack.name_of(block)} mixes tokens of different samples when they share a row: a convolution or "
+                "mean over tokens, batch statistics, or code that uses positions"
+            )
+    if packed.drew_on_host:
+        yield (
+            "it draws from the random generator of Python or NumPy, perhaps per sample: dropping samples or "
+            "layers at random needs the padded batch"
+        )
+    tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
+    for one, other in zip_longest(packed.draws, tainted.draws, fillvalue=0):
+        if one * tokens_again != other * tokens or one % tokens:
+            yield (
+                f"the random numbers that its blocks draw ({one or other}) are not a multiple of the {tokens} "
+                "tokens: stochastic depth (drop path) or dropout of whole samples, which share one row here"
+            )
 
 
 def _same_output(padded: Probe, packed: Probe, tolerance: float | None) -> bool:

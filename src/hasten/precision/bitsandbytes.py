@@ -124,7 +124,8 @@ class BitsandbytesPrecision(DtypePrecision):
         made: Any = kind(*sizes, bias=has_bias, device="meta", **options)
         made.hold(layer.weight.data)
         made.bias = layer.bias
-        return made  # type: ignore[no-any-return]
+        quantized: nn.Module = made
+        return quantized
 
     def convert_optimizer(self, optimizer: object) -> None:
         """Have the optimizer step in 32 bits."""

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hasten._lib import check
+from hasten._lib.device import is_cuda, is_host
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
 from hasten.precision.matmul import cpu_has_bfloat16
@@ -35,7 +36,8 @@ class DoublePrecision(DtypePrecision):
 class HalfPrecision(DtypePrecision):
     """Parameters, inputs and computation in 16-bit floats; no update of a parameter is lost.
 
-    Optimizers step in 32 bits, with 32-bit states, and keep the part of each parameter that 16 bits cannot hold. The
+    Optimizers step parameters in 32 bits, which they keep with their 32-bit states; the module's are these, rounded.
+    A parameter that the program sets is taken from the module. The
     running statistics of batch normalization stay in 32 bits. Compute sums over many logits in 32 bits, too:
     ``cross_entropy(logits.float(), targets)``.
 
@@ -52,8 +54,8 @@ class HalfPrecision(DtypePrecision):
         >>> HalfPrecision("bf16-true").convert_module(nn.Linear(2, 1)).weight.dtype
         torch.bfloat16
 
-    Source of the division into two halves: Kalamkar et al., A Study of BFLOAT16 for Deep Learning Training, 2019
-    (`split SGD <https://arxiv.org/abs/1905.12322>`_); Zamirai et al., Revisiting BFloat16 Training, 2020.
+    Source: Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018 (a 32-bit master
+    copy of the weights); Zamirai et al., Revisiting BFloat16 Training, 2020.
 
     """
 
@@ -137,6 +139,12 @@ class MixedPrecision(Precision):
         self.device = device
         self.scaler = scaler_for("MixedPrecision", precision, scaler, device)
         self._dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
+        # Autocast converts what it computes in 16 bits. Positions and the like keep their digits.
+        self._input_dtype = torch.float32
+
+    def convert_inputs_to_16_bits(self) -> None:
+        """Convert floating-point inputs of forward to 16 bits, as Lightning's Fabric does."""
+        self._input_dtype = self._dtype
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device supports bfloat16 if the precision needs it."""
@@ -145,7 +153,7 @@ class MixedPrecision(Precision):
 
     def convert_input(self, data: T) -> T:
         """Return ``data`` with 32-bit floating tensors, which autocast converts."""
-        return to_floating(data, torch.float32)
+        return to_floating(data, self._input_dtype)
 
     def convert_output(self, data: T) -> T:
         """Return ``data`` with floating tensors of torch's default type."""
@@ -167,13 +175,13 @@ def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> Non
         ValueError: a GPU has no bfloat16 units; emulating them is slower than 32-bit floats.
 
     """
-    if device.type == "cpu" and not cpu_has_bfloat16():
+    if is_host(device) and not cpu_has_bfloat16():
         warn_once(
             "bfloat16 on the CPU",
             f"precision={precision!r}: this CPU has no bfloat16 instructions: a matrix product takes tens of times as "
             "long as in 32 bits. Use precision='32-true', unless you only try the program out here.",
         )
-    if device.type == "cuda" and torch.version.hip is None:
+    if is_cuda(device) and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise ValueError(

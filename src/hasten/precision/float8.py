@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hasten._lib import check
+from hasten._lib.device import is_cuda
 from hasten._lib.optional import need
 from hasten.precision.builtin import MixedPrecision
 from hasten.precision.layers import check_ignored, check_names, ignored, put_back, replace
@@ -108,7 +109,7 @@ def check_float8(device: torch.device, precision: str = "fp8") -> None:
 
     """
     instead = "Use precision='bf16-mixed'."
-    if device.type != "cuda":
+    if not is_cuda(device):
         raise ValueError(
             f"precision={precision!r}: {device.type.upper()} cannot multiply 8-bit floats; NVIDIA GPUs from Ada and "
             f"Hopper on (compute capability 8.9) and AMD MI300 can. {instead}"

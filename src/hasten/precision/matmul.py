@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from hasten._lib.device import is_cuda, is_host
+
 MatmulPrecision = Literal["highest", "high", "medium"]
 
 
@@ -70,11 +72,11 @@ def without_effect(precision: str, device: torch.device) -> str | None:
     """
     if precision == "highest":
         return None
-    if device.type == "cuda":
+    if is_cuda(device):
         if torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0):
             return None
         return "this GPU has no TF32, which begins with compute capability 8.0"
-    if device.type == "cpu":
+    if is_host(device):
         kind, works = ("bfloat16", cpu_has_bfloat16()) if precision == "medium" else ("TF32", _tf32_on_cpu())
         return None if works else f"this CPU has no {kind} instructions"
     return f"{device.type.upper()} has one way to multiply 32-bit matrices"

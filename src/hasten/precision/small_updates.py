@@ -1,11 +1,11 @@
-"""16-bit weights that lose no update: the optimizer computes in 32 bits and keeps what 16 bits cannot hold.
+"""16-bit weights that lose no update: the optimizer steps 32-bit weights, which the model's are rounded from.
 
 The neighbours of 1 in bfloat16 are 0.996 and 1.008. A step of 1e-4 is rounded away, and so are all later ones, so
-training with small learning rates stands still. Here the optimizer steps the weight in 32 bits. After the step the
-weight keeps the upper 16 bits, rounded, and the optimizer's state keeps the rest; the other states stay in 32 bits.
-Nothing is random, and only the rounding of forward and backward differs from 32-bit weights. It costs two bytes per
-weight (four for float16, whose exponents differ) and, during the step, when activations are freed, 32-bit copies of
-weights and gradients.
+training with small learning rates stands still. Here the optimizer steps weights in 32 bits, which it keeps beside its
+other states. After the step, the model's weights are these, rounded. Nothing is random, and only the rounding of
+forward and backward differs from 32-bit weights. A weight that the program sets is the one that counts: where the
+32-bit weight does not round to it, the next step starts from the model's. It costs four bytes per weight and, during
+the step, when activations are freed, 32-bit copies of the gradients.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from hasten._lib.tree import by_kind
 
 T = TypeVar("T")
 
-KEY = "low_bits"
-# The type of the distance between a 32-bit float and the nearest 16-bit float, counted in 32-bit floats.
-_LOW = {torch.bfloat16: torch.int16, torch.float16: torch.int32}
+KEY = "full_weight"
+# What hasten 0.1 saved: the distance from the model's weight, counted in 32-bit floats.
+_KEY_OF_0_1 = "low_bits"
+_SHORT = (torch.bfloat16, torch.float16)
 
 _attached: WeakKeyDictionary[Optimizer, _FullSteps] = WeakKeyDictionary()
 # Whoever steps these calls ``full_precision`` for it.
@@ -64,12 +65,12 @@ def leave_steps_to_caller(optimizer: Optimizer) -> None:
 
 
 class _FullSteps:
-    """The low bits of one optimizer's parameters, and the hooks that use them."""
+    """The 32-bit weights of one optimizer, and the hooks that use them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         # No reference to the optimizer, which would live as long as its hooks.
         self._groups, self._state = optimizer.param_groups, optimizer.state
-        self._low: dict[Tensor, Tensor] = {}
+        self._full: dict[Tensor, Tensor] = {}
         # During a step: (parameter lists of the groups with their content, parameters with their 32-bit copies).
         self._inside: tuple[list[tuple[list[Tensor], list[Tensor]]], list[tuple[Tensor, Tensor]]] | None
         self._inside = None
@@ -130,10 +131,22 @@ class _FullSteps:
         parameters = [p for group in self._groups for p in group["params"] if _is_short(p)]
         pairs = []
         for alike in by_kind(p for p in parameters if every or p.grad is not None):
-            low = [self._low_of(p) for p in alike]
-            full = _joined(_flat(alike), _flat(low)).split([p.numel() for p in alike])
-            pairs += [(p, part.view(p.shape)) for p, part in zip(alike, full, strict=True)]
+            pairs += list(zip(alike, self._current(alike), strict=True))
         self._swap(pairs)
+
+    def _current(self, alike: list[Tensor]) -> list[Tensor]:
+        """Return the 32-bit weights of parameters of one kind, those that the program has set taken from the model."""
+        known = [(p, self._full[p]) for p in alike if p in self._full and self._full[p].shape == p.shape]
+        if known:
+            # As few, large operations as possible: parameters are many and small.
+            high = _flat([p for p, _ in known])
+            full = _flat([kept.to(p.device) for p, kept in known])
+            full = torch.where(full.to(high.dtype) == high, full, high.to(torch.float32))
+            parts = full.split([p.numel() for p, _ in known])
+            self._full.update((p, part.view(p.shape)) for (p, _), part in zip(known, parts, strict=True))
+        of = dict(known)
+        self._full.update((p, p.detach().to(torch.float32)) for p in alike if p not in of)
+        return [self._full[p] for p in alike]
 
     @torch.no_grad()
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -185,20 +198,8 @@ class _FullSteps:
                 self._state[parameter] = self._state.pop(full)
         stand_in = dict(pairs)
         for alike in by_kind([p for p, _ in pairs]):
-            sizes = [p.numel() for p in alike]
-            high, low = _divided(_flat([stand_in[p] for p in alike]), alike[0].dtype)
-            _write(alike, high.split(sizes))
-            _write([self._low_of(p) for p in alike], low.split(sizes))
+            torch._foreach_copy_(alike, [stand_in[p] for p in alike])
         return pairs
-
-    def _low_of(self, parameter: Tensor) -> Tensor:
-        low = self._low.get(parameter)
-        if low is None:
-            low = torch.zeros(parameter.shape, dtype=_LOW[parameter.dtype], device=parameter.device)
-            self._low[parameter] = low
-        elif low.device != parameter.device:
-            low = self._low[parameter] = low.to(parameter.device)
-        return low
 
     # -- around state_dict and load_state_dict
 
@@ -208,25 +209,27 @@ class _FullSteps:
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = dict(state_dict["state"])
         for index, parameter in enumerate(_all_parameters(optimizer)):
-            if parameter in self._low and index in states:
-                states[index] = {**states[index], KEY: self._low[parameter]}
+            full = self._full.get(parameter)
+            # An optimizer may take any entry as a sign that it has initialized a parameter's state.
+            if full is not None and (index in states or not torch.equal(full, parameter.to(full))):
+                states[index] = {**states.get(index, {}), KEY: full.clone()}
         return {**state_dict, "state": states}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._loading = state_dict
 
-        def without_low(state: Any) -> Any:
-            return {k: v for k, v in state.items() if k != KEY} if isinstance(state, dict) else state
+        def without_weights(state: Any) -> Any:
+            return {k: v for k, v in state.items() if k not in (KEY, _KEY_OF_0_1)} if isinstance(state, dict) else state
 
-        states = {key: without_low(state) for key, state in state_dict["state"].items()}
-        return {**state_dict, "state": states}
+        states = {key: without_weights(state) for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": {key: state for key, state in states.items() if state != {}}}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Restore the saved types of the states: torch converts them to the type of the parameters."""
         loaded, self._loading = self._loading, None
         assert loaded is not None
         self.refresh(optimizer)
-        self._low.clear()
+        self._full.clear()
         saved_keys = [key for group in loaded["param_groups"] for key in group["params"]]
         for key, parameter in zip(saved_keys, _all_parameters(optimizer), strict=True):
             saved = loaded["state"].get(key)
@@ -234,14 +237,16 @@ class _FullSteps:
                 continue
             for name, value in saved.items():
                 if name == KEY:
-                    if value.dtype == _LOW[parameter.dtype]:
-                        self._low[parameter] = value.to(parameter.device, copy=True)
+                    self._full[parameter] = value.to(parameter.device, torch.float32, copy=True)
+                elif name == _KEY_OF_0_1:
+                    full = self._full[parameter] = parameter.detach().to(torch.float32)
+                    full.view(torch.int32).add_(value.to(parameter.device))
                 elif name != "step" and isinstance(value, Tensor) and value.is_floating_point():
                     self._state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
 
 def _is_short(tensor: Tensor) -> bool:
-    return tensor.dtype in _LOW
+    return tensor.dtype in _SHORT
 
 
 def _all_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -250,25 +255,3 @@ def _all_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _write(targets: list[Tensor], parts: tuple[Tensor, ...]) -> None:
-    shaped = [part.view(target.shape) for target, part in zip(targets, parts, strict=True)]
-    torch._foreach_copy_(targets, shaped)
-
-
-def _joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return 32-bit floats, given the nearest 16-bit floats and the distances in 32-bit floats."""
-    full = high.to(torch.float32)
-    full.view(torch.int32).add_(low)
-    return full
-
-
-def _divided(full: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the arguments of ``_joined``, without loss; ``full`` is overwritten to save memory."""
-    high = full.to(dtype)
-    low = full.view(torch.int32).sub_(high.to(torch.float32).view(torch.int32))
-    if dtype == torch.bfloat16:
-        # Half-way: 32768 does not fit into 16 bits, but -32768 from the next float above is the same number.
-        high.view(torch.int16).add_(low == 32768)
-    return high, low.to(_LOW[dtype])

@@ -12,6 +12,7 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.extend.origin import comes_from
 from hasten.precision.base import DefaultType, DtypePrecision
 from hasten.precision.builtin import HalfPrecision
 from hasten.precision.float8 import check_float8
@@ -82,7 +83,7 @@ class TransformerEnginePrecision(DtypePrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return ``module`` with layers of Transformer Engine and parameters of ``weights_dtype``."""
-        has_some = any(type(layer).__module__.startswith("transformer_engine") for layer in module.modules())
+        has_some = any(comes_from(type(layer), "transformer_engine") for layer in module.modules())
         if has_some and self.replace_layers:
             rank_zero_info(f"{_PURPOSE}(replace_layers=True): the module has layers of Transformer Engine; they stay.")
         elif not has_some and self.replace_layers in (None, True):

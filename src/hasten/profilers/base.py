@@ -16,7 +16,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 
 
 class Profiler(ABC):
@@ -154,8 +154,7 @@ class Profiler(ABC):
     def _print(self, report: str) -> None:
         if self.local_rank != 0:
             return
-        if alias.active():
-            # Lightning logs its reports, and programs collect them there.
+        if conventions.current().reports_are_logged:
             rank_zero_info("%s", report)
         elif rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             print(report, file=sys.stdout, flush=True)

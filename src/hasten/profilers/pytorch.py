@@ -20,7 +20,8 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.extend.origin import module_of
 from hasten.profilers.base import Profiler
 
 Schedule = Callable[[int], ProfilerAction]
@@ -330,7 +331,7 @@ class RegisterRecordFunction:
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
             if name:
-                self._name(module, f"[pl][module]{type(module).__module__}.{type(module).__name__}: {name}")
+                self._name(module, f"[pl][module]{module_of(type(module))}.{type(module).__name__}: {name}")
 
     def _name(self, module: nn.Module, label: str) -> None:
         # A list, as a module may call itself.
@@ -390,7 +391,7 @@ def _check_arguments(kwargs: Iterable[str]) -> None:
                 f"PyTorchProfiler({name}=...): neither PyTorchProfiler nor torch.profiler.profile takes this argument."
                 f"{did_you_mean(name, known)}"
             )
-            if not alias.active():
+            if not conventions.current().mistakes_are_warnings:
                 raise TypeError(message)
             rank_zero_warn(f"{message} It is ignored.")
 

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
+from hasten.extend.entry_points import load
 
 if TYPE_CHECKING:
     import os
@@ -258,21 +258,17 @@ class History(Sequence[dict[str, Any]]):
             'Step'
 
         """
-        from hasten.report import curves
-
         check.one_of("trainer.history.plot", "x", x, ("step", "epoch", "time"))
-        if output is not None:
-            curves.check_format(Path(output))
+        draw = load("hasten.trainer", "plot_history", purpose="trainer.history.plot")
         began = self._times[0] if self._times else 0.0
-        shown = []
-        for name in names or self._columns:
-            series = self._series(name)
-            place: dict[str, list[Any]] = {"step": series.steps, "epoch": series.epochs}
-            shown.append(curves.Curve(name, place.get(x) or [one - began for one in series.times], series.values))
-        figure = curves.draw(shown, x=x, smooth=smooth)
-        if output is not None:
-            curves.save(figure, output)
-        return figure
+
+        def shown() -> Iterator[tuple[str, list[Any], list[float]]]:
+            for name in names or self._columns:
+                series = self._series(name)
+                place: dict[str, list[Any]] = {"step": series.steps, "epoch": series.epochs}
+                yield name, place.get(x) or [one - began for one in series.times], series.values
+
+        return draw(shown(), x=x, smooth=smooth, output=output)
 
     # -- showing
 
@@ -332,13 +328,22 @@ class History(Sequence[dict[str, Any]]):
 
     # -- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def mark(self) -> Mapping[str | None, int]:
+        """Return how many rows there are (of None), and how many values of each name."""
+        return {None: len(self._steps)} | {name: len(rows) for name, (rows, _) in self._columns.items()}
+
+    def state_dict(self, until: Mapping[str | None, int] | None = None) -> dict[str, Any]:
         """Return the rows as two or three tensors, because a checkpoint with many small ones takes long to save.
+
+        Args:
+            until: what ``mark`` returned: without what was added since then. None for all rows.
 
         ``ints`` has steps, epochs, and for each name in which rows it is; ``lengths`` are their lengths, below 0 for
         those saved as runs of equal differences. ``doubles`` has times, and the values of each name, except for
         names of which float32 holds all values: these are in ``floats``.
         """
+        if until is not None and until != self.mark():
+            return self._until(until).state_dict()
         ints = [_packed(each) for each in (self._steps, self._epochs, *(rows for rows, _ in self._columns.values()))]
         doubles, floats, small = [_tensor(self._times)], [], []
         for name, (_, column) in self._columns.items():
@@ -357,6 +362,16 @@ class History(Sequence[dict[str, Any]]):
             "doubles": torch.cat(doubles),
             "floats": torch.cat(floats) if floats else None,
         }
+
+    def _until(self, mark: Mapping[str | None, int]) -> History:
+        earlier, rows = History(), mark[None]
+        earlier._steps, earlier._epochs, earlier._times = self._steps[:rows], self._epochs[:rows], self._times[:rows]
+        earlier._columns = {
+            name: (places[: mark[name]], column[: mark[name]])
+            for name, (places, column) in self._columns.items()
+            if name in mark
+        }
+        return earlier
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned; rows that are there are dropped."""

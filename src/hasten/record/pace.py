@@ -1,6 +1,6 @@
 """How fast a fit trains, where its time goes, and how long it still takes.
 
-The loop adds up how long it waited for batches; everything else is computed about once a second, from counters that are
+How long each batch was waited for is added up; everything else is computed about once a second, from counters that are
 there anyway. Nothing here waits for the device.
 """
 
@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -24,7 +24,7 @@ from torch import Tensor
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.logged_value import batch_size_of
-from hasten.record.step_times import ASIDE, PARTS, StepTimes, compiles
+from hasten.record.step_times import ASIDE, PARTS, StepTimes
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -46,8 +46,6 @@ _SAYS_AFTER_SECONDS = 30.0
 _LONG_FIT_SECONDS = 600.0
 # What a validation batch costs beside one of training, until one was measured.
 _VALIDATION_COST = 1 / 3
-# Operations are counted in one step, which is slower by that, once this much of a fit is over.
-_COUNTS_AFTER_SECONDS = 2.0
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
 
@@ -84,21 +82,21 @@ class Speed:
 class Pace:
     """How fast a fit trains: its speed, the time of its steps, its time to the end.
 
-    ``waited`` and ``due`` belong to the loop: it adds the seconds that it waits for each batch, and calls
-    ``after_batch`` when ``due`` is over.
+    A fit is measured on the first process, where a progress bar or a record shows it. Otherwise nothing stands between
+    the loop and its batches.
     """
 
     def __init__(self) -> None:
         self.waited = 0.0
         # Seconds in which values were published.
         self.published = 0.0
-        # In seconds of time.perf_counter, as all moments here; never, in a run that is no fit.
-        self.due = math.inf
-        # Counts samples and tokens of each batch, where batches have tokens.
-        self.count: Callable[[Any], None] | None = None
+        # When ``_after_batch`` is due. In seconds of time.perf_counter, as all moments here.
+        self._due = 0.0
+        # Called by the loop with each batch: counts samples and tokens, where batches have tokens.
+        self.counts: list[Callable[[Any], None]] = []
         # When the time of the fit is up.
         self.deadline = math.inf
-        # Whether a fit is measured: on the first process.
+        # Whether a fit is measured.
         self.measures = False
         self.validated = self.saved = 0.0
         self._last_validation: float | None = None
@@ -116,8 +114,6 @@ class Pace:
         self._waits_of_device = (0.0, 0.0)
         self._useful: tuple[int, Arrival] | None = None
         self._useful_share: float | None = None
-        self._counter: Any = None
-        self._flops: list[int] = []
         self._sample: _Sample | None = None
         self._sample_from = self._sample_before = _Counters(0, 0.0, 0.0, 0.0)
 
@@ -132,40 +128,68 @@ class Pace:
             says: tell the user if it will take long.
 
         """
-        if not run.runtime.is_global_zero:
+        shown = run.arguments.enable_progress_bar or run.observers.record.writes
+        if not run.runtime.is_global_zero or not shown:
             return
-        self._run, self._began, self.due, self.measures = run, time.perf_counter(), 0.0, True
-        self._says = says and not run.as_lightning
-        if run.record.writes or run.runtime.device.type == "cuda":
+        self._run, self._began, self._due, self.measures = run, time.perf_counter(), 0.0, True
+        self._says = says and not run.conventions.bars_have_counters
+        if run.observers.record.writes or run.runtime.device.type == "cuda":
             self._times = StepTimes(run, make_step)
 
-    def after_batch(self, plan: StepFunctions, *, completes: bool, is_last: bool) -> None:
-        """Do what is due after a batch: write a line, begin or end to time a step.
+    def watched(self, functions: StepFunctions, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return the same batches; where a fit is measured, what is due after a batch is done before the next one.
 
         Args:
-            plan: the functions of a step.
-            completes: whether an optimizer has stepped after the batch.
-            is_last: whether it is the last of its epoch.
+            functions: those of a step.
+            batches: of an epoch.
 
         """
+        return self._timed(functions, iter(batches)) if self.measures else batches
+
+    def _timed(self, functions: StepFunctions, batches: Iterator[Any]) -> Iterator[Any]:
+        clock = time.perf_counter
+        while True:
+            began = clock()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            came = clock()
+            self.waited += came - began
+            yield batch
+            if came >= self._due:
+                self._after_batch(functions)
+
+    def timed_publishing(self, publish: Callable[..., None]) -> Callable[..., None]:
+        """Return ``publish``, whose seconds are counted where a fit is measured."""
+        if not self.measures:
+            return publish
+
+        def timed_publish(*args: Any, **kwargs: Any) -> None:
+            began = time.perf_counter()
+            publish(*args, **kwargs)
+            self.published += time.perf_counter() - began
+
+        return timed_publish
+
+    def _after_batch(self, functions: StepFunctions) -> None:
+        """Do what is due after a batch: write a line, begin or end to time a step."""
         run, times, now = self._run, self._times, time.perf_counter()
         assert run is not None
+        # Whether an optimizer has stepped after the batch, and whether it is the last of its epoch.
+        completes, is_last = run.window.is_end, run.window.is_last_batch
         if not self._history:
             self._begin_counting(run)
-            self.due = self._sample_due = now + _FIRST_SECONDS
+            self._due = self._sample_due = now + _FIRST_SECONDS
             self._speed_due = now + _SECONDS
             return
-        if not is_last and self.count is None and self._sizes_known and run.logged.batch is not None:
+        if not is_last and not self.counts and self._sizes_known and run.logged.batch is not None:
             self._size = batch_size_of(run.logged.batch)[0]
         if times is not None and times.running:
             if not completes:
                 times.next_batch()
                 return
             self._end_sample(run, times)
-        elif self._counter is not None:
-            if not completes:
-                return
-            self.stop_counting(complete=True)
         if times is not None:
             self._take_sample(run, times)
         gap = max(_SECONDS, _SHARE * (now - self._began))
@@ -175,22 +199,18 @@ class Pace:
         if self._says and now - self._began > _SAYS_AFTER_SECONDS:
             self._says = False
             self._say_how_long(now)
-        self.due = self._speed_due
+        self._due = self._speed_due
         if times is None:
             return
-        self.due = min(self.due, self._sample_due)
+        self._due = min(self._due, self._sample_due)
         # A timed step begins with the wait for its first batch.
         if now < self._sample_due or not completes or is_last:
             return
         self._sample_due = now + gap
         if not times.possible():
             return
-        if self._counts_now(run, now):
-            self._counter = run.operation_counter()
-            self._counter.__enter__()
-        else:
-            self._begin_sample(run, plan, times)
-        self.due = 0.0
+        self._begin_sample(run, functions, times)
+        self._due = 0.0
 
     def _say_how_long(self, now: float) -> None:
         """Say that a fit takes long, while there is time to do something about it."""
@@ -209,7 +229,6 @@ class Pace:
         """The functions of a step are chosen again, or the epoch is over: what was timed of a step is lost."""
         if self._times is not None:
             self._times.drop()
-        self.stop_counting()
 
     def end_epoch(self) -> None:
         """Note how many batches the epoch had."""
@@ -226,7 +245,7 @@ class Pace:
                 self._take_sample(run, self._times)
             if self._history:
                 self._write_speed(run)
-            self.due, self._run, self.measures = math.inf, None, False
+            self._run, self.measures = None, False
 
     def fetch(self, take: Callable[[], T]) -> T:
         """Return ``take()``, which gives a batch to a step that fetches its batches itself."""
@@ -242,9 +261,8 @@ class Pace:
                 clock.leave()
 
     def step_aside(self) -> _Aside:
-        """A validation or a checkpoint begins: its time is not that of steps."""
+        """Pause step timing while a validation or checkpoint runs."""
         aside = _Aside(time.perf_counter(), self.saved, self._aside_since)
-        self.stop_counting()
         if self._aside_since is None:
             self._aside_since = aside.began
         if self._times is not None and self._times.running:
@@ -264,7 +282,7 @@ class Pace:
         self.validated += seconds
         self._last_validation = seconds
         if self._run is not None:
-            self._run.record.add("validation", **self._position(self._run), seconds=seconds)
+            self._run.observers.record.add("validation", **self._position(self._run), seconds=seconds)
 
     def end_checkpoint(self, aside: _Aside, path: object, facts: Callable[[], dict[str, Any]]) -> None:
         """The checkpoint is saved, or being written, that began when ``step_aside`` was called.
@@ -277,9 +295,11 @@ class Pace:
         """
         seconds, run = self._come_back(aside), self._run
         self.saved += seconds
-        if run is not None and run.record.writes:
+        if run is not None and run.observers.record.writes:
             facts_of_it = {"monitor": None, "best": False, "bytes": _size_bytes(path, seconds)} | facts()
-            run.record.add("checkpoint", **self._position(run), path=str(path), seconds=seconds, **facts_of_it)
+            run.observers.record.add(
+                "checkpoint", **self._position(run), path=str(path), seconds=seconds, **facts_of_it
+            )
 
     # -- for those who show it
 
@@ -304,7 +324,7 @@ class Pace:
         return Speed(
             batches=(now.batches - before.batches) / seconds,
             samples=(now.samples - before.samples) * replicas / seconds if self._sizes_known else None,
-            tokens=None if self.count is None else (now.tokens - before.tokens) * replicas / seconds,
+            tokens=None if not self.counts else (now.tokens - before.tokens) * replicas / seconds,
             waiting=None if factor is None else min(1.0, factor * (now.waited - before.waited) / seconds),
         )
 
@@ -328,7 +348,7 @@ class Pace:
             each = self._last_validation
             if each is None:
                 each = per_batch * _VALIDATION_COST * _batches_of_validation(run)
-            validations = run.validation_schedule.left(run, batches) * each if batches and each else 0.0
+            validations = run.data.validation_schedule.left(run, batches) * each if batches and each else 0.0
             if self._aside_since is not None and run.state.stage != "train":
                 validations += max(0.0, each - (time.perf_counter() - self._aside_since))
             left = min(left, batches * per_batch + validations + checkpoints)
@@ -345,7 +365,7 @@ class Pace:
         batch = run.logged.batch
         tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
         if isinstance(tokens, Tensor) and tokens.dim() == 2:
-            self.count = self._count_tokens
+            self.counts.append(self._count_tokens)
             self._size, self._sizes_known = tokens.shape[0], True
         else:
             self._size, self._sizes_known = (0, False) if batch is None else batch_size_of(batch)
@@ -357,7 +377,7 @@ class Pace:
     def count_last(self) -> None:
         """Count the batch in hand by itself: the last one of an epoch may be smaller."""
         run = self._run
-        if run is None or self.count is not None or not self._sizes_known or not self._history:
+        if run is None or self.counts or not self._sizes_known or not self._history:
             return
         new = run.progress.total_batches - self._counted
         if new > 0 and run.logged.batch is not None:
@@ -374,7 +394,7 @@ class Pace:
         run = self._run
         assert run is not None
         progress = run.progress
-        if self.count is None:
+        if not self.counts:
             # A batch that was looked at stands for those since.
             self._samples += self._size * (progress.total_batches - self._counted)
             self._counted = progress.total_batches
@@ -400,13 +420,13 @@ class Pace:
         return min(1.0, device / host) if host > 0 else None
 
     def _batches_left(self, run: Run) -> float:
-        progress, per_epoch = run.progress, run.train.limit
+        progress, per_epoch = run.progress, run.data.train.limit
         if math.isinf(per_epoch):
             per_epoch = self._batches_of_epoch
-        epochs = run.max_epochs - progress.epoch
+        epochs = run.limits.max_epochs - progress.epoch
         # Without an end of the epochs, an epoch without an end does not matter.
         by_epochs = math.inf if math.isinf(epochs) else max(0.0, epochs * per_epoch - progress.batch)
-        steps = run.max_steps - progress.global_step
+        steps = run.limits.max_steps - progress.global_step
         if math.isinf(steps) or not progress.global_step:
             return by_epochs
         done, updates = progress.total_batches, progress.global_step
@@ -419,7 +439,7 @@ class Pace:
         return {"step": max(0, run.progress.logged_step - 1), "epoch": run.progress.epoch}
 
     def _write_speed(self, run: Run) -> None:
-        if not run.record.writes or self._told is None:
+        if not run.observers.record.writes or self._told is None:
             return
         before, now = self._told, self._totals()
         batches = now.batches - before.batches
@@ -427,13 +447,14 @@ class Pace:
             return
         self._told = now
         replicas, factor = _replicas(run), self._waiting_factor(run)
-        tokens = None if self.count is None else (now.tokens - before.tokens) * replicas
+        tokens = None if not self.counts else (now.tokens - before.tokens) * replicas
         useful = self._useful_tokens(run)
-        flops, steps = self._flops_of_step(run), now.steps - before.steps
-        run.record.add(
+        # From the module alone: to count them here would put code into the program that trains.
+        flops = getattr(run.module, "flops_per_batch", None)
+        run.observers.record.add(
             "speed",
             **self._position(run),
-            steps=steps,
+            steps=now.steps - before.steps,
             seconds=now.seconds - before.seconds,
             samples=(now.samples - before.samples) * replicas,
             tokens=tokens,
@@ -441,13 +462,13 @@ class Pace:
             data_seconds=None if factor is None else factor * (now.waited - before.waited),
             lr=learning_rates(run.optimizers),
             memory_bytes=self.memory_bytes(),
-            flops=None if flops is None else flops * steps,
-            peak_flops=run.peak_flops(),
+            flops=int(flops) * batches if isinstance(flops, int | float) else None,
+            peak_flops=_peak_flops(run),
         )
 
     def _useful_tokens(self, run: Run) -> float | None:
         """Return the share of tokens that are no padding, of a batch of the interval before if the device has them."""
-        if self.count is None:
+        if not self.counts:
             return None
         if self._useful is not None and self._useful[1].ready():
             of, arrival = self._useful
@@ -457,43 +478,17 @@ class Pace:
             real = useful_positions(batch)
             if real is not None:
                 self._useful = real.numel(), send_to_host([real.sum()])
-                if real.device.type != "cuda":
+                if not real.is_cuda:
                     self._useful_share = self._useful[1].values()[0] / real.numel()
                     self._useful = None
         return self._useful_share
 
-    def _flops_of_step(self, run: Run) -> int | None:
-        own = getattr(run.module, "flops_per_batch", None)
-        if isinstance(own, int | float):
-            return int(own) * run.accumulate_grad_batches
-        return self._flops[-1] if self._flops and self._flops[-1] > 0 else None
-
-    def _counts_now(self, run: Run, now: float) -> bool:
-        """Return whether to count the operations of the next step: once, and where that changes nothing else."""
-        return (
-            not self._flops
-            and run.record.writes
-            and now - self._began > _COUNTS_AFTER_SECONDS
-            and run.compiled is None
-            and not compiles()
-            and not run.runtime.strategy.shards_parameters
-            and not isinstance(getattr(run.module, "flops_per_batch", None), int | float)
-        )
-
-    def stop_counting(self, *, complete: bool = False) -> None:
-        """The step is over, or left, whose operations were counted."""
-        if self._counter is not None:
-            counter, self._counter = self._counter, None
-            counter.__exit__(None, None, None)
-            if complete:
-                self._flops.append(int(counter.get_total_flops()))
-
     # -- timed steps
 
-    def _begin_sample(self, run: Run, plan: StepFunctions, times: StepTimes) -> None:
+    def _begin_sample(self, run: Run, functions: StepFunctions, times: StepTimes) -> None:
         self._sample = None  # The one before, if the device has not come to its end in a second.
         self._sample_from = self._counters(run)
-        times.begin(plan)
+        times.begin(functions)
 
     def _end_sample(self, run: Run, times: StepTimes) -> None:
         times.end()
@@ -515,7 +510,7 @@ class Pace:
         if run.runtime.device.type == "cuda":
             device = found.get("data", 0.0)
             self._waits_of_device = (self._waits_of_device[0] + device, self._waits_of_device[1] + within.waited)
-        if not run.record.writes:
+        if not run.observers.record.writes:
             return
         steps, factor = max(1, since.steps), self._waiting_factor(run)
         parts = {part: found.get(part, 0.0) for part in PARTS}
@@ -523,7 +518,7 @@ class Pace:
         parts["other"] = max(0.0, parts["other"] - within.published)
         parts["logging"] += since.published / steps
         parts["checkpoints"] = since.saved / steps
-        run.record.add("step_time", **sample.position, seconds=sum(parts.values()), parts=parts)
+        run.observers.record.add("step_time", **sample.position, seconds=sum(parts.values()), parts=parts)
 
     def _counters(self, run: Run) -> _Counters:
         return _Counters(run.progress.logged_step, self.waited, self.published, self.saved)
@@ -595,7 +590,7 @@ def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
         groups = optimizer.param_groups
         for index, group in enumerate(groups, 1):
             rate = group.get("lr")
-            if rate is not None and not (isinstance(rate, Tensor) and rate.device.type != "cpu"):
+            if rate is not None and not (isinstance(rate, Tensor) and not rate.is_cpu):
                 found[name if len(groups) == 1 else f"{name}/{group.get('name', f'pg{index}')}"] = float(rate)
     return found
 
@@ -605,10 +600,18 @@ def _replicas(run: Run) -> int:
     return int((run.runtime.distributed_sampler_kwargs or {}).get("num_replicas", 1))
 
 
+def _peak_flops(run: Run) -> float | None:
+    """Return the operations a second that the device reaches at most; None if that is not known."""
+    from hasten.report.peaks import known_peak
+    from hasten.report.throughput import compute_dtype
+
+    return known_peak(run.runtime.device, compute_dtype(run.runtime.precision))
+
+
 def _batches_of_validation(run: Run) -> float:
-    if not run.validation.loaded or run.validation.is_off():
+    if not run.data.validation.loaded or run.data.validation.is_off():
         return 0.0
-    batches = sum(run.validation.all_limits())
+    batches = sum(run.data.validation.all_limits())
     return 0.0 if math.isinf(batches) else batches
 
 

@@ -1,8 +1,9 @@
 """Where the time of a step goes: now and then one step runs with timed functions, and all others run without.
 
 The timed functions are made once, as those of an ordinary step are, from functions of the Runtime that tell a clock
-when they begin and end. On a CPU the clock is the host's. On a CUDA device it is a row of events, which the device
-passes in its own time: nothing waits for them, and they are read when the next step is timed.
+when they begin and end. Nothing of the module's is replaced. On a CPU the clock is the host's. On a CUDA device it is
+a row of events, which the device passes in its own time: nothing waits for them, and they are read when the next step
+is timed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hasten.hooks import nothing, overrides
-from hasten.module import LightningModule
+from hasten.hooks import nothing
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -31,12 +31,9 @@ PARTS = (
 ASIDE = "aside"
 
 _HOOKS = (
-    "on_train_batch_start", "on_train_batch_start_without", "on_before_zero_grad", "on_before_backward",
-    "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_batch_end_without",
-    "on_train_batch_end_last",
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end", "on_train_batch_end_last",
 )  # fmt: skip
-# Methods that a module may override, which the loop looks up in each step.
-_OF_THE_MODULE = ("optimizer_zero_grad", "optimizer_step", "configure_gradient_clipping", "lr_scheduler_step")
 
 
 class StepFunctions(Protocol):
@@ -167,7 +164,7 @@ class StepTimes:
         return (
             runtime.device.type in ("cpu", "cuda")
             and runtime.steps is None
-            and not runtime.strategy.owns_step
+            and not runtime.engine.owns_step
             # Steps that may be repeated with smaller parts keep a state.
             and not (memory is not None and memory.may_fail)
         )
@@ -230,46 +227,35 @@ class StepTimes:
 
     def _timed_functions(self, plan: StepFunctions) -> tuple[Call, Call | None, Call]:
         runtime, watched = self._run.runtime, self._watched
-        bind, make_step, make_zero_grad = runtime.bind, runtime.make_step, runtime.make_zero_grad
-        with_backward, backward = runtime.with_backward, runtime.backward
-
-        def timed_backward(own: Call) -> Call:
-            # It compares the present one with that of a program's strategy.
-            timed, runtime.backward = runtime.backward, backward
-            try:
-                return watched("backward", with_backward(own))
-            finally:
-                runtime.backward = timed
+        engine = runtime.engine
+        bind, make_step, make_zero_grad = runtime.bind, engine.make_step, engine.make_zero_grad
+        with_backward, backward = engine.with_backward, engine.backward
 
         with ExitStack() as undo:
             _replace(runtime, "bind", lambda function, **how: watched("forward", bind(function, **how)), undo)
-            _replace(runtime, "make_step", lambda optimizer: watched("optimizer", make_step(optimizer)), undo)
-            _replace(runtime, "make_zero_grad", lambda optimizer: watched("optimizer", make_zero_grad(optimizer)), undo)
-            _replace(runtime, "with_backward", timed_backward, undo)
-            _replace(runtime, "backward", watched("backward", backward), undo)
+            _replace(engine, "make_step", lambda optimizer: watched("optimizer", make_step(optimizer)), undo)
+            _replace(engine, "make_zero_grad", lambda optimizer: watched("optimizer", make_zero_grad(optimizer)), undo)
+            _replace(engine, "with_backward", lambda own: watched("backward", with_backward(own)), undo)
+            _replace(engine, "backward", watched("backward", backward), undo)
             for name in ("clip_norm", "clip_value"):
-                _replace(runtime, name, watched("optimizer", getattr(runtime, name)), undo)
-            if runtime.unscale is not None:
-                _replace(runtime, "unscale", watched("optimizer", runtime.unscale), undo)
+                _replace(engine, name, watched("optimizer", getattr(engine, name)), undo)
+            if engine.unscale is not None:
+                _replace(engine, "unscale", watched("optimizer", engine.unscale), undo)
             step = self._make_step()
         transfer = None if plan.transfer is None else watched("transfer", plan.transfer)
         return watched("other", step), transfer, watched("optimizer", plan.step_schedulers)
 
     def _replace_in_step(self, undo: ExitStack) -> None:
         """Replace what a step looks up while it runs."""
-        run, watched = self._run, self._watched
-        hooks, module = run.hooks, run.module
+        run, hooks, watched = self._run, self._run.hooks, self._watched
         for name in _HOOKS:
             hook = getattr(hooks, name)
             if hook is not nothing:
                 timed = watched("callbacks", hook)
                 undo.callback(_set_back, hooks, name, timed, hook)
                 setattr(hooks, name, timed)
-        for name in _OF_THE_MODULE:
-            if overrides(module, LightningModule, name):
-                _replace(module, name, watched("optimizer", getattr(module, name)), undo)
         # For manual_backward, and for optimizers that a module or a closure steps.
-        _replace(run.runtime, "backward", watched("backward", run.runtime.backward), undo)
+        _replace(run.runtime.engine, "backward", watched("backward", run.runtime.engine.backward), undo)
         for optimizer in run.wrapped_optimizers:
             undo.callback(optimizer.step_through(lambda step: watched("optimizer", step)))
         if not compiles():
@@ -284,7 +270,6 @@ def compiles() -> bool:
 
 
 def _replace(target: Any, name: str, function: Call, undo: ExitStack) -> None:
-    # In the instance's own dictionary: a module's __setattr__ would look for listeners again.
     own = target.__dict__
     if name in own:
         undo.callback(own.__setitem__, name, own[name])

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
-    from hasten.report.plots import plot_logs as plot_logs
+    from hasten.report.logs import plot_logs as plot_logs
     from hasten.report.summary import LayerSummary as LayerSummary
     from hasten.report.summary import ModelSummary as ModelSummary
     from hasten.report.summary import summarize as summarize
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
-    {"hasten.report.plots": ("plot_logs",), "hasten.report.summary": ("LayerSummary", "ModelSummary", "summarize")},
+    {"hasten.report.logs": ("plot_logs",), "hasten.report.summary": ("LayerSummary", "ModelSummary", "summarize")},
 )

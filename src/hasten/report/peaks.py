@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hasten._lib.device import is_cuda, synchronize
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.precision.matmul import matmul_precision as matmul_precision_set
 
@@ -114,7 +115,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         True
 
     """
-    if device.type != "cuda":
+    if not is_cuda(device):
         return None
     name = torch.cuda.get_device_name(device)
     peaks = peaks_of(name)
@@ -140,7 +141,7 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
         True
 
     """
-    peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peaks = peaks_of(torch.cuda.get_device_name(device)) if is_cuda(device) else None
     return None if peaks is None else peaks.get(_multiplied(dtype, peaks))
 
 
@@ -161,8 +162,12 @@ _LONG_ENOUGH_SECONDS = 0.02
 _MEASURED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def flop_counter() -> FlopCounterMode:
+def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
     """Return a context that counts floating-point operations, those of attention on the CPU included.
+
+    Args:
+        by_module: also count those of each module. This hangs hooks on the inputs of modules, with which
+            ``torch.autograd.grad`` with respect to such an input raises an error. False by default.
 
     Example::
 
@@ -188,7 +193,20 @@ def flop_counter() -> FlopCounterMode:
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
-    return FlopCounterMode(display=False, custom_mapping=formulas)
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    if not by_module:
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
+
+
+class _NoModules:
+    """Takes the place of torch's ModuleTracker, whose hooks end a program that takes second derivatives."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *args: object) -> None: ...
 
 
 def measured_peaks(device: torch.device) -> dict[str, float | None]:
@@ -197,7 +215,7 @@ def measured_peaks(device: torch.device) -> dict[str, float | None]:
     On a GPU also in ``"tf32"``: float32 under ``matmul_precision="high"``.
     """
     peaks = {name: peak_flops(device, dtype) for name, dtype in _MEASURED.items()}
-    if device.type == "cuda":
+    if is_cuda(device):
         peaks["tf32"] = peak_flops(device, torch.float32, matmul_precision="high")
     return peaks
 
@@ -229,15 +247,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, matmul_precision: st
 
 
 def _seconds_of_product(a: Tensor) -> float:
-    _wait(a.device)
+    synchronize(a.device)
     began = time.perf_counter()
     torch.mm(a, a)
-    _wait(a.device)
+    synchronize(a.device)
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

@@ -15,11 +15,14 @@ from torch.nn.parameter import UninitializedParameter
 from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, preserve_modes
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.module.module import trainer_of
 from hasten.report.peaks import flop_counter
+from hasten.seed import isolate_rng
 
 if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
     from hasten.types import Batch
 
 UNKNOWN_SIZE = "?"
@@ -173,12 +176,14 @@ class LayerTable:
     @property
     def total_parameters(self) -> int:
         """Number of parameters; shared ones count once."""
-        if alias.active() and any(isinstance(p, UninitializedParameter) for p in self._model.parameters()):
+        parameters = list(self._model.parameters())
+        known = list(_with_shape(parameters))
+        if len(known) < len(parameters):
             rank_zero_warn(
                 "The total number of parameters detected may be inaccurate: some of them get their shape in the first "
                 "forward pass."
             )
-        return sum(_elements(parameter) for parameter in _with_shape(self._model.parameters()))
+        return sum(map(_elements, known))
 
     @property
     def trainable_parameters(self) -> int:
@@ -222,7 +227,7 @@ class LayerTable:
             ("Mode", ["train" if training else "eval" for training in self.training_modes]),
         ]
         # Callbacks written for Lightning expect the numbers, which are 0 without an example.
-        if self._example is not None or alias.active():
+        if self._example is not None or conventions.current().summary_has_flops:
             columns.append(("FLOPs", list(map(human_readable, self.flop_counts))))
         if self._example is not None:
             columns.append(("In sizes", list(map(str, self.in_sizes))))
@@ -264,7 +269,7 @@ class LayerTable:
         """Record shapes and operations of a forward pass with the example."""
         model = self._model
         like = next((p for p in _with_shape(model.parameters()) if p.is_floating_point()), torch.zeros(()))
-        if like.device.type == "meta":
+        if like.is_meta:
             return  # nothing can be computed there
         example = map_tensors(
             lambda tensor: tensor.to(like if tensor.is_floating_point() else like.device), self._example
@@ -274,19 +279,27 @@ class LayerTable:
         else:
             args, named = tuple(example) if isinstance(example, (list, tuple)) else (example,), {}
         trainer = trainer_of(model)
-        autocast = contextlib.nullcontext() if trainer is None else trainer.runtime.autocast()
-        # Dropout and the like must not draw from the run's random numbers.
-        numbers = torch.random.fork_rng(devices=[])
-        counter = flop_counter()
-        try:
-            with preserve_modes(model), torch.no_grad(), numbers, autocast, counter:
+
+        def forward(counter: FlopCounterMode, *, gradients: bool) -> None:
+            autocast = contextlib.nullcontext() if trainer is None else trainer.runtime.autocast()
+            # Dropout and the like must not draw from the run's random numbers.
+            with preserve_modes(model), isolate_rng(), torch.set_grad_enabled(gradients), autocast, counter:
                 model.eval()(*args, **named)
+
+        counter = flop_counter(by_module=True)
+        try:
+            forward(counter, gradients=False)
         except Exception as error:
-            error.add_note(
-                f"This was the forward pass of {type(model).__name__} with its example_input_array, for the table of "
-                "layers. Correct example_input_array, or set it to None."
-            )
-            raise
+            # A forward that takes derivatives by itself needs them, and no hooks: its layers have no count then.
+            counter = flop_counter()
+            try:
+                forward(counter, gradients=True)
+            except Exception:
+                error.add_note(
+                    f"This was the forward pass of {type(model).__name__} with its example_input_array, for the table "
+                    "of layers. Correct example_input_array, or set it to None."
+                )
+                raise error from None
         counts = counter.get_flop_counts()
         for name, _ in model.named_modules():
             self._flops[name] = sum(counts.get(f"{type(model).__name__}.{name}", {}).values())

@@ -1,79 +1,61 @@
-"""Strategy: how one model lives on the devices of a run."""
+"""Strategy: how one model lives on the devices of a run, and its three parts.
+
+The parts of this module are those of a strategy that adds nothing: parameters are whole, autograd and the optimizers of
+torch compute, a checkpoint is one file. Loops, Fabric and callbacks call the parts without asking which ones they are.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten._lib.tree import is_sharded, move_to
+from hasten._lib.device import is_host
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
+from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import TorchCheckpointIO
-from hasten.checkpoint.stored import StoredTensor
+from hasten.checkpoint.stored import StoredCheckpoint, StoredTensor
+from hasten.optim import fast_step
 from hasten.precision.base import Precision
+from hasten.strategies.program import ProgramMethods
+from hasten.xla.steps import on_host
 
 if TYPE_CHECKING:
-    from typing import Protocol
-
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
-    from hasten.runtime import Runtime
-    from hasten.types import Group, PathLike, ReduceOperation, Tensors
+    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, Tensors
     from hasten.xla.steps import XLASteps
-
-    class Trains(Protocol):
-        """Whoever has the optimizers and schedulers of a run: a Trainer."""
-
-        optimizers: list[Any]
-
-        @property
-        def lightning_module(self) -> Any:
-            """The module."""
-
-        @property
-        def lr_scheduler_configs(self) -> list[Any]:
-            """The schedulers and when they step."""
-
 
 T = TypeVar("T")
 
 
-class Strategy(ABC):
-    """How one model lives on the devices of a run.
+class Strategy(ProgramMethods, ABC):
+    """How one model lives on the devices of a run: where its processes are, and what they exchange.
 
     ``attach`` sets once where the run takes place, ``launch`` starts and joins the other processes, and ``wrap``
-    returns the module that the loop calls.
+    returns the module that the loop calls. Three parts do the rest. Those of this class change nothing:
+
+    - ``sharding``: where parameters are, and how their values get to and from checkpoints;
+    - ``engine``: backward, clipping, the step of an optimizer, ``zero_grad``;
+    - ``state``: weights and optimizers in checkpoints, and the files.
+
+    A subclass makes others in ``_make_parts``.
     """
 
     # The name users write, for instance "ddp".
     name: str = ""
-    # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
-    syncs_gradients: bool = False
-    # Whether an optimizer may step inside backward, before gradients are exchanged.
-    steps_in_backward: bool = True
-    # Whether a process computes alone until gradients are exchanged: after running out of memory it may begin again.
-    computes_alone: bool = True
-    # Whether ``shard`` replaces parameters by parts of them, which compute in a forward of the whole module only.
-    shards_parameters: bool = False
-    # Whether an engine of the strategy computes backward, accumulates, clips and steps.
-    owns_step: bool = False
-    # Whether some processes must read the same batches: those over which layers are split.
-    shares_batches: bool = False
-    # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
-    saves_folders: bool = False
     # What runs the operations of a device that records them, once a step; None where they run at once.
     steps: XLASteps | None = None
-    # The Trainer that runs with this strategy.
-    _trainer: Trains | None = None
-    # A module that a program has given it outside of a run.
-    connected: Any = None
 
     def __init__(
         self,
@@ -100,16 +82,16 @@ class Strategy(ABC):
         self.cluster_environment = cluster_environment
         self.parallel_devices: list[torch.device] = parallel_devices or [torch.device("cpu")]
         self.num_nodes = 1
-        # Set by a Runtime, with which the methods of a step compute.
-        self.engine: Runtime | None = None
         self._checkpoint_io = checkpoint_io
         self._precision_plugin = precision_plugin
-        # The module as the last ``wrap`` returned it.
-        self.model: nn.Module | None = None
+        self.sharding, self.engine, self.state = self._make_parts()
+
+    def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
+        return Sharding(self), StepEngine(self), StateIO(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # The Runtime, which holds this strategy, sets itself again.
-        return {**self.__dict__, "engine": None}
+        return {**self.__dict__, "_runtime": None}
 
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
@@ -187,45 +169,6 @@ class Strategy(ABC):
         """The process group over which losses and metrics are averaged; None for all processes."""
         return None
 
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers of the Trainer's run; a list that is assigned counts from the next batch on."""
-        return [] if self._trainer is None else self._trainer.optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Any]) -> None:
-        self._with_trainer("optimizers").optimizers = optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the Trainer's run; a list that is assigned counts from the next batch on."""
-        return [] if self._trainer is None else self._trainer.lr_scheduler_configs
-
-    @lr_scheduler_configs.setter
-    def lr_scheduler_configs(self, configs: list[Any]) -> None:
-        self._with_trainer("lr_scheduler_configs").lr_scheduler_configs[:] = configs
-
-    @property
-    def lightning_module(self) -> Any:
-        """The module of the Trainer's run; None with Fabric."""
-        if self.connected is not None:
-            return self.connected
-        return None if self._trainer is None else self._trainer.lightning_module
-
-    def connect(self, model: Any) -> None:
-        """Have ``Trainer.save_checkpoint`` save a module that takes part in no run yet.
-
-        Args:
-            model: the module; None for that of the run, as when a run begins.
-
-        """
-        self.connected = model
-
-    def _with_trainer(self, name: str) -> Trains:
-        if self._trainer is None:
-            raise AttributeError(f"{type(self).__name__}.{name} = ...: only during a Trainer's fit.")
-        return self._trainer
-
     # -- once
 
     @abstractmethod
@@ -241,7 +184,7 @@ class Strategy(ABC):
 
         """
 
-    def stay_alone(self) -> None:
+    def simulate_one_process(self) -> None:
         """Work in a process whose group does not exist: start none, and compare nothing with others (``hasten plan``).
 
         Raises:
@@ -253,10 +196,6 @@ class Strategy(ABC):
             "strategy='fsdp2', 'ddp_sharded' or 'ddp', or ModelParallelStrategy."
         )
 
-    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
-        """Return the context in which modules are made; None for the device of this process."""
-        return None
-
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
         """Replace parameters of ``module`` by this process's shards; called before anything else touches them.
 
@@ -265,65 +204,21 @@ class Strategy(ABC):
             stored: names of weights that a checkpoint is going to bring: they need no initial values.
 
         """
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
-        divided = next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)
-        if divided is not None:
-            raise ValueError(
-                f"strategy={self.name!r}: the parameter {divided!r} is a DTensor, of which this process has a part. "
-                "After a run with shards, save a checkpoint and load it into a new module; before one, pass the module "
-                "whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
-            )
+        self.sharding.shard(module, stored)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module whose call trains over all processes."""
         self.model = module
         return module
 
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
-        """Return a function that calls ``function`` inside ``wrapped``, which prepares its backward."""
-        return function
-
-    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Return a function that calls a step of an evaluation, which no backward follows."""
-        return function
-
-    def forward_order(self, module: nn.Module) -> tuple[str, ...]:
-        """Return what a step exchanges with other processes, in its order; nothing where processes compute alone."""
-        return ()
-
-    def refuses_join(self) -> str:
-        """Return why a process without a batch cannot make the steps of the others; "" if it can."""
-        return f"strategy={self.name!r} exchanges more than gradients in a step, and only DDP knows how to go without"
-
-    def step_without_batch(  # noqa: B027 - most refuse it
-        self, wrapped: nn.Module, touch: Callable[[list[torch.Tensor]], torch.Tensor], *, exchanges: bool
-    ) -> None:
-        """Take part in forward and backward of other processes, without a batch.
-
-        Args:
-            wrapped: as ``wrap`` returned it.
-            touch: returns a loss whose backward reaches tensors and adds nothing to their gradients.
-            exchanges: whether the others exchange gradients after this batch.
-
-        """
-
-    def share_buffers(self, wrapped: nn.Module, source: int) -> None:  # noqa: B027 - most refuse it
-        """Give all processes the buffers of process ``source``, if they are kept equal."""
-
-    def compute_along(self, module: nn.Module) -> None:  # noqa: B027 - most compute alone
-        """Take part in a step of an evaluation on other processes, without a batch."""
-
-    def reshard(self) -> None:  # noqa: B027 - most keep nothing
-        """Free copies of the weights that forwards have left gathered; called when the weights have changed."""
-
-    def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:  # noqa: B027 - most need none
-        """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimization."""
-
-    def take_optimizer(self, optimizer: Optimizer) -> None:  # noqa: B027 - most change none
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Prepare an optimizer of the run, in place; called before its first step, possibly several times."""
 
-    # -- what a program may override; where it does, the loops call it
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward leaves the gradients of this process alone."""
+        raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")
+
+    # -- files and number format
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -346,270 +241,30 @@ class Strategy(ABC):
     @precision_plugin.setter
     def precision_plugin(self, precision: Precision) -> None:
         self._precision_plugin = precision
-        if self.engine is None:
+        if self._runtime is None:
             self.given["precision"] = precision
 
-    def use_precision(self, precision: Precision) -> None:
-        """Take the number format that was chosen for the run."""
+    def set_precision(self, precision: Precision) -> None:
+        """Take the number format that was chosen for the run.
+
+        Raises:
+            ValueError: the strategy cannot compute in it.
+
+        """
         self._precision_plugin = precision
-
-    @property
-    def precision(self) -> Precision:
-        """The number format of the run; ``precision_plugin`` under the name that it has in Fabric."""
-        return self.precision_plugin
-
-    @precision.setter
-    def precision(self, precision: Precision) -> None:
-        self.precision_plugin = precision
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a Trainer calls ``setup`` before it reads a checkpoint to resume from."""
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether a Trainer restores optimizers and schedulers when it resumes."""
-        return True
 
     def setup_environment(self) -> None:
         """Make this process's device the current one, and join the other processes; called in each process, first."""
         if self.accelerator is not None:
             self.accelerator.setup_device(self.root_device)
 
-    def setup(self, trainer: object) -> None:  # noqa: B027 - most need nothing
-        """Called by a Trainer when the module is on the device, before the first hook of a fit."""
-
-    def backward(self, closure_loss: torch.Tensor, optimizer: object = None, *args: object, **kwargs: object) -> object:
-        """Compute the gradients of a loss.
-
-        Args:
-            closure_loss: the loss.
-            optimizer: a Trainer gives the optimizer, None with manual optimization; Fabric gives the module.
-            args: for ``Tensor.backward``.
-            kwargs: for ``Tensor.backward``.
-
-        """
-        if self.engine is not None:
-            self.engine.backward_by_precision(closure_loss, optimizer, *args, **kwargs)
-            return closure_loss
-        precision: Any = self.precision_plugin
-        precision.pre_backward(closure_loss, optimizer)
-        precision.backward(closure_loss, optimizer, *args, **kwargs)
-        precision.post_backward(closure_loss, optimizer)
-        return closure_loss
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any] | None = None,
-        model: nn.Module | None = None,
-        **kwargs: object,
-    ) -> object:
-        """Step an optimizer.
-
-        Args:
-            optimizer: the optimizer.
-            closure: what computes loss and gradients and clips them, if that is still to be done.
-            model: the module; a Trainer's module by default.
-            kwargs: for ``optimizer.step``.
-
-        """
-        if self.engine is not None:
-            return self.engine.step_by_precision(optimizer, closure, model, **kwargs)
-        if closure is not None:
-            kwargs["closure"] = closure
-        return self.precision_plugin.optimizer_step(optimizer, **kwargs)  # type: ignore[arg-type]
-
-    def batch_to_device(self, batch: T, device: torch.device | None = None, dataloader_idx: int = 0) -> T:
-        """Return a batch with its tensors on ``device``, by default that of this process."""
-        moved: T = move_to(batch, self.root_device if device is None else device)
-        return moved
-
-    def training_step(self, *args: object, **kwargs: object) -> object:
-        """Call ``training_step`` of the Trainer's module."""
-        return self.lightning_module.training_step(*args, **kwargs)
-
-    def validation_step(self, *args: object, **kwargs: object) -> object:
-        """Call ``validation_step`` of the Trainer's module."""
-        return self.lightning_module.validation_step(*args, **kwargs)
-
-    def test_step(self, *args: object, **kwargs: object) -> object:
-        """Call ``test_step`` of the Trainer's module."""
-        return self.lightning_module.test_step(*args, **kwargs)
-
-    def predict_step(self, *args: object, **kwargs: object) -> object:
-        """Call ``predict_step`` of the Trainer's module."""
-        return self.lightning_module.predict_step(*args, **kwargs)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: object = None) -> None:
-        """Write a checkpoint; all processes call it.
-
-        Args:
-            checkpoint: its contents.
-            filepath: the file, or the folder where ``saves_folders``.
-            storage_options: for ``checkpoint_io``.
-
-        """
-        if self.engine is not None:
-            self.engine.write(filepath, checkpoint, storage_options)
-        elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the contents of a checkpoint.
-
-        Args:
-            checkpoint_path: the file or folder.
-            weights_only: False also reads Python objects, which can run code: only for files you trust.
-
-        """
-        if self.engine is not None:
-            return self.engine.read(checkpoint_path, weights_only=weights_only)
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-
-    def remove_checkpoint(self, filepath: PathLike) -> None:
-        """Delete a checkpoint, from the first process."""
-        if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(filepath)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights of the Trainer's module, as a checkpoint holds them."""
-        return self.state_dict(self.lightning_module)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore the weights of the Trainer's module.
-
-        Args:
-            checkpoint: a checkpoint of a Trainer.
-            strict: raise for missing and unexpected names.
-
-        """
-        self.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict, source="the checkpoint")
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers of the Trainer's run from a checkpoint of a Trainer."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.load_optimizer_state(optimizer, state)
-
-    # -- an engine, where ``owns_step``
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether the engine has gradients that no step has used yet, which no checkpoint can hold."""
-        return False
-
-    def prepare_engine(  # noqa: B027 - most have none
-        self, *, owner: str, accumulation: int | None, clip_norm: float | None
-    ) -> None:
-        """Take what ``owner`` ("Trainer" or "Fabric") says about a step; None where it says nothing.
-
-        Args:
-            owner: for the messages.
-            accumulation: the number of batches of an accumulation.
-            clip_norm: the norm to which gradients are clipped, 0 for not at all.
-
-        Raises:
-            ValueError: the configuration of the engine says otherwise.
-
-        """
-
-    def make_engine(
-        self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Make the engine of a module; return the optimizers and schedulers to train with."""
-        return optimizers, schedulers
-
-    def take_batch_size(self, size: int | None) -> None:  # noqa: B027 - most need none
-        """Take the number of samples of a batch on a process; None where it is not known."""
-
-    def own_backward(self) -> Callable[..., None] | None:
-        """Return what computes gradients in place of ``Tensor.backward``; None for that."""
-        return None
-
-    def own_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """Return ``step(closure=None)`` of the engine; None for that of the optimizer."""
-        return None
-
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:  # noqa: B027 - gradients are those of the parameters
-        """Multiply the gradients with which the engine steps next."""
-
-    def apart(self) -> AbstractContextManager[Any]:
-        """Return a context in which each process trains alone: one that fails leaves no other waiting."""
-        return nullcontext()
-
-    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward leaves the gradients of this process alone."""
-        raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")
-
-    def clip_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> torch.Tensor:
-        """Scale the gradients so that their norm is at most ``max_norm``; return the norm before."""
-        return nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
-
-    def sync_gradients(self, module: nn.Module) -> None:  # noqa: B027 - most hold nothing back
-        """Exchange gradients that ``no_sync`` holds back outside of the parameters; all processes call it."""
-
-    def drop_held_gradients(self, optimizer: Optimizer) -> None:  # noqa: B027 - most hold nothing back
-        """Forget gradients of an optimizer's parameters that ``no_sync`` holds back; called with ``zero_grad``."""
-
     def precision_of(self, name: str, device: str) -> Precision | None:
         """Return the precision for ``Trainer(precision=name)``, if this strategy has one of its own."""
         return None
 
-    def take_precision(self, precision: Precision) -> None:  # noqa: B027 - most convert nothing themselves
-        """Set the precision of the run; raise ValueError if the strategy cannot compute in it."""
-
-    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:  # noqa: B027 - most train with all
-        """Raise ValueError if the strategy cannot train with an optimizer; ``owner`` is "Trainer" or "Fabric"."""
-
-    def begin_epoch(self) -> None:  # noqa: B027 - most read different data in each process
-        """Called before each pass over data, on all processes."""
-
-    def check_batch(self, batch: object) -> None:  # noqa: B027 - most read different data in each process
-        """Raise RuntimeError if the first batch of a pass differs from those of processes that must read the same.
-
-        All processes call it, with None where there is no batch.
-        """
-
-    # -- state
-
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the weights of the user's module, under the names they have in it."""
-        return module.state_dict()
-
-    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
-        """Restore the weights of the user's module; ``source`` names the file in messages."""
-        load_weights(module, state, strict=strict, source=source)
-
-    def stored(self, value: object) -> Any:
-        """Return a tensor as a checkpoint holds it; all processes call it."""
-        return value
-
-    def restored(self, value: object, target: object) -> Any:
-        """Return a tensor of a checkpoint as ``target`` is divided."""
-        return value.full() if isinstance(value, StoredTensor) else value
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer."""
-        state: dict[str, Any] = optimizer.state_dict()
-        return state
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Restore the state of an optimizer."""
-        load_optimizer(optimizer, state)
-
-    def keep_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return a function that gives ``optimizer``, in this process, the state it has now."""
-        kept = copy.deepcopy(optimizer.state_dict())
-        return lambda: optimizer.load_state_dict(copy.deepcopy(kept))
-
     # -- the end
 
-    def on_exception(self, exception: BaseException) -> None:  # noqa: B027 - most do nothing
+    def on_exception(self, exception: BaseException) -> None:
         """Called when an exception ends the run, before ``on_exception`` of the callbacks."""
 
     def teardown(self) -> None:
@@ -631,10 +286,6 @@ class Strategy(ABC):
             new tensors of the same shapes.
 
         """
-
-    def reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
-        """Same as ``all_reduce``."""
-        return self.all_reduce(tensor, group=group, reduce_op=reduce_op)
 
     @abstractmethod
     def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
@@ -665,3 +316,496 @@ class Strategy(ABC):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all processes (or any) decided so."""
         return decision
+
+
+class StrategyPart:
+    """A part of a strategy.
+
+    Args:
+        strategy: the strategy, whose processes and collectives the part uses.
+
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+
+class Sharding(StrategyPart):
+    """Where parameters are: whole in each process."""
+
+    # Whether ``shard`` replaces parameters by parts of them, which compute in a forward of the whole module only.
+    shards_parameters: bool = False
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether some processes must read the same batches: those over which layers are split."""
+        return False
+
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
+        """Return the context in which modules are made; None for the device of this process."""
+        return None
+
+    def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
+        """Replace parameters of ``module`` by this process's shards; see ``Strategy.shard``."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        if (name := sharded_parameter(module)) is not None:
+            raise ValueError(
+                f"strategy={self.strategy.name!r}: the parameter {name!r} is a DTensor, of which this process has a "
+                "part. After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
+                "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
+            )
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Move ``module`` to the device, in place."""
+        strategy = self.strategy
+        device = strategy.root_device
+        return module.to(device) if strategy.steps is None else strategy.steps.place(module, device)
+
+    def to_host(self, module: nn.Module) -> bool:
+        """Move ``module`` to the host, in place, when a run is over; return whether it was somewhere else."""
+        strategy = self.strategy
+        if is_host(strategy.root_device):
+            return False
+        if strategy.steps is not None:
+            strategy.steps.place(module, "cpu")
+        module.cpu()
+        return True
+
+    def require_whole(self, owner: str, why: str) -> None:
+        """Raise where processes have parts of parameters, with which ``owner`` cannot work.
+
+        Args:
+            owner: what needs whole parameters.
+            why: why, and what to write.
+
+        Raises:
+            MisconfigurationException: parameters are sharded.
+
+        """
+
+    def without_gradients(self) -> torch.inference_mode | torch.no_grad:
+        """Return inference mode where this process computes alone, else ``torch.no_grad``."""
+        # DDP's broadcast of buffers needs tensors that may change outside of it, and torch_xla cannot make views in it.
+        alone = self.strategy.world_size == 1 and self.strategy.steps is None
+        return torch.inference_mode() if alone else torch.no_grad()
+
+    def advice_on_optimizers(self) -> str:
+        """Return a sentence for optimizers with parameters that the module does not have; empty without shards."""
+        return ""
+
+    def check_anomaly_mode(self) -> None:
+        """Raise MisconfigurationException if torch's anomaly mode cannot watch a step."""
+
+    def wrap_for_evaluation(self, module: nn.Module) -> nn.Module:
+        """Return the module to call where nothing trains."""
+        return module
+
+    def forward_order(self, module: nn.Module) -> tuple[str, ...]:
+        """Return what a step exchanges with other processes, in its order; nothing where processes compute alone."""
+        return ()
+
+    def compute_along(self, module: nn.Module) -> None:
+        """Take part in a step of an evaluation on other processes, without a batch."""
+
+    def reshard(self) -> None:
+        """Free copies of the weights that forwards have left gathered; called when the weights have changed."""
+
+    def begin_epoch(self) -> None:
+        """Called before each pass over data, on all processes."""
+
+    def check_batch(self, batch: object) -> None:
+        """Raise RuntimeError if the first batch of a pass differs from those of processes that must read the same.
+
+        All processes call it, with None where there is no batch.
+        """
+
+    def checked(self, batches: Iterator[T], batch_of: Callable[[T], object] | None = None) -> Iterator[T]:
+        """Return ``batches``, with a check of the first one where several processes must read the same.
+
+        Args:
+            batches: batches, or what contains them.
+            batch_of: returns the batch of an item; the item itself by default.
+
+        """
+        return self._checked(batches, batch_of) if self.shares_batches else batches
+
+    def _checked(self, batches: Iterator[T], batch_of: Callable[[T], object] | None) -> Iterator[T]:
+        first: Any = next(batches, _END)
+        self.check_batch(None if first is _END else first if batch_of is None else batch_of(first))
+        if first is not _END:
+            yield first
+            yield from batches
+
+    # -- values between a run and a checkpoint
+
+    def to_checkpoint(self, value: object) -> Any:
+        """Return a tensor as a checkpoint holds it; all processes call it."""
+        return value
+
+    def states_to_checkpoint(self, states: T) -> T:
+        """Return a collection with its tensors as a checkpoint holds them; all processes call it."""
+        return states
+
+    def from_checkpoint(self, value: object, target: object) -> Any:
+        """Return a tensor of a checkpoint as ``target`` is sharded."""
+        return value.full() if isinstance(value, StoredTensor) else value
+
+
+_END: Any = object()
+
+
+class StepEngine(StrategyPart):
+    """What computes a step: backward by torch's autograd, and the optimizers of the user.
+
+    ``set_precision`` chooses the functions once. Where nothing has to be added, they are those of torch.
+    """
+
+    # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
+    syncs_gradients: bool = False
+    # Whether an optimizer may step inside backward, before gradients are exchanged.
+    steps_in_backward: bool = True
+    # Whether a process computes alone until gradients are exchanged: after running out of memory it may begin again.
+    computes_alone: bool = True
+    # Whether this computes backward, accumulates, clips and steps by itself, in place of autograd and optimizers.
+    owns_step: bool = False
+    # Whether there are gradients that no step has used yet, which no checkpoint can hold.
+    holds_gradients: bool = False
+    # Whether methods of a program step optimizers, with a closure that computes loss and gradients.
+    steps_by_program: bool = False
+    # Whether the precision of a program clips gradients.
+    clips_by_program: bool = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.set_precision(Precision())
+
+    def set_precision(self, precision: Precision) -> None:
+        """Choose the functions of a step for a precision."""
+        self.precision = precision
+        self.scaler = precision.scaler
+        # Ids of the optimizers whose gradients are unscaled already in this step.
+        self.unscaled: set[int] = set()
+        # Whether a scaled backward is running; Fabric refuses loss.backward() without scaling.
+        self.in_backward = False
+        # Compute gradients of a loss, which is scaled where the precision has a scaler.
+        self.backward: Callable[..., None] = fast_step.backward if self.scaler is None else self._scaled_backward
+        self.unscale: Callable[[Optimizer], None] | None = None if self.scaler is None else self._unscale
+
+    # -- before the first step
+
+    def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
+        """Take what ``owner`` ("Trainer" or "Fabric") says about a step; None where it says nothing.
+
+        Args:
+            owner: for the messages.
+            accumulation: the number of batches of an accumulation.
+            clip_norm: the norm to which gradients are clipped, 0 for not at all.
+
+        Raises:
+            ValueError: the configuration of an engine says otherwise.
+
+        """
+
+    def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Make the engine of a module; return the optimizers and schedulers to train with."""
+        return optimizers, schedulers
+
+    def see_loaders(self, loaders: Sequence[Any]) -> None:
+        """Take the training loaders of a run, before its first batch."""
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
+        """Raise ValueError if the strategy cannot train with an optimizer; ``owner`` is "Trainer" or "Fabric"."""
+
+    def check_in_backward(self, owner: str, optimizer_name: str) -> None:
+        """Raise unless an optimizer may step each parameter in backward; ``owner`` is "Trainer" or "Fabric"."""
+        if self.scaler is not None:
+            raise ValueError(
+                f"in_backward({optimizer_name}) and {owner}(precision={self.precision.precision!r}): whether a scaled "
+                "gradient is finite is known when backward is over. Use precision='bf16-mixed', which scales nothing."
+            )
+        processes = self.strategy.world_size
+        if processes > 1 and not self.steps_in_backward:
+            raise ValueError(
+                f"in_backward({optimizer_name}) and {processes} processes: each parameter would step before its "
+                f"gradients are averaged over them. Use one process, or torch.optim.{optimizer_name} as it is."
+            )
+
+    def require_alone(self, owner: str, advice: str) -> None:
+        """Raise where processes wait for each other inside of a forward: one that runs out of memory would not come.
+
+        Args:
+            owner: what begins steps again, for the message.
+            advice: what to write.
+
+        Raises:
+            MisconfigurationException: processes exchange parts of the model.
+
+        """
+        if not self.computes_alone:
+            raise MisconfigurationException(
+                f"{owner}: with strategy={self.strategy.name!r} the processes exchange parts of the model inside a "
+                f"forward, and one that runs out of memory would leave the others waiting. {advice}"
+            )
+
+    def require_own_parameters(self, owner: str, why: str) -> None:
+        """Raise where an engine steps copies of the parameters, so that ``owner`` cannot work.
+
+        Args:
+            owner: what is refused.
+            why: why, and what to write.
+
+        Raises:
+            MisconfigurationException: an engine steps.
+
+        """
+        if self.owns_step:
+            raise MisconfigurationException(f"{owner} and strategy={self.strategy.name!r}: {why}")
+
+    # -- forward
+
+    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls ``function`` inside ``wrapped``, which prepares its backward."""
+        return function
+
+    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls a step of an evaluation, which no backward follows."""
+        return function
+
+    def share_buffers(self, wrapped: nn.Module, source: int) -> None:
+        """Give all processes the buffers of process ``source``, if they are kept equal."""
+
+    # -- backward
+
+    def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return what computes gradients with ``function``, a method of the module, in place of ``backward``."""
+        return function
+
+    def prepare_backward(self, loss: Tensor, wrapped: nn.Module) -> None:
+        """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimization."""
+
+    def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        assert self.scaler is not None
+        self.in_backward = True
+        try:
+            fast_step.backward(self.scaler.scale(tensor), *args, **kwargs)
+        finally:
+            self.in_backward = False
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether each batch must have a loss, because other processes or an engine wait for its backward."""
+        return False
+
+    # -- gradients
+
+    def without_communication(self) -> AbstractContextManager[Any]:
+        """Return a context in which each process steps alone: one that fails leaves no other waiting."""
+        return nullcontext()
+
+    def sync_gradients(self, module: nn.Module) -> None:
+        """Exchange gradients that ``no_sync`` holds back outside of the parameters; all processes call it."""
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether backward exchanges gradients with other processes now."""
+        return self.syncs_gradients and self.strategy.world_size > 1
+
+    def make_exchange(
+        self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
+    ) -> Callable[[], None]:
+        """Return a function that exchanges the present gradients, as after a backward.
+
+        Args:
+            module: the user's module.
+            wrapped: what ``Strategy.wrap`` returned for it.
+            zero_loss: returns a loss that depends on the parameters and adds nothing to their gradients.
+
+        """
+        routed = self.route(zero_loss, wrapped)
+
+        def exchange() -> None:
+            routed().backward()
+
+        return exchange
+
+    def drop_held_gradients(self, optimizer: Optimizer) -> None:
+        """Forget gradients of an optimizer's parameters that ``no_sync`` holds back; called with ``zero_grad``."""
+
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
+        """Multiply the gradients with which ``optimizer`` steps next."""
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        for alike in by_kind(gradients):
+            torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
+
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """Have ``optimizer`` step next without gradients."""
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        # Once per step: a user who clips may unscale before the loop does.
+        assert self.scaler is not None
+        if id(optimizer) not in self.unscaled and _has_gradients(optimizer):
+            self.unscaled.add(id(optimizer))
+            self.scaler.unscale_(optimizer)
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``; return the norm before."""
+        return nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
+        """Limit each element of the gradients to ``clip_val`` in size."""
+        # torch raises if there are no gradients, as after batches that were all skipped.
+        if parameters := [parameter for parameter in parameters if parameter.grad is not None]:
+            nn.utils.clip_grad_value_(parameters, clip_val)
+
+    # -- step
+
+    def make_clip(self, algorithm: str) -> Callable[..., Any] | None:
+        """Return what clips gradients between backward and step, called as ``clip(parameters, max_value)``.
+
+        Args:
+            algorithm: "norm" or "value".
+
+        Returns:
+            None where the step clips.
+
+        """
+        return self.clip_value if algorithm == "value" else self.clip_norm
+
+    def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return ``step(closure=None)`` for ``optimizer``."""
+        self.strategy.prepare_optimizer(optimizer)
+        precision = self.precision
+        if type(precision).convert_optimizer is not Precision.convert_optimizer:
+            precision.convert_optimizer(optimizer)
+        scaler = self.scaler
+        if scaler is None:
+            return fast_step.make_step(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient "
+                "scaler cannot follow. Use precision='bf16-mixed' or another optimizer."
+            )
+        unscaled = self.unscaled
+
+        def scaled_step(closure: Callable[[], Any] | None = None) -> Any:
+            result = closure() if closure is not None else None
+            # If all batches of a step were skipped, there is nothing to unscale.
+            if _has_gradients(optimizer):
+                scaler.step(optimizer)
+                scaler.update()
+            unscaled.clear()
+            return result
+
+        return scaled_step
+
+    def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return ``zero_grad()`` for ``optimizer``."""
+        return fast_step.make_zero_grad(optimizer)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+class StateIO(StrategyPart):
+    """What a checkpoint holds of weights and optimizers, and how it is written: one file, by the first process."""
+
+    # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
+    saves_folders: bool = False
+
+    # -- weights and optimizers
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights of the user's module, under the names they have in it."""
+        return module.state_dict()
+
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
+        """Restore the weights of the user's module; ``source`` names the file in messages."""
+        load_weights(module, state, strict=strict, source=source)
+
+    def load_module(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
+        """Restore a module by its own ``load_state_dict`` where it can read ``state``; for Fabric."""
+        module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Restore the state of an optimizer."""
+        load_optimizer(optimizer, state)
+
+    def snapshot_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return a function that gives ``optimizer``, in this process, the state it has now."""
+        kept = copy.deepcopy(optimizer.state_dict())
+        return lambda: optimizer.load_state_dict(copy.deepcopy(kept))
+
+    # -- gradients of an accumulation that is not complete
+
+    def collect_gradients(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> Any:
+        """Return the gradients of all processes, once where they are the same on each; None where there are none."""
+        strategy = self.strategy
+        return contents.collect_gradients(module, optimizers, strategy.gather_objects, world_size=strategy.world_size)
+
+    def restore_gradients(self, module: nn.Module, optimizers: Iterable[Optimizer], stored: Any) -> None:
+        """Give parameters the gradients that ``collect_gradients`` returned."""
+        rank, world_size = self.strategy.global_rank, self.strategy.world_size
+        contents.restore_gradients(module, optimizers, stored, rank=rank, world_size=world_size)
+
+    # -- files
+
+    def check_checkpoint_io(self) -> None:
+        """Raise MisconfigurationException if the strategy saves folders and its ``checkpoint_io`` writes none."""
+        io = self.strategy.checkpoint_io
+        if self.saves_folders and not io.writes_folders:
+            kind = type(io).__name__
+            raise MisconfigurationException(
+                f"plugins={kind}(): {type(self.strategy).__name__} saves sharded checkpoints, which are folders, and "
+                f"{kind} writes files only. Leave it out, use AsyncCheckpointIO(), or have the strategy save whole "
+                "files."
+            )
+
+    def write(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
+        """Write a checkpoint; all processes must call it, and fail together.
+
+        When they return it is complete, unless ``checkpoint_io`` writes in the background.
+        """
+        strategy, io = self.strategy, self.strategy.checkpoint_io
+        if self.saves_folders:
+            io.save_folder(contents, path, storage_options=storage_options)
+            return
+        if strategy.steps is not None and strategy.is_global_zero:
+            contents = on_host(contents)
+        if strategy.world_size == 1:
+            io.save_checkpoint(contents, path, storage_options=storage_options)
+            return
+        error: Exception | None = None
+        if strategy.is_global_zero:
+            try:
+                io.save_checkpoint(contents, path, storage_options=storage_options)
+            except Exception as caught:
+                error = caught
+        # Report a failure to the others: they would wait for this process at the next collective.
+        failed = strategy.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if failed is not None:
+            # Contents that cannot be stored are a mistake of all processes alike.
+            kind = TypeError if failed.startswith("TypeError") else RuntimeError
+            raise kind(f"the first process could not write {os.fspath(path)}: {failed}")
+
+    def read(
+        self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
+        io = self.strategy.checkpoint_io
+        checkpoint = io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        return checkpoint.whole() if isinstance(checkpoint, StoredCheckpoint) else checkpoint

@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
+from hasten.strategies.base import Sharding, StateIO, StepEngine
 from hasten.strategies.optimizer_shard import OptimizerShard, shard_of
 from hasten.strategies.parallel import TIMEOUT, ParallelStrategy
 
@@ -136,6 +138,12 @@ class _CurrentDDP:
                     "Change requires_grad alike on all processes."
                 )
 
+    def exchanged_names(self) -> list[str]:
+        """Return the names of the parameters whose gradients are exchanged, in the order of DDP."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        return [names[id(each)] for each in self._exchanged if names.get(id(each), "") not in ("", *ignored)]
+
     def end(self) -> None:
         """Stop the exchange of gradients, whatever still refers to the DDP."""
         if self.ddp is not None:
@@ -211,8 +219,7 @@ class DDPStrategy(ParallelStrategy):
 
     """
 
-    syncs_gradients = True
-    steps_in_backward = False
+    engine: DDPEngine
 
     def __init__(
         self,
@@ -248,12 +255,14 @@ class DDPStrategy(ParallelStrategy):
         self._current: dict[int, Callable[[], _CurrentDDP | None]] = {}
         check.instance("DDPStrategy", "shard_optimizer", shard_optimizer, bool, "True or False")
         self._shards_optimizers = shard_optimizer
-        self._exchanges = True
         name = "ddp_sharded" if shard_optimizer else "ddp"
         self.name = name if start_method == "popen" else f"{name}_{start_method}"
 
-    def stay_alone(self) -> None:
-        self.start_alone()
+    def _make_parts(self) -> tuple[Sharding, DDPEngine, DDPState]:
+        return Sharding(self), DDPEngine(self), DDPState(self)
+
+    def simulate_one_process(self) -> None:
+        self._simulate_collectives()
 
     def exchange_with(self, hook: Callable[..., Any]) -> float | None:
         """Have DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
@@ -319,6 +328,41 @@ class DDPStrategy(ParallelStrategy):
         if holder is not None:
             holder.end()
 
+    # -- optimizers
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Divide the state of an optimizer over the processes, if it is not divided already."""
+        if self._shards_optimizers and self.world_size > 1 and not _consolidates(optimizer) and not shard_of(optimizer):
+            OptimizerShard(
+                optimizer,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                device=self._collective_device,
+                exchanges=lambda: self.engine.steps_together,
+            )
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        if not isinstance(wrapped, DistributedDataParallel):
+            # With nothing to train there was nothing to wrap.
+            return nullcontext()
+        ddp = _current(wrapped)
+        if ddp.static_graph and "has_seen_graph" not in ddp.__dict__:
+            # DDP learns a static graph in its first backward, and has to exchange in it. The mean over the processes is
+            # the same when a part of it is exchanged twice.
+            ddp.__dict__["has_seen_graph"] = True
+            return nullcontext()
+        return ddp.no_sync()
+
+
+class DDPEngine(StepEngine):
+    """Backward runs inside of DDP, which exchanges gradients while they are computed."""
+
+    strategy: DDPStrategy
+    syncs_gradients = True
+    steps_in_backward = False
+    # False while each process trains alone.
+    steps_together: bool = True
+
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` inside the forward of DDP, which prepares its backward."""
         if not isinstance(wrapped, DistributedDataParallel):
@@ -333,7 +377,12 @@ class DDPStrategy(ParallelStrategy):
                 return function(*args, **kwargs)
             wrapped = holder.current()
             wrapped.module.__dict__["function"] = function
-            return wrapped(*args, **kwargs)
+            try:
+                return wrapped(*args, **kwargs)
+            except RuntimeError as error:
+                if (text := self._unused(error, holder)) is None:
+                    raise
+                raise RuntimeError(text) from None
 
         def routed_manual(*args: Any, **kwargs: Any) -> Any:
             wrapped = holder.current()
@@ -353,6 +402,26 @@ class DDPStrategy(ParallelStrategy):
 
         return routed_manual if _is_manual(inner.module) else routed
 
+    def _unused(self, error: RuntimeError, holder: _CurrentDDP) -> str | None:
+        """Return which parameters a step has left without a gradient, where torch gives their indices."""
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if indices is None:
+            return None
+        names = [holder.exchanged_names()[int(index)] for index in indices[1].split()]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        plain = not self.strategy._ddp_kwargs and self.strategy._comm_hook is None
+        write = (
+            f"strategy='{self.strategy.name}_find_unused_parameters_true'" if plain else "find_unused_parameters=True"
+        )
+        advice = f"If only some steps use them, write {write}. If none does, delete them, or freeze them with "
+        advice += "requires_grad_(False)."
+        if self.strategy._ddp_kwargs.get("find_unused_parameters"):
+            advice = "What the step returns depends on them, and its loss does not: return only what the loss needs."
+        return (
+            f"strategy={self.strategy.name!r}: in the last step, {', '.join(names[:5])}{more} got no gradient, and the "
+            f"processes exchange the gradients of all parameters that train. {advice}"
+        )
+
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:
         """Make DDP exchange the gradients of the backward of ``loss``, which runs before its forward returns."""
         if not isinstance(wrapped, DistributedDataParallel):
@@ -362,55 +431,24 @@ class DDPStrategy(ParallelStrategy):
             searches = wrapped.find_unused_parameters and not wrapped.static_graph
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
-    # -- processes without a batch
-
-    def refuses_join(self) -> str:
-        if self._ddp_kwargs.get("static_graph"):
-            return "DDPStrategy(static_graph=True) needs the same graph in every step of every process"
-        return ""
-
-    def step_without_batch(
-        self, wrapped: nn.Module, touch: Callable[[list[torch.Tensor]], torch.Tensor], *, exchanges: bool
-    ) -> None:
-        if not isinstance(wrapped, DistributedDataParallel):
-            return
-        wrapped = _current(wrapped)
-        trained: list[torch.Tensor] = [p for p in wrapped.parameters() if p.requires_grad]
-        if wrapped.find_unused_parameters:
-            # What no process has used must not count as used by this one; one is what a backward needs.
-            trained = trained[:1]
-        # The forward of DDP, as its buffers are broadcast at its start.
-        wrapped.module.__dict__["function"] = lambda: touch(trained)
-        with nullcontext() if exchanges else wrapped.no_sync():
-            loss = wrapped()
-            if exchanges:
-                loss.backward()
-
     def share_buffers(self, wrapped: nn.Module, source: int) -> None:
         if isinstance(wrapped, DistributedDataParallel) and _current(wrapped).broadcast_buffers:
             for buffer in wrapped.buffers():
                 torch.distributed.broadcast(buffer, source)
 
-    # -- optimizers
-
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Divide the state of an optimizer over the processes, if it is not divided already."""
-        if self._shards_optimizers and self.world_size > 1 and not _consolidates(optimizer) and not shard_of(optimizer):
-            OptimizerShard(
-                optimizer,
-                rank=self.global_rank,
-                world_size=self.world_size,
-                device=self._collective_device,
-                exchanges=lambda: self._exchanges,
-            )
-
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        before, self._exchanges = self._exchanges, False
+    def without_communication(self) -> Iterator[None]:
+        before, self.steps_together = self.steps_together, False
         try:
             yield
         finally:
-            self._exchanges = before
+            self.steps_together = before
+
+
+class DDPState(StateIO):
+    """States of optimizers that are divided over the processes are whole in checkpoints."""
+
+    strategy: DDPStrategy
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the whole optimizer; an empty dict in all processes but the first if it is divided."""
@@ -420,7 +458,7 @@ class DDPStrategy(ParallelStrategy):
             return super().optimizer_state(optimizer)
         # torch's ZeroRedundancyOptimizer, made by the user.
         optimizer.consolidate_state_dict()  # type: ignore[attr-defined]
-        return super().optimizer_state(optimizer) if self.is_global_zero else {}
+        return super().optimizer_state(optimizer) if self.strategy.is_global_zero else {}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if (shard := shard_of(optimizer)) is not None:
@@ -429,14 +467,10 @@ class DDPStrategy(ParallelStrategy):
             # A ZeroRedundancyOptimizer empties the entries of other processes.
             super().load_optimizer_state(optimizer, {**state, "state": dict(state.get("state", {}))})
 
-    def keep_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+    def snapshot_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return a function that gives ``optimizer``, in this process, the state it has now."""
         shard = shard_of(optimizer)
-        return super().keep_optimizer(optimizer) if shard is None else shard.keep()
-
-    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        # With nothing to train there was nothing to wrap.
-        return _current(wrapped).no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+        return super().snapshot_optimizer(optimizer) if shard is None else shard.keep()
 
 
 def _consolidates(optimizer: Any) -> bool:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
@@ -18,17 +18,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib import check
+from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.optional import installed
+from hasten._lib.optional import install_line, installed
+from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import describe_misfit, load_weights
-from hasten.elsewhere.alias import class_of
+from hasten.elsewhere.conventions import class_of
+from hasten.extend.origin import comes_from, is_builtin
 from hasten.machine.host import LockWatch
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.backward import InBackward
+from hasten.optim.deepspeed_offload import as_cpu_adam, check_offloaded, check_resumed, is_cpu_adam
 from hasten.precision.base import Precision, to_floating
 from hasten.precision.deepspeed import DeepSpeedPrecision
-from hasten.strategies.deepspeed_config import OF_CONFIG, EngineSettings, config_of, offload_of, read_config, stage_of
-from hasten.strategies.deepspeed_state import (
+from hasten.strategies.base import StepEngine
+from hasten.strategies.parallel import ParallelStrategy
+from hasten.strategies.sharded import PartialSharding, PartialState
+from hasten.strategies.zero.config import (
+    OF_CONFIG,
+    EngineSettings,
+    config_of,
+    forces_cpu_adam,
+    line_that_keeps_optimizer,
+    offload_of,
+    read_config,
+    stage_of,
+)
+from hasten.strategies.zero.state import (
     EngineState,
     groups_of,
     is_divided,
@@ -38,7 +54,6 @@ from hasten.strategies.deepspeed_state import (
     set_parameter,
     shape_of,
 )
-from hasten.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
@@ -119,8 +134,8 @@ class DeepSpeedStrategy(ParallelStrategy):
     Example::
 
         >>> trainer = L.Trainer(strategy=DeepSpeedStrategy(stage=3), devices=8)  # doctest: +SKIP
-        >>> DeepSpeedStrategy.saves_folders
-        True
+        >>> DeepSpeedStrategy.name
+        'deepspeed'
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020;
     `DeepSpeed, configuration <https://www.deepspeed.ai/docs/config-json/>`_.
@@ -128,12 +143,9 @@ class DeepSpeedStrategy(ParallelStrategy):
     """
 
     name = "deepspeed"
-    owns_step = True
-    computes_alone = False
-    # Of stages 1 and 2 each process holds whole parameters, but a part of the 32 bits that the optimizer steps.
-    shards_parameters = True
-    saves_folders = True
-    steps_in_backward = False
+
+    sharding: ZeroSharding
+    engine: ZeroEngine
 
     def __init__(
         self,
@@ -189,7 +201,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         if not installed("deepspeed"):
             raise ModuleNotFoundError(
                 "DeepSpeedStrategy needs the package deepspeed, which is not installed. Run: "
-                'pip install "hasten[deepspeed]"',
+                + install_line("deepspeed"),
                 name="deepspeed",
             )
         super().__init__(
@@ -220,17 +232,13 @@ class DeepSpeedStrategy(ParallelStrategy):
         # That of the optimizer, or of the module that is evaluated; then those of other modules that are evaluated.
         self._engine: Any = None
         self._engines: list[Any] = []
-        self._open = False
         self._state: EngineState | None = None
         # Weights of a checkpoint, for the 32 bits of an engine that is made later.
         self._later: tuple[Mapping[str, Any], bool | None, str] | None = None
         self._flags: list[bool] = []
         self._parameters: list[nn.Parameter] = []
-        # By what the gradients of the next step are multiplied, a tensor where that is known on the device alone; None
-        # for 1.
-        self._factor: Any = None
-        self._order: tuple[str, ...] = ()
         self._watch: LockWatch | None = None
+        self._said_replaced = False
 
     # -- facts
 
@@ -247,14 +255,12 @@ class DeepSpeedStrategy(ParallelStrategy):
         return self._engine
 
     @property
-    def holds_gradients(self) -> bool:
-        """Whether the engine has gradients that no step has used yet, which no checkpoint can hold."""
-        return self._open
-
-    @property
     def zero_stage_3(self) -> bool:
         """Whether parameters are divided."""
         return self.stage == 3
+
+    def _make_parts(self) -> tuple[ZeroSharding, ZeroEngine, ZeroState]:
+        return ZeroSharding(self), ZeroEngine(self), ZeroState(self)
 
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
@@ -262,7 +268,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         on_disk = [part for part in ("offload_optimizer", "offload_param") if offload_of(self.config, part) == "nvme"]
         on_disk += ["remote_device"] if self.remote_device == "nvme" else []
-        if on_disk and devices[0].type == "cpu":
+        if on_disk and is_host(devices[0]):
             raise ValueError(
                 f"DeepSpeedStrategy with {on_disk[0]!r} on 'nvme' and accelerator='cpu': DeepSpeed's transfers to NVMe "
                 "wait for ever without a GPU. Use strategy='deepspeed_stage_3_offload'."
@@ -272,7 +278,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         known = ("16-mixed", "16-true", "bf16-mixed", "bf16-true")
         return DeepSpeedPrecision(name) if name in known else None  # type: ignore[arg-type]
 
-    def take_precision(self, precision: Precision) -> None:
+    def set_precision(self, precision: Precision) -> None:
         if class_of(precision) not in (Precision, DeepSpeedPrecision):
             raise ValueError(
                 f"precision={precision.precision!r}, strategy='deepspeed': the engine computes in 32 or 16 bits, with "
@@ -281,12 +287,13 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._precision = precision
         self._settings = EngineSettings(self.config)
         self._settings.take_precision(precision.precision)
+        super().set_precision(precision)
 
     # -- once
 
     def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
         # DeepSpeed reads it when it is imported, in this process and in those that it starts.
-        if self.root_device.type == "cpu":
+        if is_host(self.root_device):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return super().launch(function, *args, owner=owner, **kwargs)
 
@@ -326,13 +333,6 @@ class DeepSpeedStrategy(ParallelStrategy):
             for name, value in before.items():
                 _put_back(name, value)
 
-    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
-        """Return the context in which modules are made; with stage 3 each parameter is divided when it is made."""
-        if self.stage < 3 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return None
-        self._watch_locks()
-        return self._dividing()
-
     def _dividing(self) -> AbstractContextManager[Any]:
         deepspeed = self._deepspeed()
         self._settings.take_batch_size(None, self.world_size)
@@ -342,7 +342,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         with self._environment():
             context: AbstractContextManager[Any] = deepspeed.zero.Init(
                 remote_device=self.remote_device,
-                pin_memory=self.remote_device == "cpu" and self.root_device.type != "cpu",
+                pin_memory=self.remote_device == "cpu" and not is_host(self.root_device),
                 # The type follows from it: dtype= is not float32 on machines without 16-bit floats.
                 config_dict_or_path=config,
             )
@@ -355,6 +355,9 @@ class DeepSpeedStrategy(ParallelStrategy):
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
         """Check the module; the engine divides it when its optimizer is known."""
         super().shard(module, stored)
+        if self._engine is None:
+            # Of an earlier run, whose state could be saved until now.
+            self._state, self.engine.holds_gradients = None, False
         self._watch_locks()
         meta = next((name for name, tensor in module.named_parameters() if tensor.is_meta), None)
         if meta is not None:
@@ -372,38 +375,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             self._watch.end()
             self._watch = None
 
-    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
-        """Refuse an optimizer that the engine cannot step."""
-        kind = type(optimizer)
-        if isinstance(optimizer, InBackward):
-            inner = optimizer.optimizer_class.__name__
-            raise ValueError(
-                f"in_backward({inner}) and strategy='deepspeed': the engine steps when all gradients are there. Use "
-                f"torch.optim.{inner} as it is; stage 2 frees gradients early."
-            )
-        for base in kind.__mro__:
-            if base.__name__ in _NEEDS_WHOLE and base.__module__.startswith(("torch.optim", "hasten.")):
-                raise ValueError(
-                    f"{base.__name__} and strategy='deepspeed': it computes with whole parameters, and the engine "
-                    f"steps parts of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
-                )
-        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-            raise ValueError(
-                f"{kind.__name__} and strategy='deepspeed': it averages weights, and the engine does not change "
-                f"between them and those of training. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
-            )
-        of_engine = kind.__module__.startswith("deepspeed.")
-        if (
-            offload_of(self.config, "offload_optimizer") is not None
-            and not (of_engine and "CPU" in kind.__name__)
-            and self.config.get("zero_force_ds_cpu_optimizer", True)
-        ):
-            raise ValueError(
-                f"{kind.__name__} with offload_optimizer: its steps on the host are slow. Use "
-                "deepspeed.ops.adam.DeepSpeedCPUAdam, or set config['zero_force_ds_cpu_optimizer'] = False."
-            )
-
-    def take_optimizer(self, optimizer: Optimizer) -> None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse another optimizer than the one that the engine steps."""
         engine = self._engine
         if engine is not None and getattr(engine, "basic_optimizer", optimizer) is not optimizer:
@@ -412,66 +384,17 @@ class DeepSpeedStrategy(ParallelStrategy):
                 "with. Return one optimizer from configure_optimizers(), and keep it."
             )
 
-    def prepare_engine(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
-        """Take what ``owner`` says about accumulation and clipping into the configuration."""
-        self._owner = owner
-        if accumulation is not None:
-            self._settings.take_accumulation(accumulation, owner)
-        if clip_norm is not None:
-            self._settings.take_clipping(clip_norm, owner)
-
-    def make_engine(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
-        """Make the engine of a module and its optimizer; return its optimizers and schedulers.
-
-        Args:
-            module: the user's module.
-            optimizers: none, if the configuration has one, or one.
-            schedulers: ``LRSchedulerConfig`` objects; the configuration may have a scheduler instead.
-
-        Raises:
-            MisconfigurationException: there are several optimizers, or an optimizer or scheduler is given twice.
-
-        """
-        if len(optimizers) > 1:
-            raise MisconfigurationException(
-                f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}. Put the "
-                "parameters into groups of one optimizer, or use strategy='ddp' or 'fsdp'."
-            )
-        if self._engine is not None:
-            raise MisconfigurationException(
-                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer; put "
-                "modules that train together into one nn.Module."
-            )
-        for what, here in (("optimizer", optimizers), ("scheduler", schedulers)):
-            if here and what in self.config:
-                kind = type(here[0].scheduler if what == "scheduler" else here[0]).__name__
-                raise MisconfigurationException(
-                    f"configure_optimizers() returns {kind}, and DeepSpeedStrategy(config={{{what!r}: ...}}) has "
-                    f"another {what}. Leave one out."
-                )
-        if not optimizers and "optimizer" not in self.config:
-            return optimizers, schedulers
-        optimizer = optimizers[0] if optimizers else None
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        groups = [trained] if optimizer is None else groups_of(optimizer)
-        engine = self._initialize(module, optimizer, trained)
-        self._state = EngineState(engine, groups)
-        engine.optimizer.register_grad_acc_post_hook(self._opened)
-        self._parameters = list(module.parameters())
-        self._flags = list(map(_trains, self._parameters))
-        basic = engine.basic_optimizer
-        basic.add_param_group = _refuse_group
-        # The engine clears gradients; the optimizer has buffers that must stay.
-        basic.zero_grad = _nothing
-        scheduler = engine.lr_scheduler
-        if scheduler is not None and self._owner == "Trainer":
-            # Stepped by the loop like every other one.
-            engine.lr_scheduler = None
-            schedulers = [LRSchedulerConfig(scheduler, interval="step")]
-        if self._later is not None:
-            (state, strict, source), self._later = self._later, None
-            self.load_state_dict(module, state, strict=strict, source=source)
-        return [basic], schedulers
+    def _offloaded(self, optimizer: Any, schedulers: list[Any]) -> Optimizer:
+        """Return DeepSpeed's optimizer for the host in place of torch's, and say so once."""
+        self._deepspeed()
+        in_16_bits = bool((self.config.get("bf16") or {}).get("bf16_optimizer_states"))
+        own, said = as_cpu_adam(optimizer, [each.scheduler for each in schedulers], in_16_bits=in_16_bits)
+        # As those of the optimizer that the engine steps.
+        optimizer.add_param_group, optimizer.zero_grad = _refuse_group, _nothing
+        if not self._said_replaced:
+            rank_zero_info(said)
+        self._said_replaced = True
+        return own
 
     def _initialize(self, module: nn.Module, optimizer: Any, trained: list[nn.Parameter] | None) -> Any:
         deepspeed = self._deepspeed()
@@ -501,15 +424,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def _opened(self) -> None:
         """Note that ``loss.backward()`` has computed gradients."""
-        self._open = True
-
-    def take_batch_size(self, size: int | None) -> None:
-        """Tell the engine how many samples a batch has on a process; raise ValueError if the configuration differs."""
-        if isinstance(self._batch_size, int):
-            return
-        size = self._settings.take_batch_size(size, self.world_size)
-        if self._engine is not None:
-            self._engine.set_train_micro_batch_size(size)
+        self.engine.holds_gradients = True
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the engine; with stage 3 also for a module that is only evaluated, which it divides."""
@@ -523,64 +438,62 @@ class DeepSpeedStrategy(ParallelStrategy):
         made: nn.Module = engine
         return made
 
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
-        """Return a function that calls ``function`` as the forward of the engine."""
-        if not _is_engine(wrapped):
-            return function
-        engine: Any = wrapped
-        module: nn.Module = engine.module
-        dtype = torch.get_default_dtype() if self._dtype is not torch.float32 else None
-        flags = self._flags if engine is self._engine else []
-        if function is module:
-            routed: Callable[..., Any] = engine
-        else:
-            routed = _as_forward(engine, module, function)
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: the engine reduces gradients in its own way until the optimizer steps."""
+        return nullcontext()
 
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            if flags and list(map(_trains, self._parameters)) != flags:
-                self._refuse_changed(module)
-            output = routed(*args, **kwargs)
-            return output if dtype is None else to_floating(output, dtype)
+    # -- the end
 
-        return checked
+    def on_exception(self, exception: BaseException) -> None:
+        self._unwatch_locks()
+        super().on_exception(exception)
 
-    def _refuse_changed(self, module: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        changed = next(
-            names.get(id(parameter), "?")
-            for parameter, before in zip(self._parameters, self._flags, strict=True)
-            if parameter.requires_grad != before
-        )
-        raise RuntimeError(
-            f"strategy='deepspeed': requires_grad of {changed!r} has changed since training began, and the engine "
-            "steps what trained then. Freeze parameters before fit, or use strategy='ddp' or 'fsdp'."
-        )
+    def teardown(self) -> None:
+        self._unwatch_locks()
+        if self._state is not None:
+            # ``save_checkpoint`` may follow.
+            self._state.end()
+        engines, self._engines, self._engine, self._later = self._engines, [], None, None
+        for engine in engines:
+            for name in ("add_param_group", "zero_grad"):
+                vars(engine.basic_optimizer or engine).pop(name, None)
+            engine.destroy()
+        self._flags, self._parameters = [], []
+        self.sharding.order, self.engine.factor = (), None
+        self._settings = EngineSettings(self.config)
+        self._settings.take_precision(self._precision.precision)
+        if self._local_rank_before is not _NOT_SET:
+            _put_back("LOCAL_RANK", self._local_rank_before)
+            self._local_rank_before = _NOT_SET
+        super().teardown()
 
-    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Return a function that calls a step of an evaluation; stage 3 gathers parameters in its forward."""
-        engine = self._engine
-        if engine is None or self.stage < 3:
-            return function
-        routed, recorded = self.route(function, engine), False
 
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            nonlocal recorded
-            if recorded or self.world_size == 1:
-                return routed(*args, **kwargs)
-            recorded = True
-            events: list[str] = []
-            with _events(module, events):
-                output = routed(*args, **kwargs)
-            self._order = tuple(events)
-            return output
+class ZeroSharding(PartialSharding):
+    """The engine divides parameters in stage 3; in stages 1 and 2 only the 32-bit optimizer copy is sharded."""
 
-        return recording
+    strategy: DeepSpeedStrategy
+
+    def __init__(self, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(strategy)
+        # Which parts of a module begin and end their forwards, as in the last step of an evaluation.
+        self.order: tuple[str, ...] = ()
+
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
+        """Return the context in which modules are made; with stage 3 each parameter is divided when it is made."""
+        if self.strategy.stage < 3 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return None
+        self.strategy._watch_locks()
+        return self.strategy._dividing()
+
+    def wrap_for_evaluation(self, module: nn.Module) -> nn.Module:
+        """Return the engine: stage 3 divides a module that is only evaluated, too."""
+        return self.strategy.wrap(module)
 
     def forward_order(self, module: nn.Module) -> tuple[str, ...]:
         """Return in which order the parts of a module begin (">name") and end ("<name") their forwards."""
-        if self._engine is None or self.stage < 3:
+        if self.strategy._engine is None or self.strategy.stage < 3:
             return ()
-        return self._order or tuple(_assigned_order(module))
+        return self.order or tuple(_assigned_order(module))
 
     def compute_along(self, module: nn.Module) -> None:
         """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
@@ -589,7 +502,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             return
         from deepspeed.runtime.zero import parameter_offload
 
-        optimizer = self._engine.optimizer
+        optimizer = self.strategy._engine.optimizer
         hooks = getattr(optimizer, "parameter_offload", optimizer)
         parts = dict(module.named_modules())
         for event in order:
@@ -603,34 +516,203 @@ class DeepSpeedStrategy(ParallelStrategy):
                 parameter_offload.FWD_MODULE_STACK.pop()
                 hooks.post_sub_module_forward_function(part)
 
-    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: the engine reduces gradients in its own way until the optimizer steps."""
-        return nullcontext()
+
+class ZeroEngine(StepEngine):
+    """DeepSpeed's engine computes backward, accumulates, reduces gradients, clips and steps."""
+
+    strategy: DeepSpeedStrategy
+    owns_step = True
+    computes_alone = False
+    steps_in_backward = False
+
+    def __init__(self, strategy: DeepSpeedStrategy) -> None:
+        super().__init__(strategy)
+        # By what the gradients of the next step are multiplied, a tensor where that is known on the device alone; None
+        # for 1.
+        self.factor: Any = None
+
+    def set_precision(self, precision: Precision) -> None:
+        super().set_precision(precision)
+        self.backward = self._backward
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether the engine waits for the backward of each batch: always."""
+        return True
+
+    # -- before the first step
+
+    def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
+        """Take what ``owner`` says about accumulation and clipping into the configuration."""
+        self.strategy._owner = owner
+        if accumulation is not None:
+            self.strategy._settings.take_accumulation(accumulation, owner)
+        if clip_norm is not None:
+            self.strategy._settings.take_clipping(clip_norm, owner)
+
+    def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
+        """Make the engine of a module and its optimizer; return its optimizers and schedulers.
+
+        Args:
+            module: the user's module.
+            optimizers: none, if the configuration has one, or one.
+            schedulers: ``LRSchedulerConfig`` objects; the configuration may have a scheduler instead.
+
+        Raises:
+            MisconfigurationException: there are several optimizers, or an optimizer or scheduler is given twice.
+
+        """
+        if len(optimizers) > 1:
+            raise MisconfigurationException(
+                f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}. Put the "
+                "parameters into groups of one optimizer, or use strategy='ddp' or 'fsdp'."
+            )
+        if self.strategy._engine is not None:
+            raise MisconfigurationException(
+                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer; put "
+                "modules that train together into one nn.Module."
+            )
+        for what, here in (("optimizer", optimizers), ("scheduler", schedulers)):
+            if here and what in self.strategy.config:
+                kind = type(here[0].scheduler if what == "scheduler" else here[0]).__name__
+                raise MisconfigurationException(
+                    f"configure_optimizers() returns {kind}, and DeepSpeedStrategy(config={{{what!r}: ...}}) has "
+                    f"another {what}. Leave one out."
+                )
+        if not optimizers and "optimizer" not in self.strategy.config:
+            return optimizers, schedulers
+        optimizer = optimizers[0] if optimizers else None
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        groups = [trained] if optimizer is None else groups_of(optimizer)
+        if optimizer is not None and forces_cpu_adam(self.strategy.config) and not is_cpu_adam(optimizer):
+            optimizer = self.strategy._offloaded(optimizer, schedulers)
+        engine = self.strategy._initialize(module, optimizer, trained)
+        self.strategy._state = EngineState(engine, groups)
+        engine.optimizer.register_grad_acc_post_hook(self.strategy._opened)
+        self.strategy._parameters = list(module.parameters())
+        self.strategy._flags = list(map(_trains, self.strategy._parameters))
+        basic = engine.basic_optimizer
+        basic.add_param_group = _refuse_group
+        # The engine clears gradients; the optimizer has buffers that must stay.
+        basic.zero_grad = _nothing
+        scheduler = engine.lr_scheduler
+        if scheduler is not None and self.strategy._owner == "Trainer":
+            # Stepped by the loop like every other one.
+            engine.lr_scheduler = None
+            schedulers = [LRSchedulerConfig(scheduler, interval="step")]
+        if self.strategy._later is not None:
+            (state, strict, source), self.strategy._later = self.strategy._later, None
+            self.strategy.state.load_state_dict(module, state, strict=strict, source=source)
+        return [basic], schedulers
+
+    def see_loaders(self, loaders: Sequence[Any]) -> None:
+        """Tell the engine how many samples a batch has on a process; raise ValueError if the configuration differs."""
+        strategy = self.strategy
+        if len(loaders) != 1 or isinstance(strategy._batch_size, int):
+            return
+        size = strategy._settings.take_batch_size(_batch_size(loaders[0]), strategy.world_size)
+        if strategy._engine is not None:
+            strategy._engine.set_train_micro_batch_size(size)
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
+        """Refuse an optimizer that the engine cannot step."""
+        kind = type(optimizer)
+        if isinstance(optimizer, InBackward):
+            inner = optimizer.optimizer_class.__name__
+            raise ValueError(
+                f"in_backward({inner}) and strategy='deepspeed': the engine steps when all gradients are there. Use "
+                f"torch.optim.{inner} as it is; stage 2 frees gradients early."
+            )
+        for base in kind.__mro__:
+            if base.__name__ in _NEEDS_WHOLE and (is_builtin(base) or comes_from(base, "torch.optim")):
+                raise ValueError(
+                    f"{base.__name__} and strategy='deepspeed': it computes with whole parameters, and the engine "
+                    f"steps parts of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                )
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"{kind.__name__} and strategy='deepspeed': it averages weights, and the engine does not change "
+                f"between them and those of training. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+            )
+        if forces_cpu_adam(self.strategy.config):
+            check_offloaded(optimizer, keep=line_that_keeps_optimizer(self.strategy.config))
+
+    # -- forward
+
+    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls ``function`` as the forward of the engine."""
+        if not _is_engine(wrapped):
+            return function
+        engine: Any = wrapped
+        module: nn.Module = engine.module
+        dtype = torch.get_default_dtype() if self.strategy._dtype is not torch.float32 else None
+        flags = self.strategy._flags if engine is self.strategy._engine else []
+        if function is module:
+            routed: Callable[..., Any] = engine
+        else:
+            routed = _as_forward(engine, module, function)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if flags and list(map(_trains, self.strategy._parameters)) != flags:
+                self._refuse_changed(module)
+            output = routed(*args, **kwargs)
+            return output if dtype is None else to_floating(output, dtype)
+
+        return checked
+
+    def _refuse_changed(self, module: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        changed = next(
+            names.get(id(parameter), "?")
+            for parameter, before in zip(self.strategy._parameters, self.strategy._flags, strict=True)
+            if parameter.requires_grad != before
+        )
+        raise RuntimeError(
+            f"strategy='deepspeed': requires_grad of {changed!r} has changed since training began, and the engine "
+            "steps what trained then. Freeze parameters before fit, or use strategy='ddp' or 'fsdp'."
+        )
+
+    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls a step of an evaluation; stage 3 gathers parameters in its forward."""
+        engine = self.strategy._engine
+        if engine is None or self.strategy.stage < 3:
+            return function
+        routed, recorded = self.route(function, engine), False
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            nonlocal recorded
+            if recorded or self.strategy.world_size == 1:
+                return routed(*args, **kwargs)
+            recorded = True
+            events: list[str] = []
+            with _events(module, events):
+                output = routed(*args, **kwargs)
+            self.strategy.sharding.order = tuple(events)
+            return output
+
+        return recording
 
     # -- a step
 
-    def own_backward(self) -> Callable[..., None]:
-        """Return the backward of the engine."""
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs.keys() - {"retain_graph", "model"}:
+            raise TypeError(
+                "backward(loss, ...) with strategy='deepspeed': the engine takes retain_graph alone. Leave the other "
+                "arguments out."
+            )
+        engine, self.holds_gradients = self.strategy.deepspeed_engine, True
+        # The loop divides losses by the number of batches of their accumulation.
+        engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
 
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            if args or kwargs.keys() - {"retain_graph", "model"}:
-                raise TypeError(
-                    "backward(loss, ...) with strategy='deepspeed': the engine takes retain_graph alone. Leave the "
-                    "other arguments out."
-                )
-            engine, self._open = self.deepspeed_engine, True
-            # The loop divides losses by the number of batches of their accumulation.
-            engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
-
-        return backward
-
-    def own_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` of the engine, which reduces gradients, clips them and steps."""
+
+        self.strategy.prepare_optimizer(optimizer)
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             result = closure() if closure is not None else None
-            engine = self.deepspeed_engine
-            factor, self._factor, opened, self._open = self._factor, None, self._open, False
+            engine = self.strategy.deepspeed_engine
+            factor, self.factor, opened, self.holds_gradients = self.factor, None, self.holds_gradients, False
             if not opened:
                 # Nothing to step with, as optimizers of torch see it.
                 return result
@@ -651,12 +733,24 @@ class DeepSpeedStrategy(ParallelStrategy):
 
         return step
 
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+    def make_clip(self, algorithm: str) -> None:
+        """Return None: the engine clips when it steps."""
+        return
+
+    def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Return a function that does nothing: the engine clears gradients when it has stepped."""
+        return _nothing
+
+    def scale_gradients(self, optimizer: Optimizer, factor: float | Tensor) -> None:
         """Multiply the gradients of the next step."""
-        self._factor = factor if self._factor is None else self._factor * factor
+        self.factor = factor if self.factor is None else self.factor * factor
+
+    def drop_gradients(self, optimizer: Optimizer) -> None:
+        """Have the next step multiply its gradients by 0."""
+        self.scale_gradients(optimizer, 0.0)
 
     def clip_norm(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Refuse: the engine clips when it steps."""
         raise MisconfigurationException(
@@ -664,7 +758,12 @@ class DeepSpeedStrategy(ParallelStrategy):
             "DeepSpeedStrategy(config={'gradient_clipping': ...}) with Fabric."
         )
 
-    # -- state
+
+class ZeroState(PartialState):
+    """Each process saves its part, in 32 bits, into a folder."""
+
+    strategy: DeepSpeedStrategy
+    saves_folders = True
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights: of what the optimizer steps this process's part, in 32 bits."""
@@ -672,10 +771,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         for name, value in parameters_by_name(module).items():
             if not isinstance(value, nn.Parameter):
                 found[name] = value.detach() if isinstance(value, Tensor) else value
-            elif self.exclude_frozen_parameters and not value.requires_grad:
+            elif self.strategy.exclude_frozen_parameters and not value.requires_grad:
                 continue
-            elif self._state is not None and self._state.is_trained(value):
-                found[name] = self._state.weight(value)
+            elif self.strategy._state is not None and self.strategy._state.is_trained(value):
+                found[name] = self.strategy._state.weight(value)
             else:
                 found[name] = own_elements(value) if is_divided(value) else value.detach()
         return found
@@ -685,16 +784,16 @@ class DeepSpeedStrategy(ParallelStrategy):
         stored = getattr(state, "stored", None)
         entries: dict[str, Any] = dict(stored() if callable(stored) else state.items())
         present = parameters_by_name(module)
-        if self.exclude_frozen_parameters:
+        if self.strategy.exclude_frozen_parameters:
             frozen = (key for key, each in present.items() if isinstance(each, nn.Parameter) and not each.requires_grad)
             left_out = {key for key in frozen if key not in entries}
             if left_out:
                 entries |= {key: _Kept(present[key]) for key in left_out}
-        if self._engine is None:
+        if self.strategy._engine is None:
             # The engine takes the 32 bits of the checkpoint; the module's may be 16.
-            self._later = state, strict, source
+            self.strategy._later = state, strict, source
         divided = {key for key, value in present.items() if is_divided(value)}
-        if self._state is None and not divided:
+        if self.strategy._state is None and not divided:
             load_weights(
                 module, {key: read(_present(each)) for key, each in entries.items()}, strict=strict, source=source
             )
@@ -703,8 +802,8 @@ class DeepSpeedStrategy(ParallelStrategy):
         for key, value in present.items():
             if key not in entries or isinstance(entries[key], _Kept):
                 continue
-            if isinstance(value, nn.Parameter) and self._state is not None:
-                self._state.set_weight(value, entries[key])
+            if isinstance(value, nn.Parameter) and self.strategy._state is not None:
+                self.strategy._state.set_weight(value, entries[key])
             elif isinstance(value, nn.Parameter):
                 set_parameter(value, read(entries[key]))
             elif isinstance(value, Tensor):
@@ -718,42 +817,22 @@ class DeepSpeedStrategy(ParallelStrategy):
             RuntimeError: gradients have been computed that no step has used yet.
 
         """
-        if self._state is None:
+        if self.strategy._state is None:
             return super().optimizer_state(optimizer)
-        if self._open:
+        if self.strategy.engine.holds_gradients:
             raise RuntimeError(
                 "A checkpoint with strategy='deepspeed': gradients have been computed that no step has used yet, and "
                 "the engine keeps them. Save after a step, or save the weights alone (weights_only=True)."
             )
-        return self._state.optimizer_state(optimizer)
+        return self.strategy._state.optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the state of the optimizer."""
-        if self._state is None:
+        if self.strategy._state is None:
             super().load_optimizer_state(optimizer, state)
         else:
-            self._state.load_optimizer_state(optimizer, state)
-
-    # -- the end
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._unwatch_locks()
-        super().on_exception(exception)
-
-    def teardown(self) -> None:
-        self._unwatch_locks()
-        engines, self._engines, self._engine, self._state, self._later = self._engines, [], None, None, None
-        for engine in engines:
-            for name in ("add_param_group", "zero_grad"):
-                vars(engine.basic_optimizer or engine).pop(name, None)
-            engine.destroy()
-        self._flags, self._parameters, self._order, self._factor, self._open = [], [], (), None, False
-        self._settings = EngineSettings(self.config)
-        self._settings.take_precision(self._precision.precision)
-        if self._local_rank_before is not _NOT_SET:
-            _put_back("LOCAL_RANK", self._local_rank_before)
-            self._local_rank_before = _NOT_SET
-        super().teardown()
+            self.strategy._state.load_optimizer_state(optimizer, state)
+            check_resumed(optimizer)
 
 
 def _default_arguments() -> dict[str, Any]:
@@ -778,6 +857,13 @@ class _Kept:
 
 def _present(value: Any) -> Any:
     return value.value.detach() if isinstance(value, _Kept) else value
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the number of samples of a batch; None where the loader does not say."""
+    size = getattr(loader, "batch_size", None)
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) if size is None else size
+    return size if isinstance(size, int) else None
 
 
 def _is_engine(module: object) -> bool:

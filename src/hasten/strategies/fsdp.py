@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten._lib import check
+from hasten._lib.device import is_host
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
-from hasten.elsewhere import alias
 from hasten.memory import recomputed_blocks, repeated_blocks
 from hasten.precision.base import Precision
 from hasten.precision.builtin import HalfPrecision, MixedPrecision
@@ -140,10 +140,8 @@ class FSDPStrategy(ShardedStrategy):
         )  # fmt: skip
         sharding = getattr(sharding_strategy, "name", sharding_strategy)
         sharding = sharding.upper() if isinstance(sharding, str) else sharding
-        if sharding == "NO_SHARD" and not alias.active():
-            raise ValueError("FSDPStrategy(sharding_strategy='NO_SHARD'): that divides nothing. Use strategy='ddp'.")
         check.one_of("FSDPStrategy", "sharding_strategy", sharding, (*SHARDING, "NO_SHARD"))
-        self.sharding: str = sharding
+        self.shard_mode: str = sharding
         self._hybrid = "HYBRID" in sharding or sharding == "NO_SHARD"
         self._reshards = sharding in ("FULL_SHARD", "HYBRID_SHARD")
         self._mesh_given = self._checked_mesh(device_mesh)
@@ -169,8 +167,8 @@ class FSDPStrategy(ShardedStrategy):
     def _checked_mesh(self, mesh: Any) -> Any:
         if mesh is None:
             return None
-        given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={self.sharding!r})"
-        if not self._hybrid or self.sharding == "NO_SHARD":
+        given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={self.shard_mode!r})"
+        if not self._hybrid or self.shard_mode == "NO_SHARD":
             raise ValueError(f"{given}: a mesh is for 'HYBRID_SHARD'. Leave it out, or use that.")
         dimensions = len(mesh) if isinstance(mesh, tuple) else getattr(mesh, "ndim", None)
         if dimensions is None:
@@ -185,7 +183,7 @@ class FSDPStrategy(ShardedStrategy):
     @property
     def sharding_strategy(self) -> object:
         """The name of the way in which parameters are divided."""
-        return self.sharding
+        return self.shard_mode
 
     @property
     def cpu_offload(self) -> object:
@@ -202,13 +200,13 @@ class FSDPStrategy(ShardedStrategy):
                 f"FSDPStrategy(device_mesh={self._mesh_given}): a mesh of {count} processes, and the run has "
                 f"{self.world_size}. Give two numbers whose product is devices * num_nodes."
             )
-        if self.offloads and self.root_device.type == "cpu":
+        if self.offloads and is_host(self.root_device):
             warn_once("fsdp-cpu-offload", "FSDPStrategy(cpu_offload=...) changes nothing on the CPU. Leave it out.")
 
     def precision_of(self, name: str, device: str) -> Precision | None:
         return FSDPPrecision(name, device=device) if name.endswith("-mixed") else None  # type: ignore[arg-type]
 
-    def take_precision(self, precision: Precision) -> None:
+    def set_precision(self, precision: Precision) -> None:
         if isinstance(precision, MixedPrecision):
             name = precision.precision
             raise ValueError(
@@ -228,6 +226,7 @@ class FSDPStrategy(ShardedStrategy):
                 f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes. Use "
                 "'bf16-mixed', or strategy='ddp'."
             )
+        super().set_precision(precision)
 
     @property
     def process_group_backend(self) -> str:
@@ -304,7 +303,7 @@ class FSDPStrategy(ShardedStrategy):
         if not self._hybrid:
             return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("data_parallel",))
         shape = self._mesh_given if self._mesh_given is not None else (self.num_nodes, self.num_processes)
-        if self.sharding == "NO_SHARD":
+        if self.shard_mode == "NO_SHARD":
             # Each process has the only shard.
             shape = (self.world_size, 1)
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib import check
+from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
@@ -29,7 +30,7 @@ from hasten.precision.fsdp import FSDPPrecision
 from hasten.seed import RandomGenerators
 from hasten.strategies.fsdp import children_apart, gathered_apart, is_manual
 from hasten.strategies.parallel import CONTEXT_IN_FABRIC, PIPELINE_IN_FABRIC
-from hasten.strategies.sharded import ADVICE, ShardedStrategy, keep_class_name
+from hasten.strategies.sharded import ADVICE, ShardedEngine, ShardedState, ShardedStrategy, Shards, keep_class_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -165,6 +166,9 @@ class ModelParallelStrategy(ShardedStrategy):
         # The modules that the plan has split, and how; empty before.
         self.styles: dict[str, ParallelStyle] = {}
 
+    def _make_parts(self) -> tuple[ShardsOverGroups, EngineOverGroups, ShardedState]:
+        return ShardsOverGroups(self), EngineOverGroups(self), ShardedState(self)
+
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
     ) -> None:
@@ -253,7 +257,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
             self._loss_context.close()
             self._loss_context.enter_context(loss_parallel())
-        self._equal_generators()
+        self.equal_generators()
 
     def _check_earlier(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         """Refuse a module that an earlier run has divided over other sizes."""
@@ -329,38 +333,10 @@ class ModelParallelStrategy(ShardedStrategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         # Something may have drawn numbers on one process only.
-        self._equal_generators()
+        self.equal_generators()
         return super().wrap(module)
 
-    @property
-    def shares_batches(self) -> bool:  # type: ignore[override]
-        """Whether some processes must read the same batches."""
-        return self.tensor_parallel_size > 1
-
-    def begin_epoch(self) -> None:
-        """Have the processes of a tensor-parallel group read and drop out alike."""
-        self._equal_generators()
-
-    def check_batch(self, batch: object) -> None:
-        """Compare the first batch of a pass within a tensor-parallel group.
-
-        Raises:
-            RuntimeError: its processes read different batches.
-
-        """
-        import torch.distributed as dist
-
-        found: list[str] = [""] * self.tensor_parallel_size
-        dist.all_gather_object(found, _digest(batch), group=self.device_mesh.get_group(TENSOR))
-        if len(set(found)) > 1:
-            first = self.data_parallel_rank * self.tensor_parallel_size
-            other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
-            raise RuntimeError(
-                f"Processes {first} and {other} of one tensor-parallel group read different batches. Give both the "
-                "same seeds. A dataset that divides itself must do so by trainer.strategy.data_parallel_rank and size."
-            )
-
-    def take_precision(self, precision: Precision) -> None:
+    def set_precision(self, precision: Precision) -> None:
         name = precision.precision
         if precision.scaler is not None:
             raise ValueError(
@@ -377,18 +353,9 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"precision={name!r}, strategy='model_parallel': its layers cannot be divided over processes. Use "
                 "'bf16-mixed'."
             )
+        super().set_precision(precision)
 
-    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
-        super().check_optimizer(optimizer, owner)
-        for group in optimizer.param_groups:
-            asked = next((name for name in ("fused", "foreach") if group.get(name)), None)
-            if asked is not None and on_several_meshes(group["params"]):
-                raise ValueError(
-                    f"{type(optimizer).__name__}({asked}=True) and strategy='model_parallel': torch updates parameters "
-                    f"together only if all are split over the same processes, and some are not. Pass {asked}=False."
-                )
-
-    def _equal_generators(self) -> None:
+    def equal_generators(self) -> None:
         """Give the processes of a tensor-parallel group the states of the random generators of its first."""
         if self.tensor_parallel_size == 1:
             return
@@ -399,7 +366,7 @@ class ModelParallelStrategy(ShardedStrategy):
         box = [generators.state_dict() if self.global_rank == first else None]
         device = self._collective_device
         group = self.device_mesh.get_group(TENSOR)
-        dist.broadcast_object_list(box, src=first, group=group, device=None if device.type == "cpu" else device)
+        dist.broadcast_object_list(box, src=first, group=group, device=None if is_host(device) else device)
         state = box[0]
         assert state is not None
         if self.global_rank != first:
@@ -412,6 +379,63 @@ class ModelParallelStrategy(ShardedStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Copies of this process make a mesh of their own.
         return {**super().__getstate__(), "_mesh": None, "_loss_context": ExitStack()}
+
+
+class ShardsOverGroups(Shards):
+    """Layers are split over the processes of a group, which read the same batches and draw the same numbers."""
+
+    strategy: ModelParallelStrategy
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether some processes must read the same batches."""
+        return self.strategy.tensor_parallel_size > 1
+
+    def check_anomaly_mode(self) -> None:
+        if self.shares_batches:
+            raise MisconfigurationException(
+                f"Trainer(detect_anomaly=True, strategy={self.strategy.name!r}): torch's anomaly mode does not know "
+                "tensors that are split over processes. Leave it out, or use on_bad_loss='stop'."
+            )
+
+    def begin_epoch(self) -> None:
+        """Have the processes of a tensor-parallel group read and drop out alike."""
+        self.strategy.equal_generators()
+
+    def check_batch(self, batch: object) -> None:
+        """Compare the first batch of a pass within a tensor-parallel group.
+
+        Raises:
+            RuntimeError: its processes read different batches.
+
+        """
+        import torch.distributed as dist
+
+        found: list[str] = [""] * self.strategy.tensor_parallel_size
+        dist.all_gather_object(found, _digest(batch), group=self.strategy.device_mesh.get_group(TENSOR))
+        if len(set(found)) > 1:
+            first = self.strategy.data_parallel_rank * self.strategy.tensor_parallel_size
+            other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
+            raise RuntimeError(
+                f"Processes {first} and {other} of one tensor-parallel group read different batches. Give both the "
+                "same seeds. A dataset that divides itself must do so by trainer.strategy.data_parallel_rank and size."
+            )
+
+
+class EngineOverGroups(ShardedEngine):
+    """The engine of shards, with optimizers whose parameters may be on several meshes."""
+
+    strategy: ModelParallelStrategy
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
+        super().check_optimizer(optimizer, owner)
+        for group in optimizer.param_groups:
+            asked = next((name for name in ("fused", "foreach") if group.get(name)), None)
+            if asked is not None and on_several_meshes(group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__}({asked}=True) and strategy='model_parallel': torch updates parameters "
+                    f"together only if all are split over the same processes, and some are not. Pass {asked}=False."
+                )
 
 
 def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[int, int]:

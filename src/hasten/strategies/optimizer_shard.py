@@ -18,6 +18,7 @@ from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.contents import load_optimizer
 from hasten.checkpoint.stored import StoredTensor
+from hasten.extend.origin import comes_from, is_builtin
 from hasten.machine import collectives
 from hasten.optim.fused import unwrapped
 from hasten.precision.small_updates import full_precision, leave_steps_to_caller
@@ -405,7 +406,7 @@ def _check(optimizer: Any) -> None:
             f"strategy='ddp_sharded': {kind.__name__} computes the weights to evaluate with from its state, and each "
             "process has only its part of that. Use strategy='ddp'."
         )
-    if kind.__module__.partition(".")[0] not in ("torch", "hasten"):
+    if not (is_builtin(kind) or comes_from(kind, "torch")):
         warn_once(
             f"ddp_sharded {kind.__name__}",
             f"strategy='ddp_sharded' and {kind.__name__}: each process steps its own parameters, which is right for "

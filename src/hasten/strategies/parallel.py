@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
+from hasten.extend.origin import comes_from
 from hasten.machine import collectives, watchdog
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.launch import (
@@ -57,7 +58,7 @@ CONTEXT_IN_FABRIC = (
 
 def is_of_pipeline(value: object) -> bool:
     """Return whether ``value`` is a stage or a schedule of ``torch.distributed.pipelining``."""
-    return any(kind.__module__.startswith("torch.distributed.pipelining") for kind in type(value).__mro__)
+    return any(comes_from(kind, "torch.distributed.pipelining") for kind in type(value).__mro__)
 
 
 def _check_backend(owner: str, given: str) -> None:
@@ -201,7 +202,7 @@ class ParallelStrategy(Strategy):
         check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
         if timeout is not None and timeout <= timedelta(0):
             raise check.wrong(type(self).__name__, "timeout", timeout, "a positive one, such as timedelta(minutes=10)")
-        if process_group_backend is not None and not alias.active():
+        if process_group_backend is not None and not conventions.current().backends_are_registered_late:
             # Lightning leaves it to torch, when the group is made: a program may register one until then.
             _check_backend(type(self).__name__, process_group_backend)
         self._backend = process_group_backend
@@ -271,7 +272,7 @@ class ParallelStrategy(Strategy):
 
     # -- once
 
-    def start_alone(self) -> None:
+    def _simulate_collectives(self) -> None:
         """Start and join no other process, and take what this one says for what they would say."""
         own: Any = self
         own._in_process = lambda function, args, kwargs, *_: function(*args, **kwargs)
@@ -319,7 +320,8 @@ class ParallelStrategy(Strategy):
                 Party(
                     self.global_rank,
                     self.world_size,
-                    self._timeout,
+                    # A short one is for steps: processes may need longer to start, on a busy machine.
+                    max(self._timeout, TIMEOUT),
                     per_machine=self.num_processes,
                     started_by_hasten=store is not None and self.num_nodes == 1,
                 ),

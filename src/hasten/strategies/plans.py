@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -71,6 +71,37 @@ class _GatherSequence(ParallelStyle):
         return module
 
 
+class _OfConv1D(ParallelStyle):
+    """Splits GPT-2's ``Conv1D``, a linear layer whose weight is (in, out), as ``style`` splits an ``nn.Linear``."""
+
+    def __init__(self, style: Any) -> None:
+        super().__init__()
+        self._style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style, by_column = self._style, isinstance(self._style, ColwiseParallel)
+        placements = {"weight": Shard(1), "bias": Shard(0)} if by_column else {"weight": Shard(0), "bias": Replicate()}
+
+        def split(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                divided = distribute_tensor(parameter.detach(), mesh, [placements[name]], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+        takes = (Replicate(),) if by_column else (Shard(-1),)
+        return distribute_module(
+            module,
+            device_mesh,
+            split,
+            functools.partial(style._prepare_input_fn, style.input_layouts, takes),
+            functools.partial(_output, style.output_layouts, style.use_local_output),  # type: ignore[arg-type]
+        )
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether a layer is the ``Conv1D`` of transformers."""
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int) and hasattr(module, "nx")
+
+
 def _gathered_output() -> ParallelStyle:
     return ColwiseParallel(output_layouts=Replicate())
 
@@ -111,6 +142,19 @@ _TORCH_PLAN: dict[str, Callable[[], ParallelStyle]] = {
     "linear2": RowwiseParallel,
 }
 
+# Every part knows the number of all heads, so attention computes whole, and its layers gather what they compute.
+_T5 = {
+    "shared": "embedding_rowwise",
+    "*.embed_tokens": "embedding_rowwise",
+    "*.block.*.layer.*.*Attention.[qkv]": "colwise_gather_output",
+    "*.block.*.layer.*.*Attention.o": "rowwise_split_input",
+    "*.block.*.layer.*.DenseReluDense.wi": "colwise",
+    "*.block.*.layer.*.DenseReluDense.wi_[01]": "colwise",
+    "*.block.*.layer.*.DenseReluDense.dropout": "split_dropout",
+    "*.block.*.layer.*.DenseReluDense.wo": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
 # Plans for Hugging Face models that have none, relative to the base model.
 _READY = {
     "bert": {
@@ -129,7 +173,22 @@ _READY = {
         "transformer.layer.*.ffn.lin1": "colwise",
         "transformer.layer.*.ffn.lin2": "rowwise",
     },
+    "gpt2": {
+        "wte": "embedding_rowwise",
+        # One layer computes query, key and value: its output is gathered, and attention computes whole.
+        "h.*.attn.c_attn": "colwise_gather_output",
+        "h.*.attn.c_proj": "rowwise_split_input",
+        "h.*.crossattention.c_attn": "colwise_gather_output",
+        "h.*.crossattention.q_attn": "colwise_gather_output",
+        "h.*.crossattention.c_proj": "rowwise_split_input",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "t5": _T5,
+    "mt5": _T5,
 }
+# The same for the parts that such a model has around its base model.
+_READY_AROUND = {"gpt2": {"lm_head": "colwise_gather_output"}}
 
 
 # Modules that a plan has split.
@@ -188,7 +247,8 @@ def apply_plan(
             # An earlier run or the program itself has split it.
             continue
         # Values are equal everywhere: nothing has to be sent.
-        parallelize_module(part.module, mesh, _waiting(part.style), src_data_rank=None)
+        style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
+        parallelize_module(part.module, mesh, style, src_data_rank=None)
         for parameter in part.module.parameters():
             if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
                 # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
@@ -347,10 +407,13 @@ def _own_plan(module: nn.Module) -> tuple[Mapping[str, str], str]:
         if isinstance(plan, Mapping) and plan:
             return plan, ""
     config = getattr(module, "config", None)
-    if config is None or not _is_base(module):
+    if config is None:
         return {}, ""
+    kind = getattr(config, "model_type", "")
+    if not _is_base(module):
+        return _READY_AROUND.get(kind, {}), ""
     plan = getattr(config, "base_model_tp_plan", None)
-    return plan or _READY.get(getattr(config, "model_type", ""), {}), ""
+    return plan or _READY.get(kind, {}), ""
 
 
 def _is_base(module: nn.Module) -> bool:
@@ -406,7 +469,7 @@ def _check(part: Part, size: int) -> None:
         raise TypeError(f"{where} is a {type(module).__name__}, and 'split_dropout' is for nn.Dropout only.")
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         return
-    if not isinstance(module, (nn.Linear, nn.Embedding)):
+    if not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)):
         raise TypeError(
             f"{where} is a {type(module).__name__}, and {type(style).__name__} splits nn.Linear and nn.Embedding only. "
             "Name the layers inside it."
@@ -416,7 +479,7 @@ def _check(part: Part, size: int) -> None:
         splits, field = style.use_local_output and style.output_layouts != (Replicate(),), "out_features"
     else:
         splits, field = style.input_layouts != (Replicate(),), "in_features"
-    width = getattr(module, field, size)
+    width = getattr(module, {"out_features": "nf", "in_features": "nx"}[field] if _is_conv1d(module) else field, size)
     if splits and width % size:
         raise ValueError(
             f"{where} has {field}={width}, which {size} processes cannot share equally. Choose a tensor_parallel_size "

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
+from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
+from hasten.checkpoint.files import mapped_tensors
+from hasten.extend.origin import comes_from, is_builtin
 from hasten.machine import collectives
 from hasten.precision.base import to_floating
 from hasten.seed import RandomGenerators
+from hasten.strategies.base import Sharding, StateIO, StepEngine
 from hasten.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
     from hasten.precision.base import Precision
+    from hasten.types import MapLocation, PathLike
+
+T = TypeVar("T")
 
 # Optimizers of torch that compute with whole parameters, or with one of their dimensions.
 _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam")
@@ -68,9 +76,8 @@ class ShardedStrategy(ParallelStrategy):
 
     """
 
-    syncs_gradients = True
-    computes_alone = False
-    shards_parameters = True
+    sharding: Shards
+    engine: ShardedEngine
     # A part of torch's message, and what usually mends it.
     _advice: ClassVar[dict[str, str]] = ADVICE
 
@@ -95,11 +102,10 @@ class ShardedStrategy(ParallelStrategy):
         self.param_dtype: torch.dtype | None = None
         # The parts that ``fully_shard`` was applied to, of all modules.
         self._parts: list[Any] = []
-        # Whether some part may have gradients that ``no_sync`` has held back.
-        self._holds_gradients = False
-        # Names of the parts that ``fully_shard`` was applied to, as their forwards began in the last step seen.
-        self._order: tuple[str, ...] = ()
-        self.saves_folders = state_dict_type == "sharded"
+        self.state.saves_folders = state_dict_type == "sharded"
+
+    def _make_parts(self) -> tuple[Shards, ShardedEngine, ShardedState]:
+        return Shards(self), ShardedEngine(self), ShardedState(self)
 
     # -- once
 
@@ -107,18 +113,13 @@ class ShardedStrategy(ParallelStrategy):
     def divide(self, module: nn.Module) -> None:
         """Replace parameters of ``module`` by this process's shards."""
 
-    def stay_alone(self) -> None:
+    def simulate_one_process(self) -> None:
         own: Any = self
-        self.start_alone()
+        self._simulate_collectives()
         # The first process would draw the values, and send the state of its random generators.
         own._fill = lambda module, stored: module.to_empty(device=self._device_of_shards)
-        own._equal_generators = lambda: None
-        own.check_batch = lambda batch: None
-
-    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
-        """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
-        # A whole model may not fit on the device.
-        return torch.device("meta" if empty_init else "cpu")
+        own.equal_generators = lambda: None
+        own.sharding.check_batch = lambda batch: None
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
         """Divide ``module``, with the first process's weights; fill what is on the meta device.
@@ -175,7 +176,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         # Another run may go on with the same module.
-        self._drop_held_gradients()
+        self.engine.drop_all_held_gradients()
         self._parts = []
         super().teardown()
 
@@ -186,7 +187,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def _broadcast(self, tensor: Tensor) -> None:
         """Give ``tensor`` the values that it has in the first process."""
-        if self.world_size > 1:
+        if self.engine.exchanges:
             device = self._collective_device
             moved = tensor.to(device).contiguous()
             torch.distributed.broadcast(moved, 0)
@@ -254,6 +255,191 @@ class ShardedStrategy(ParallelStrategy):
 
     # -- a step
 
+    @contextmanager
+    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        """Leave gradients unreduced in backward; the next backward outside of this context reduces their sum."""
+        roots = _roots(wrapped)
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.engine.has_held_gradients = True
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+
+class PartialSharding(Sharding):
+    """Processes have parts of parameters."""
+
+    shards_parameters = True
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Return ``module``: parts are where the strategy has put them."""
+        return module
+
+    def to_host(self, module: nn.Module) -> bool:
+        """Leave ``module`` where it is: the device of a mesh is that of its shards."""
+        return False
+
+    def without_gradients(self) -> torch.no_grad:
+        """Return ``torch.no_grad``: views of parts need tensors that may change outside of inference mode."""
+        return torch.no_grad()
+
+    def advice_on_optimizers(self) -> str:
+        return (
+            f" strategy={self.strategy.name!r} replaces parameters by parts of them before configure_optimizers(): "
+            "make optimizers and lists of parameters there, not in __init__()."
+        )
+
+    def require_whole(self, owner: str, why: str) -> None:
+        raise MisconfigurationException(
+            f"{owner}: with strategy={self.strategy.name!r} each process has a part of a parameter, and {why}"
+        )
+
+
+class PartialState(StateIO):
+    """Processes save and read parts of weights and gradients."""
+
+    def load_module(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
+        """Restore a module, whose own ``load_state_dict`` does not know parts."""
+        self.load_state_dict(module, state, strict=strict, source=source)
+
+    def collect_gradients(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> Any:
+        strategy = self.strategy
+        return contents.collect_gradients(
+            module,
+            optimizers,
+            strategy.gather_objects,
+            world_size=strategy.world_size,
+            whole=strategy.sharding.to_checkpoint,
+        )
+
+    def restore_gradients(self, module: nn.Module, optimizers: Iterable[Optimizer], stored: Any) -> None:
+        strategy = self.strategy
+        contents.restore_gradients(
+            module,
+            optimizers,
+            stored,
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            divided=strategy.sharding.from_checkpoint,
+        )
+
+    def read(
+        self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return a checkpoint whose tensors are read when they are needed; see ``StateIO.read``."""
+        io = self.strategy.checkpoint_io
+        with mapped_tensors():
+            return io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+
+class Shards(PartialSharding):
+    """Parameters are ``DTensor`` objects, of which each process has a part."""
+
+    strategy: ShardedStrategy
+
+    def __init__(self, strategy: ShardedStrategy) -> None:
+        super().__init__(strategy)
+        # Names of the parts that ``fully_shard`` was applied to, as their forwards began in the last step seen.
+        self.order: tuple[str, ...] = ()
+
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Return a context in which modules are made: on the host, or with ``empty_init`` on the meta device."""
+        # A whole model may not fit on the device.
+        return torch.device("meta" if empty_init else "cpu")
+
+    def reshard(self) -> None:
+        """Free the parameters that a forward without backward has left gathered."""
+        for part in self.strategy._parts:
+            part.reshard()
+            state = part._get_fsdp_state()
+            if state._is_root is None:
+                continue  # Before the first forward.
+            # The next backward would gather parameters in the order of these forwards, too.
+            state._comm_ctx.post_forward_order.clear()
+            for group in _groups(state):
+                group._post_forward_indices.clear()
+
+    def forward_order(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the parts in the order in which a step gathers them."""
+        return self.order or tuple(_sharded_parts(module))
+
+    def compute_along(self, module: nn.Module) -> None:
+        """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
+        parts = _sharded_parts(module)
+        for name in self.forward_order(module):
+            self.strategy.engine.route(_nothing, parts[name])()
+
+    # -- values between a run and a checkpoint
+
+    def to_checkpoint(self, value: object) -> Any:
+        """Return a value for a folder; for a file of a shard the whole tensor in the first process, None in others."""
+        return value if self.strategy.state.saves_folders else self.gathered(value)
+
+    def states_to_checkpoint(self, states: T) -> T:
+        converted: T = map_tensors(self.to_checkpoint, states)
+        return converted
+
+    def gathered(self, value: object) -> Any:
+        """Return a value in the first process as a whole tensor on the host; for a shard, None in the others."""
+        if not is_sharded(value):
+            return value
+        full = value.full_tensor()  # type: ignore[attr-defined]
+        return full.cpu() if self.strategy.is_global_zero else None
+
+    def from_checkpoint(self, value: object, target: object) -> Any:
+        """Return a value of a checkpoint as ``target`` is divided; unchanged where their shapes differ."""
+        kept: Any = value
+        like: Any = target
+        if not is_sharded(like) or getattr(kept, "shape", None) != like.shape:
+            if hasattr(kept, "read_into"):
+                return kept.full()
+            # A copy: what a file holds may be mapped into memory.
+            return kept.clone() if isinstance(kept, Tensor) else kept
+        if hasattr(kept, "read_into"):
+            empty = torch.empty_like(like, dtype=kept.dtype)
+            kept.read_into(empty)
+            return empty
+        return kept if is_sharded(kept) else shard_like(kept, like)
+
+
+class ShardedEngine(StepEngine):
+    """Gradients are reduced to shards in backward; clipping and steps follow the shards."""
+
+    strategy: ShardedStrategy
+    syncs_gradients = True
+    computes_alone = False
+
+    def __init__(self, strategy: ShardedStrategy) -> None:
+        super().__init__(strategy)
+        # Whether some part may have gradients that ``no_sync`` has held back.
+        self.has_held_gradients = False
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether other processes wait for the backward of each batch."""
+        return self.exchanges
+
+    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
+        """Refuse an optimizer that needs whole parameters."""
+        for kind in type(optimizer).__mro__:
+            if kind.__name__ in _NEEDS_WHOLE and (is_builtin(kind) or comes_from(kind, "torch.optim")):
+                raise ValueError(
+                    f"{kind.__name__} and strategy={self.strategy.name!r}: it computes with whole parameters, and each "
+                    f"process has a part of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                )
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if fused and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name}(fused=True) and strategy={self.strategy.name!r}: torch has no fused {name} for sharded "
+                "parameters. Leave fused out; Adam and AdamW have one."
+            )
+
+    # -- forward
+
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` as a forward of ``wrapped``: with its parameters gathered."""
         from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -267,7 +453,7 @@ class ShardedStrategy(ParallelStrategy):
             routed: Callable[..., Any] = wrapped.__dict__[name]
         finally:
             wrapped.__dict__.pop(name, None)
-        if self.param_dtype is None:
+        if self.strategy.param_dtype is None:
             return routed
 
         def in_default_type(*args: Any, **kwargs: Any) -> Any:
@@ -281,65 +467,32 @@ class ShardedStrategy(ParallelStrategy):
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             nonlocal recorded
-            if recorded or self.world_size == 1:
+            if recorded or not self.exchanges:
                 return routed(*args, **kwargs)
             recorded = True
             begun: list[str] = []
             with _begun(module, begun):
                 output = routed(*args, **kwargs)
-            self._order = tuple(begun)
+            self.strategy.sharding.order = tuple(begun)
             return output
 
         return recording
 
-    def reshard(self) -> None:
-        """Free the parameters that a forward without backward has left gathered."""
-        for part in self._parts:
-            part.reshard()
-            state = part._get_fsdp_state()
-            if state._is_root is None:
-                continue  # Before the first forward.
-            # The next backward would gather parameters in the order of these forwards, too.
-            state._comm_ctx.post_forward_order.clear()
-            for group in _groups(state):
-                group._post_forward_indices.clear()
-
-    def forward_order(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the names of the parts in the order in which a step gathers them."""
-        return self._order or tuple(_sharded_parts(module))
-
-    def compute_along(self, module: nn.Module) -> None:
-        """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
-        parts = _sharded_parts(module)
-        for name in self.forward_order(module):
-            self.route(_nothing, parts[name])()
-
-    @contextmanager
-    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
-        """Leave gradients unreduced in backward; the next backward outside of this context reduces their sum."""
-        roots = _roots(wrapped)
-        for root in roots:
-            root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._holds_gradients = True
-            for root in roots:
-                root.set_requires_gradient_sync(True)
+    # -- gradients
 
     def drop_held_gradients(self, optimizer: Optimizer) -> None:
         """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees those of the shards alone."""
-        if self._holds_gradients:
-            self._drop_held_gradients(set(map(id, parameters_of(optimizer))))
+        if self.has_held_gradients:
+            self.drop_all_held_gradients(set(map(id, parameters_of(optimizer))))
 
-    def _drop_held_gradients(self, of: set[int] | None = None) -> None:
+    def drop_all_held_gradients(self, of: set[int] | None = None) -> None:
         """Forget the gradients held back, of all parameters or those with these ids."""
-        self._holds_gradients = False
-        for part in self._parts:
+        self.has_held_gradients = False
+        for part in self.strategy._parts:
             for group in _groups(part._get_fsdp_state()):
                 for parameter in group.fsdp_params:
                     if of is not None and id(parameter.sharded_param) not in of:
-                        self._holds_gradients = True
+                        self.has_held_gradients = True
                         continue
                     parameter.unsharded_accumulated_grad = None
                     if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
@@ -354,8 +507,14 @@ class ShardedStrategy(ParallelStrategy):
             # What torch does at the end of each backward.
             state._root_post_backward_final_callback()
 
+    def make_exchange(
+        self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
+    ) -> Callable[[], None]:
+        """Return a function that reduces the gradients that ``no_sync`` has held back so far."""
+        return lambda: self.sync_gradients(module)
+
     def clip_norm(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, a plain tensor.
 
@@ -375,23 +534,39 @@ class ShardedStrategy(ParallelStrategy):
             torch._foreach_mul_(alike, factor.to(alike[0].device))
         return total
 
-    def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
-        """Refuse an optimizer that needs whole parameters."""
-        for kind in type(optimizer).__mro__:
-            if kind.__name__ in _NEEDS_WHOLE and kind.__module__.startswith(("torch.optim", "hasten.")):
-                raise ValueError(
-                    f"{kind.__name__} and strategy={self.name!r}: it computes with whole parameters, and each process "
-                    f"has a part of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
-                )
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        if fused and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            name = type(optimizer).__name__
-            raise ValueError(
-                f"{name}(fused=True) and strategy={self.name!r}: torch has no fused {name} for sharded parameters. "
-                "Leave fused out; Adam and AdamW have one."
-            )
+    def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
+        """Limit each element of the gradients to ``clip_val`` in size; those that are divided alike together."""
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        for alike in by_kind(parameters, lambda parameter: parameter.grad):
+            nn.utils.clip_grad_value_(alike, clip_val)
 
-    # -- state
+    # -- step
+
+    def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        step, reshard = super().make_step(optimizer), self.strategy.sharding.reshard
+
+        def step_and_reshard(closure: Callable[[], Any] | None = None) -> Any:
+            result = step(closure)
+            # A forward that no backward followed has left the old weights gathered.
+            reshard()
+            return result
+
+        return step_and_reshard
+
+    def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
+        zero_grad = super().make_zero_grad(optimizer)
+
+        def zero_all() -> None:
+            zero_grad()
+            self.drop_held_gradients(optimizer)
+
+        return zero_all
+
+
+class ShardedState(PartialState):
+    """Weights and optimizer states of shards: whole tensors in one file, or a folder of shards."""
+
+    strategy: ShardedStrategy
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights: shards for a folder; for a file whole tensors in the first process, in others none."""
@@ -401,7 +576,9 @@ class ShardedStrategy(ParallelStrategy):
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool | None, source: str) -> None:
         """Restore weights from whole tensors, or from the shards of a folder."""
         present = module.state_dict()
-        loaded = {name: self.restored(value, present.get(name)) for name, value in _items(state)}
+        loaded = {
+            name: self.strategy.sharding.from_checkpoint(value, present.get(name)) for name, value in _items(state)
+        }
         load_weights(module, loaded, strict=strict, source=source)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -410,7 +587,7 @@ class ShardedStrategy(ParallelStrategy):
         if self.saves_folders:
             return state
         entries = {key: self._whole(entry) for key, entry in state["state"].items()}
-        return {**state, "state": entries if self.is_global_zero else {}}
+        return {**state, "state": entries if self.strategy.is_global_zero else {}}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore an optimizer's state from whole tensors, or from the shards of a folder."""
@@ -419,41 +596,16 @@ class ShardedStrategy(ParallelStrategy):
         for index, entry in state.get("state", {}).items():
             parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
             entries[index] = (
-                {key: self.restored(value, parameter) for key, value in entry.items()}
+                {key: self.strategy.sharding.from_checkpoint(value, parameter) for key, value in entry.items()}
                 if isinstance(entry, Mapping)
                 else entry
             )
         load_optimizer(optimizer, {**state, "state": entries})
 
-    def stored(self, value: object) -> Any:
-        """Return a value for a folder; for a file of a shard the whole tensor in the first process, None in others."""
-        return value if self.saves_folders else self._gathered(value)
-
-    def _gathered(self, value: object) -> Any:
-        if not is_sharded(value):
-            return value
-        full = value.full_tensor()  # type: ignore[attr-defined]
-        return full.cpu() if self.is_global_zero else None
-
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         # One after the other: no process holds more than one whole tensor on its device.
-        gathered = {name: self._gathered(value) for name, value in state.items()}
-        return gathered if self.is_global_zero else {}
-
-    def restored(self, value: object, target: object) -> Any:
-        """Return a value of a checkpoint as ``target`` is divided; unchanged where their shapes differ."""
-        kept: Any = value
-        like: Any = target
-        if not is_sharded(like) or getattr(kept, "shape", None) != like.shape:
-            if hasattr(kept, "read_into"):
-                return kept.full()
-            # A copy: what a file holds may be mapped into memory.
-            return kept.clone() if isinstance(kept, Tensor) else kept
-        if hasattr(kept, "read_into"):
-            empty = torch.empty_like(like, dtype=kept.dtype)
-            kept.read_into(empty)
-            return empty
-        return kept if is_sharded(kept) else shard_like(kept, like)
+        gathered = {name: self.strategy.sharding.gathered(value) for name, value in state.items()}
+        return gathered if self.strategy.is_global_zero else {}
 
 
 def shard_like(whole: Tensor, target: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class SingleDeviceStrategy(OneProcess):
         devices = devices if self._device is None else [self._device]
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
 
-    def stay_alone(self) -> None:
+    def simulate_one_process(self) -> None:
         """Do nothing: there is one process."""
 
     def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:

@@ -18,6 +18,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.machine import collectives
+from hasten.strategies.base import Sharding, StateIO, StepEngine
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import OneProcess
 from hasten.xla.devices import runtime_kind, runtime_started
@@ -82,7 +83,7 @@ class SingleDeviceXLAStrategy(OneProcess):
         self.accelerator.setup_device(self.root_device)
         return function(*args, **kwargs)
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Give Adam its first states before the first step, which is compiled together with them otherwise."""
         make_states(optimizer)
 
@@ -120,8 +121,6 @@ class XLAStrategy(ParallelStrategy):
     """
 
     name = "xla"
-    syncs_gradients = True
-    steps_in_backward = False
 
     def __init__(
         self,
@@ -143,6 +142,9 @@ class XLAStrategy(ParallelStrategy):
         self.steps = XLASteps()
         self._exchanges: dict[int, _Exchange] = {}
         self._joined = False
+
+    def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
+        return Sharding(self), XLAEngine(self), StateIO(self)
 
     @property
     def root_device(self) -> torch.device:
@@ -193,7 +195,7 @@ class XLAStrategy(ParallelStrategy):
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return ``module``; from now on its backward averages gradients."""
         self.model = module
-        if self.world_size > 1:
+        if self.engine.exchanges:
             if id(module) not in self._exchanges:
                 self._exchanges[id(module)] = _Exchange(module, self._average)
                 if self.sync_module_states:
@@ -229,7 +231,7 @@ class XLAStrategy(ParallelStrategy):
         finally:
             exchange.is_held = False
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Give Adam its first states before the first step, which is compiled together with them otherwise."""
         make_states(optimizer)
 
@@ -238,6 +240,13 @@ class XLAStrategy(ParallelStrategy):
             exchange.end()
         self._exchanges.clear()
         super().teardown()
+
+
+class XLAEngine(StepEngine):
+    """Gradients are averaged at the end of each backward."""
+
+    syncs_gradients = True
+    steps_in_backward = False
 
 
 class _Exchange:
@@ -414,7 +423,7 @@ class XLAFSDPStrategy(OneProcess):
                     self._patched.append(part)
         return module
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Shard the states of an optimizer, also those it makes or loads later."""
         make_states(optimizer)
         if not any(one is optimizer for one in self._optimizers):

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
 from hasten.loops.prepare import take_optimizers
@@ -104,11 +103,11 @@ def limited_run(
     if outer is None:
         raise RuntimeError("Trainer.limited_run() outside of a run: call it within one, or use prepared_run().")
     module = outer.module
-    if outer.runtime.strategy.owns_step:
-        raise MisconfigurationException(
-            f"strategy={outer.runtime.strategy.name!r} and a search for a learning rate or batch size: it trains some "
-            "steps and takes them back, which the engine cannot. Search with strategy='ddp', and write the value."
-        )
+    outer.runtime.engine.require_own_parameters(
+        "A search for a learning rate or batch size",
+        "it trains some steps and takes them back, which the engine cannot. Search with strategy='ddp', and write the "
+        "value.",
+    )
     with _restored_afterwards(trainer, module, trainer._datamodule) as saved:
         trainer._callbacks.extend(callbacks)
         arguments, now = trainer._arguments, trainer._progress
@@ -122,10 +121,11 @@ def limited_run(
         )  # fmt: skip
         batches = steps * trainer._accumulate_grad_batches
         limit = batches if fits else steps
+        ends_early = keep_limit and conventions.current().lr_find_in_single_precision
         trainer._arguments = dataclasses.replace(
             arguments,
             # Each epoch has at least one batch, unless the program skips it.
-            max_epochs=arguments.max_epochs if keep_limit and alias.active() else now.current_epoch + batches,
+            max_epochs=arguments.max_epochs if ends_early else now.current_epoch + batches,
             max_steps=now.global_step + steps,
             min_epochs=None,
             min_steps=None,
@@ -135,24 +135,24 @@ def limited_run(
             limit_test_batches=limit,
             limit_predict_batches=limit,
         )
-        several = outer.runtime.world_size > 1
+        several = outer.runtime.several_processes
         # Several processes look for a signal at steps they agree on, and these are not steps of the outer run.
-        stop = StopRequests(outer.runtime.all_reduce) if several else outer.stop
-        data = {source.stage: source.given for source in outer.all_data()}
+        stop = StopRequests(outer.runtime.all_reduce) if several else outer.limits.stop
+        data = {source.stage: source.given for source in outer.data.all()}
         run = trainer._make_run(module, data, stop)
         # Programs see the arguments they gave.
         trainer._arguments, trainer._run = arguments, run
         log_into(module, trainer._logged)
         try:
-            for source in run.data_of(stage):
+            for source in run.data.of(stage):
                 if not source.is_off():
                     saved.save(source.streams(), values=False)
             if fits:
                 _use_optimizers_of(outer, run, saved, exchange_gradients)
-            with nullcontext() if exchange_gradients else run.runtime.strategy.apart():
+            with nullcontext() if exchange_gradients else run.runtime.engine.without_communication():
                 yield run
         finally:
-            for source in run.all_data():
+            for source in run.data.all():
                 source.close()
 
 
@@ -170,6 +170,25 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
         run.wrapped = outer.wrapped
     take_optimizers(run, outer.optimizers, schedulers)
     run.averages.resume_with(None)
+
+
+def show_run(self: Trainer, stage: Stage, run: Run, datamodule: LightningDataModule | None) -> None:
+    """Show the module, data and optimizers of a prepared run that is over, as after a call.
+
+    Args:
+        stage: the call that the run was like.
+        run: the run.
+        datamodule: the one that has provided the data.
+
+    """
+    trainer = self
+    trainer.__dict__.update(
+        _module=run.module, _datamodule=datamodule or trainer._datamodule, _reads_datamodule=datamodule is not None,
+        _run=run, state=TrainerState(TrainerStatus.FINISHED, TrainerFn(stage), None),
+    )  # fmt: skip
+    run.state, run.progress, run.logged = trainer.state, trainer._progress, trainer._logged
+    run.arguments = trainer._arguments
+    run.limits.should_stop = run.limits.stop_agreed = False
 
 
 def redirect_fit(self: Trainer, take: Callable[[Run], None], body: Callable[[Run], None]) -> None:
@@ -208,7 +227,7 @@ def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: 
     saved.save(datamodule, values=False)
     if trainer._runtime.scaler is not None:
         saved.save(trainer._runtime.scaler)
-        saved.save(trainer._runtime.unscaled)
+        saved.save(trainer._runtime.engine.unscaled)
     trainer.__dict__.update(
         _arguments=dataclasses.replace(
             trainer._arguments, enable_autolog_hparams=False, num_sanity_val_steps=0, max_epochs_assumed=False

@@ -292,7 +292,7 @@ class TrainingEpochLoop(LoopView):
     def done(self) -> bool:
         """Whether the batches of this epoch are done, or the run is to stop."""
         run = self._trainer._run
-        return run is not None and (run.progress.last_batch or run.finished())
+        return run is not None and (run.progress.last_batch or run.limits.finished())
 
     def _should_accumulate(self) -> bool:
         """Return whether the optimizer does not step after the current batch."""
@@ -373,7 +373,7 @@ class FitLoop(LoopView):
     def done(self) -> bool:
         """Whether training is over: a limit is reached, or a request to stop takes effect."""
         run = self._trainer._run
-        return run is not None and run.finished()
+        return run is not None and run.limits.finished()
 
     @property
     def skip(self) -> bool:
@@ -389,7 +389,7 @@ class FitLoop(LoopView):
         trainer = self._trainer
         run = trainer._run
         running = trainer.state.status == TrainerStatus.RUNNING and trainer.state.fn == TrainerFn.FITTING
-        return running and run is not None and run.resumed_at == trainer.progress.total_batches
+        return running and run is not None and run.resume.from_batch == trainer.progress.total_batches
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
@@ -416,7 +416,7 @@ class FitLoop(LoopView):
     @property
     def _can_stop_early(self) -> bool:
         run = self._trainer._run
-        return run is None or run.may_stop_early()
+        return run is None or run.limits.may_stop_early()
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the states of loaders that can save their own."""
@@ -448,7 +448,7 @@ def _set_step(trainer: TrainerView) -> Callable[[str, int], None]:
 def _steps_of_epoch(trainer: TrainerView) -> int:
     """Return the optimizer steps of this epoch, as far as they follow from its batches."""
     progress, run = trainer.progress, trainer._run
-    size = 1 if run is None else run.accumulate_grad_batches
+    size = 1 if run is None else run.window.accumulate_grad_batches
     steps = math.ceil(progress.batch / size) if progress.last_batch else progress.batch // size
     return min(steps, progress.global_step)
 
@@ -476,8 +476,8 @@ class EvaluationLoop(LoopView):
         mine = run is not None and (run.state.fn == TrainerFn.FITTING) == self._in_fit
         done, hook = 0, ""
         if mine and run is not None:
-            running = run.evaluating == stage
-            done = run.progress.evaluated - run.evaluated_from if running else run.evaluated.get(stage, 0)
+            running = run.evaluation.stage == stage
+            done = run.progress.evaluated - run.evaluation.began_at if running else run.evaluation.batches.get(stage, 0)
             hook = self._hook if running else ""
         ahead = hook.endswith(("_batch_start", "_step"))
         begun, after = hook.endswith("_step"), hook.endswith("_batch_end")
@@ -546,22 +546,22 @@ class PredictionLoop(EvaluationLoop):
     def return_predictions(self) -> bool:
         """Whether the call returns predictions."""
         run = self._trainer._run
-        return run is None or run.returns_predictions
+        return run is None or run.evaluation.returns_predictions
 
     @property
     def predictions(self) -> list[Any]:
         """The predictions by batch; with several loaders by loader and batch."""
         run = self._trainer._run
-        return [] if run is None else run.kept_predictions or []
+        return [] if run is None else run.evaluation.kept_predictions or []
 
     @property
     def epoch_batch_indices(self) -> list[list[list[int]]]:
         """Dataset indices of the samples of each batch, by loader and batch."""
         run = self._trainer._run
-        return [] if run is None else run.epoch_batch_indices
+        return [] if run is None else run.evaluation.epoch_batch_indices
 
     @property
     def current_batch_indices(self) -> list[int]:
         """Dataset indices of the samples of the current batch."""
         run = self._trainer._run
-        return [] if run is None else run.batch_indices
+        return [] if run is None else run.evaluation.batch_indices

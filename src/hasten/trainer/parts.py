@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,7 +11,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.compile.settings import inner_model as inner_model
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.loops.user_code import check_signatures
@@ -31,20 +31,18 @@ if TYPE_CHECKING:
     from hasten.types import PathLike
 
 
-def loggers(arguments: Arguments) -> list[Any]:
-    """Return the loggers of ``Trainer(logger=...)``."""
+def loggers(arguments: Arguments, default: Callable[[str], Logger]) -> list[Any]:
+    """Return the loggers of ``Trainer(logger=...)``; ``default`` makes the one of ``logger=True`` in a folder."""
     if arguments.logger is False:
         return []
     if arguments.logger is True:
-        from hasten.loggers import CSVLogger
-
-        return [CSVLogger(arguments.default_root_dir)]
+        return [default(arguments.default_root_dir)]
     return list(arguments.logger)
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
     """Give the loggers of all processes the identity of those of the first: one folder for the run."""
-    if runtime.world_size > 1:
+    if runtime.several_processes:
         identities = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
         for logger, identity in zip(loggers, runtime.broadcast(identities), strict=False):
             if isinstance(logger, Logger) and identity:
@@ -99,7 +97,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     trainer._logged.module = module
     if datamodule is not None:
         datamodule.trainer = trainer
-    if alias.active():
+    if conventions.current().removes_unpicklable_hparams:
         remove_unpicklable(module)
     configured = module.configure_callbacks()
     added = [configured] if isinstance(configured, Callback) else list(configured or ())
@@ -127,14 +125,10 @@ def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> No
 
 def to_host(run: Run, *, failed: bool) -> None:
     """Move the module and the states of its optimizers back to the CPU, where the user's program expects them."""
-    # The device of a mesh is that of its shards.
-    if run.runtime.device.type == "cpu" or run.runtime.strategy.shards_parameters:
-        return
     # After a failure the device may not respond; that error must not hide the first one.
     with suppress(RuntimeError) if failed else nullcontext():
-        if run.runtime.steps is not None:
-            run.runtime.steps.place(run.module, "cpu")
-        run.module.cpu()
+        if not run.runtime.strategy.sharding.to_host(run.module):
+            return
         run.wrapped = run.module
         for optimizer in run.optimizers:
             for parameter, state in list(optimizer.state.items()):
@@ -176,7 +170,7 @@ def position(run: Run) -> watchdog.Position:
     if state.stage is not None and state.stage.value != text:
         text = f"{text}, {state.stage.value}"
     if state.fn == TrainerFn.FITTING and (progress.in_epoch or progress.total_batches):
-        text = f"{text}, epoch {progress.epoch}, batch {progress.batch}, step {progress.global_step}"
+        text = f"{text}, epoch {progress.epoch + 1}, batch {progress.batch}, step {progress.logged_step}"
     elif progress.evaluated:
         text = f"{text}, {progress.evaluated} batches done"
     return watchdog.Position(text, progress.total_batches + progress.evaluated)
@@ -203,11 +197,9 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
 def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
     """Note in the process that started the others that their run has failed."""
     trainer.state.status, trainer.state.stage = TrainerStatus.INTERRUPTED, None
-    if alias.active():
-        # There, Lightning calls this hook in the process that started the others, and hasten in those that have run.
-        for callback in trainer.callbacks:
-            if not _saves(callback):
-                callback.on_exception(trainer, trainer.lightning_module, error)  # type: ignore[arg-type]
+    for callback in trainer.callbacks:
+        if not _saves(callback):
+            callback.on_exception(trainer, trainer.lightning_module, error)  # type: ignore[arg-type]
 
 
 def _saves(callback: Callback) -> bool:

@@ -61,7 +61,7 @@ def profiled(run: Run, profiler: Profiler, log_dir: Callable[[], str | None]) ->
     fn = run.state.fn
     assert fn is not None
     # One process writes files without a rank in their names.
-    local_rank = run.runtime.local_rank if run.runtime.world_size > 1 else None
+    local_rank = run.runtime.local_rank if run.runtime.several_processes else None
     profiler.setup(stage=fn.value, local_rank=local_rank, log_dir=log_dir())
     profiler.lightning_module = weakref.proxy(run.module)
     _in_use.add(profiler)
@@ -123,10 +123,11 @@ def _wrap(run: Run, profiler: Profiler, undo: ExitStack) -> None:
     def in_strategy(action: str, function: Call) -> Call:
         return watch(action if action.startswith("run_") else f"{strategy}.{action}", function)
 
-    replace(run, "watch", in_strategy)
+    replace(run.observers, "watch", in_strategy)
 
     # -- the step
-    bind, make_step, make_zero_grad = runtime.bind, runtime.make_step, runtime.make_zero_grad
+    engine = runtime.engine
+    bind, make_step, make_zero_grad = runtime.bind, engine.make_step, engine.make_zero_grad
 
     def bound(function: Call, **options: Any) -> Call:
         step = "training_step" if options.get("training") else _STEP_OF.get(run.state.stage, "step")
@@ -135,22 +136,22 @@ def _wrap(run: Run, profiler: Profiler, undo: ExitStack) -> None:
     stepped = f"{strategy if overrides(module, LightningModule, 'optimizer_step') else owner}.optimizer_step"
     zeroed = f"{owner}.optimizer_zero_grad"
     replace(runtime, "bind", bound)
-    replace(runtime, "make_step", lambda optimizer: watch(stepped, make_step(optimizer)))
-    replace(runtime, "make_zero_grad", lambda optimizer: watch(zeroed, make_zero_grad(optimizer)))
-    wrap(runtime, "backward", f"{strategy}.backward")
+    replace(engine, "make_step", lambda optimizer: watch(stepped, make_step(optimizer)))
+    replace(engine, "make_zero_grad", lambda optimizer: watch(zeroed, make_zero_grad(optimizer)))
+    wrap(engine, "backward", f"{strategy}.backward")
     for name in _OF_THE_MODULE:
         if overrides(module, LightningModule, name):
             wrap(module, name, f"{owner}.{name}")
     if not overrides(module, LightningModule, "configure_gradient_clipping"):
         for name in ("clip_norm", "clip_value"):
-            wrap(runtime, name, f"{owner}.configure_gradient_clipping")
+            wrap(engine, name, f"{owner}.configure_gradient_clipping")
 
     # -- data
-    for source in run.all_data():
+    for source in run.data.all():
         for name in ("start_epoch", "batches"):
             replace(source, name, _read(profiler, source, getattr(source, name)))
     # One object may be both.
-    for holder in {id(found): found for found in (module, run.train.datamodule)}.values():
+    for holder in {id(found): found for found in (module, run.data.train.datamodule)}.values():
         kind = "LightningModule" if holder is module else "LightningDataModule"
         for name in _OF_THE_DATA:
             if holder is not None and overrides(holder, DataHooks, name):

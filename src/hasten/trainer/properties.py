@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten import callbacks
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import ReadOnly, RuntimeView
@@ -129,22 +129,22 @@ class TrainerView(RuntimeView, TrainerSettings):
         lambda trainer: trainer._progress.total_batches - 1, "Index of the last batch over the whole run, from 0."
     )
     is_last_batch = ReadOnly[bool](
-        lambda trainer: trainer._run is not None and trainer._run.is_last_batch,
+        lambda trainer: trainer._run is not None and trainer._run.window.is_last_batch,
         "Whether the current training batch is the last of its epoch.",
     )
 
     @property
     def should_stop(self) -> bool:
         """Whether the run was asked to stop; assign True to end it after this batch."""
-        return self._should_stop or (self._run is not None and self._run.stop_agreed)
+        return self._should_stop or (self._run is not None and self._run.limits.stop_agreed)
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self._should_stop = bool(stop)
         if self._run is not None:
-            self._run.should_stop = bool(stop)
+            self._run.limits.should_stop = bool(stop)
             if not stop:
-                self._run.stop_agreed = self._run.stop.asks = False
+                self._run.limits.stop_agreed = self._run.limits.stop.asks = False
 
     # -- state
 
@@ -277,12 +277,12 @@ class TrainerView(RuntimeView, TrainerSettings):
                 "Trainer.estimated_stepping_batches: known during fit only, for instance in configure_optimizers."
             )
         steps = math.inf
-        if not math.isinf(run.max_epochs):
-            run.train.load()
-            if not math.isinf(limit := run.train.limit):
-                steps = run.max_epochs * math.ceil(limit / run.accumulate_grad_batches)
+        if not math.isinf(run.limits.max_epochs):
+            run.data.train.load()
+            if not math.isinf(limit := run.data.train.limit):
+                steps = run.limits.max_epochs * math.ceil(limit / run.window.accumulate_grad_batches)
                 if (schedule := next(iter(_of_class(self, "GradientAccumulationScheduler")), None)) is not None:
-                    windows = map(schedule.get_accumulate_grad_batches, range(int(run.max_epochs)))
+                    windows = map(schedule.get_accumulate_grad_batches, range(int(run.limits.max_epochs)))
                     steps = sum(math.ceil(limit / window) for window in windows)
         return _whole(steps if max_steps == -1 else min(steps, max_steps))
 
@@ -305,7 +305,11 @@ class TrainerView(RuntimeView, TrainerSettings):
     @loggers.setter
     def loggers(self, loggers: list[Any] | None) -> None:
         self._loggers = list(loggers or [])
-        self._logged.loggers = self._loggers if self.is_global_zero else ()
+        self._logged.loggers = self._called_loggers()
+
+    def _called_loggers(self) -> list[Any]:
+        """Return the loggers that this process calls: all on the first process, none on others."""
+        return self._loggers if self.is_global_zero else []
 
     @property
     def log_dir(self) -> str | None:
@@ -373,8 +377,9 @@ class TrainerView(RuntimeView, TrainerSettings):
         self._logged.deliver()
         if self.training:
             # A bar that a program wrote for Lightning finds the values of each batch.
-            loss = None if alias.active() or self._run is None else self._run.last_loss
-            self._logged.publish_bar(self._progress.epoch, now=alias.active(), loss=loss)
+            now = conventions.current().bars_have_counters
+            loss = None if now or self._run is None else self._run.window.loss
+            self._logged.publish_bar(self._progress.epoch, now=now, loss=loss)
             self._logged.deliver()
         return dict(self._logged.bar_values)
 
@@ -407,11 +412,16 @@ class TrainerView(RuntimeView, TrainerSettings):
     # -- inside
 
     def _source(self, name: str) -> StageData | None:
-        return None if self._run is None else getattr(self._run, name)
+        return None if self._run is None else getattr(self._run.data, name)
 
     def _limits(self, name: str) -> list[float]:
         source = self._source(name)
-        return [] if source is None or source.is_off() else [_whole(limit) for limit in source.all_limits()]
+        if source is None or source.is_off(loads=False):
+            return []
+        if not source.loaded and (self.state.fn is None or source not in self.current_run.data.of(self.state.fn.value)):
+            # Of another call: looking must not make loaders.
+            return []
+        return [] if source.is_off() else [_whole(limit) for limit in source.all_limits()]
 
 
 def _whole(value: float) -> float:

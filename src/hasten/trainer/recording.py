@@ -16,8 +16,8 @@ from hasten.callbacks.checkpoint_files import default_folder
 from hasten.loggers.base import DummyLogger
 from hasten.loops.progress import TrainerFn
 from hasten.record import about
+from hasten.record.advice import verdicts
 from hasten.record.file import FILE_NAME, FORMAT, NoRecord, Record
-from hasten.speed.auto import verdicts
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -41,17 +41,17 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         return
     if run.progress.total_batches:
         # A fit that goes on where the last one ended keeps its history.
-        run.history = trainer.history
+        run.observers.history = trainer.history
     else:
-        trainer.history = run.history
+        trainer.history = run.observers.history
 
     def on_row(step: int, epoch: int, values: Mapping[str, float]) -> None:
-        run.history.add(step=step, epoch=epoch, values=values)
-        run.record.add("row", step=step, epoch=epoch, values=values)
+        run.observers.history.add(step=step, epoch=epoch, values=values)
+        run.observers.record.add("row", step=step, epoch=epoch, values=values)
 
     def take_history() -> None:
         # A fit that continues has that of the checkpoint by now.
-        trainer.history = run.history
+        trainer.history = run.observers.history
 
     logged.on_row = on_row
     if not _writes(trainer) or run.arguments.fast_dev_run:
@@ -68,7 +68,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         path = _path(trainer)
         if path is None:
             return
-        record = run.record = Record(path, ready=git.ready)
+        record = run.observers.record = Record(path, ready=git.ready)
         line = {"kind": "start", "time": began, "format": FORMAT, **_facts(trainer, run)}
         record.add_line(lambda: {**line, "git": git.read()})
         if verdicts and (advice := verdicts.get(trainer)) is not None:
@@ -82,7 +82,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
     try:
         with _noting_warnings(run):
             yield begin
-        reason = "stopped early" if run.should_stop else "completed"
+        reason = "stopped early" if run.limits.should_stop else "completed"
     except (KeyboardInterrupt, SystemExit):
         reason = "interrupted"
         raise
@@ -92,11 +92,13 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         raise
     finally:
         progress = run.progress
-        run.record.add("end", step=progress.logged_step, epoch=progress.current_epoch, reason=reason, message=message)
-        run.record.flush()
+        run.observers.record.add(
+            "end", step=progress.logged_step, epoch=progress.current_epoch, reason=reason, message=message
+        )
+        run.observers.record.flush()
         git.read()
         logged.on_row = None
-        run.record = NoRecord()
+        run.observers.record = NoRecord()
 
 
 def _nothing() -> None: ...
@@ -121,12 +123,12 @@ def _path(trainer: Trainer) -> str | None:
 def _facts(trainer: Trainer, run: Run) -> dict[str, Any]:
     module, runtime, progress = run.module, run.runtime, run.progress
     sizes = [(one.numel(), one.element_size(), one.requires_grad) for one in module.parameters()]
-    batches = run.train.limit if run.train.loaded else None
-    loaders = run.train.loaders if run.train.loaded else []
+    batches = run.data.train.limit if run.data.train.loaded else None
+    loaders = run.data.train.loaders if run.data.train.loaded else []
     return {
         "step": progress.logged_step,
         "epoch": progress.current_epoch,
-        "resumed_from": trainer.ckpt_path if run.resumed_at >= 0 else None,
+        "resumed_from": trainer.ckpt_path if run.resume.from_batch >= 0 else None,
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "command": about.command(),
         "program": about.program(),
@@ -204,7 +206,7 @@ def _noting_warnings(run: Run) -> Iterator[None]:
 
     @functools.wraps(show)
     def noting(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
-        run.record.add("warning", message=str(message), category=category.__name__)
+        run.observers.record.add("warning", message=str(message), category=category.__name__)
         show(message, category, *place, **options)
 
     warnings.showwarning = noting

@@ -57,6 +57,10 @@ def _one_if_none(value: float | None) -> int | float:
     return 1.0 if value is None else value
 
 
+def _switch_if_one(batches: int) -> int | bool:
+    return bool(batches) if batches < 2 else batches
+
+
 def _infinite_if_negative(steps: int) -> int | float:
     return math.inf if steps == -1 else steps
 
@@ -81,7 +85,7 @@ class TrainerSettings:
     min_epochs = Setting[int | None]("Epochs to train before a callback may stop the run.", settable=False)
     max_steps = Setting[int]("Optimizer steps to train; -1 for no limit.", settable=False)
     min_steps = Setting[int | None]("Optimizer steps to train before a callback may stop the run.", settable=False)
-    fast_dev_run = Setting[int]("Batches of a quick check; 0 when off.")
+    fast_dev_run = Setting[int]("Batches of a quick check; True for one, False when off.", convert=_switch_if_one)
     log_every_n_steps = Setting[int]("Optimizer steps between two rows of the loggers.")
     val_check_interval = Setting[int | float | Duration](
         "Batches, share of an epoch, optimizer steps or time between validations.", convert=_time_if_any
@@ -114,15 +118,15 @@ class TrainerSettings:
         self._change("accumulate_grad_batches", batches)
         self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
         if self._run is not None:
-            self._run.accumulate_grad_batches = self._accumulate_grad_batches
+            self._run.window.accumulate_grad_batches = self._accumulate_grad_batches
 
     @property
     def val_check_batch(self) -> float:
         """Batches between two validations; infinite where the interval is not in batches."""
         run = self._run
-        if run is None or not run.train.loaded:
+        if run is None or not run.data.train.loaded:
             return math.inf
-        return run.validation_schedule.batches_between(run.train.limit)
+        return run.data.validation_schedule.batches_between(run.data.train.limit)
 
     def _change(self, name: str, value: Any) -> None:
         self._arguments = table.changed(self._arguments, name, value)

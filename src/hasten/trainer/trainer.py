@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.errors import MisconfigurationException, shorten
+from hasten._lib.explain import explain
+from hasten._lib.names import refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
@@ -30,9 +31,9 @@ from hasten.loops.prepare import prepare, remake_loader
 from hasten.loops.processes import check_program
 from hasten.loops.progress import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.resume import RunState, resolve_path
-from hasten.loops.run import Progress, Run, Stopped
+from hasten.loops.run import Observers, Progress, Run, RunData, Window
 from hasten.loops.run_data import StageData
-from hasten.loops.schedule import ValidationSchedule
+from hasten.loops.schedule import Limits, Stopped, ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures
 from hasten.machine import agreement, watchdog
 from hasten.machine.collectives import joined
@@ -46,12 +47,11 @@ from hasten.profilers.base import resolve as resolve_profiler
 from hasten.record.history import History
 from hasten.resolve import runtime as resolve_runtime
 from hasten.seed import set_deterministic
-from hasten.speed.auto import advise, choose_speed
 from hasten.trainer import limited_runs, parts, requeue
-from hasten.trainer.eject import eject
 from hasten.trainer.profiling import LOOP, profiled
 from hasten.trainer.properties import TrainerView
 from hasten.trainer.recording import recorded
+from hasten.trainer.tools import advise, check, choose_speed, eject
 from hasten.types import (
     AcceleratorLike,
     CompileLike,
@@ -64,12 +64,13 @@ from hasten.types import (
     PathLike,
     Plugin,
     PrecisionName,
+    SpeedName,
     StrategyLike,
     Tensors,
 )
 
 if TYPE_CHECKING:
-    from hasten.preflight.report import CheckReport
+    from hasten.loggers.base import Logger
     from hasten.runtime import Runtime
 
 Result = TypeVar("Result")
@@ -114,9 +115,7 @@ class Trainer(TrainerView):
         inference_mode: evaluate in inference mode instead of ``no_grad``.
         use_distributed_sampler: give each process its own part of the data.
         uneven: what to do if the processes have different numbers of training batches. "stop" (default) ends every
-            epoch on all of them where the one with the fewest batches does. "join" trains on all batches; a process
-            that has none left adds nothing to the gradients of the others and makes the same steps (DDP only).
-            "error" raises. See docs/processes.md.
+            epoch on all of them where the one with the fewest batches does, "error" raises. See docs/processes.md.
         detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a NaN gradient raises an error that names
             the function and, if known, the layer. Steps take several times as long.
         on_bad_loss: what to do if the loss is NaN or infinite. "warn" (default) warns at the next logging interval
@@ -134,8 +133,10 @@ class Trainer(TrainerView):
         enable_autolog_hparams: pass hyper-parameters to the loggers.
         profiler: "simple", "advanced", "pytorch" or a Profiler, to report where the time goes; None for none.
         model_registry: must be None; it belongs to a hosted product.
-        speed: "auto" to measure those of the arguments below that change rounding at most, and use those that are
-            faster; see docs/speed.md.
+        speed: use those of the arguments below that make this training faster, up to a class of changes: "exact" for
+            rounding at most, "auto" for other random draws as well (as if from another seed), "same samples in other
+            batches" or "lower precision" to go further; "same bits" for nothing that changes a number. Choosing takes
+            at most 3 % of the expected training, and is remembered; see docs/speed.md.
         compile: True, "regional" or a dict of ``torch.compile`` options.
         batching: "length" to put samples of similar length in one batch, "tokens:4096" for batches of at most that many
             tokens, or a ``hasten.data.LengthBatching``.
@@ -167,6 +168,7 @@ class Trainer(TrainerView):
 
     """
 
+    @without_unknown("Trainer")
     def __init__(
         self,
         *,
@@ -202,7 +204,7 @@ class Trainer(TrainerView):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        uneven: Literal["stop", "join", "error"] = "stop",
+        uneven: Literal["stop", "error"] = "stop",
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         on_bad_loss: Literal["warn", "stop", "skip", "rewind"] = "warn",
@@ -213,7 +215,7 @@ class Trainer(TrainerView):
         default_root_dir: PathLike | None = None,
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
-        speed: Literal["auto"] | None = None,
+        speed: SpeedName | None = None,
         compile: CompileLike | None = None,
         batching: LengthBatching | str | None = None,
         packed: bool | Literal["first_token"] = False,
@@ -226,27 +228,28 @@ class Trainer(TrainerView):
         memory: Literal["auto", "selective", "full"] | None = None,
         dropout: Literal["fast"] | None = None,
         allocator: Literal["keep", "tcmalloc", "jemalloc"] | None = None,
-        **unknown: object,
     ) -> None:
         given = locals()
-        if unknown:
-            refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if model_registry is not None:
             raise MisconfigurationException("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
-        self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
+        self._given = {name: value for name, value in given.items() if name != "self"}
         self._arguments = check_arguments(self._given)
         self.profiler = resolve_profiler(profiler)
         self._runtime = _runtime_for(self._given)
         set_deterministic(deterministic, benchmark=benchmark)
+        # Names of the levers that speed=... has switched on; None before it has chosen.
+        self.chosen_levers: tuple[str, ...] | None = None
         self.state = TrainerState()
         self._progress = Progress()
         self._logged = LoggedValues(self._runtime)
+        if self._arguments.barebones:
+            self._logged.switch_off()
         self._history = History()
         self._hooks: Hooks | None = None
         self._run: Run | None = None
         self._should_stop = False
         self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
-        self._loggers = parts.loggers(self._arguments)
+        self._loggers = parts.loggers(self._arguments, self._default_logger)
         self._callbacks = WatchedList(parts.callbacks(self._arguments), self._callbacks_changed)
         self._default_callbacks = [c for c in self._callbacks if c not in self._arguments.callbacks]
         self._module: LightningModule | None = None
@@ -258,41 +261,8 @@ class Trainer(TrainerView):
         self._loops = {}
 
     advise = advise
+    check = check
     eject = eject
-
-    def check(
-        self,
-        model: LightningModule,
-        train_dataloaders: Dataloaders = None,
-        val_dataloaders: Dataloaders = None,
-        datamodule: LightningDataModule | None = None,
-    ) -> CheckReport:
-        """Check model, data and arguments in seconds, before a long fit.
-
-        Three batches are trained on and one of each other loader is evaluated, in this process. Afterwards model,
-        data, random numbers and Trainer are what they were, and nothing was written. See docs/check.md.
-
-        Args:
-            model: the module.
-            train_dataloaders: as for ``fit``; or a datamodule.
-            val_dataloaders: as for ``fit``.
-            datamodule: provides the data instead, also that of test and predict.
-
-        Returns:
-            What was found: print it for the table, or call its ``raise_if_failed()``.
-
-        Example::
-
-            >>> import hasten as L
-            >>> from hasten.demos.boring_classes import BoringModel
-            >>> trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
-            >>> trainer.check(BoringModel()).ok
-            True
-
-        """
-        from hasten.preflight.check import check
-
-        return check(self, self._arguments, model, train_dataloaders, val_dataloaders, datamodule)
 
     # -- other arguments
 
@@ -365,6 +335,8 @@ class Trainer(TrainerView):
         if runtime is not None:
             self._runtime = runtime
             self._logged = LoggedValues(runtime)
+            if arguments.barebones:
+                self._logged.switch_off()
 
     # -- the four calls
 
@@ -401,7 +373,7 @@ class Trainer(TrainerView):
         check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
         with (
-            choose_speed(self, model, train_dataloaders, datamodule),
+            choose_speed(self, model, train_dataloaders, datamodule, ckpt_path),
             self._batch_size_found(model, given, datamodule, ckpt_path),
         ):
             self._call(TrainerFn.FITTING, model, datamodule, given, ckpt_path, weights_only, _fit)
@@ -508,21 +480,22 @@ class Trainer(TrainerView):
                 "validate, test or predict first."
             )
         off = type(self.profiler) is PassThroughProfiler
-        aside = run.pace.step_aside() if run.pace.measures else None
+        aside = run.observers.pace.step_aside() if run.observers.pace.measures else None
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):
             try:
                 checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
-                written = from_hooks(checkpoint) if run.as_lightning else checkpoint
+                written = from_hooks(checkpoint) if run.conventions.checkpoints_have_loops else checkpoint
                 self._runtime.save(filepath, written, storage_options=storage_options)
             except RuntimeError as error:
                 agreement.explain_missing("Trainer.save_checkpoint()", error)
                 raise
         if aside is not None:
-            run.pace.end_checkpoint(aside, filepath, functools.partial(parts.saved_as, self, filepath))
+            run.observers.pace.end_checkpoint(aside, filepath, functools.partial(parts.saved_as, self, filepath))
 
     # To try something out.
     prepared_run = limited_runs.prepared_run
     limited_run = limited_runs.limited_run
+    show_run = limited_runs.show_run
     redirect_fit = limited_runs.redirect_fit
 
     # -- one call, from beginning to end
@@ -544,6 +517,11 @@ class Trainer(TrainerView):
         finally:
             # The next fit may have another model.
             self._set_batch_size("auto")
+
+    def _default_logger(self, folder: str) -> Logger:
+        from hasten.loggers import CSVLogger
+
+        return CSVLogger(folder)
 
     def _set_batch_size(self, size: int | Literal["auto"]) -> None:
         speed = dataclasses.replace(self._arguments.speed, batch_size=size)
@@ -575,6 +553,7 @@ class Trainer(TrainerView):
         except BaseException as error:
             if self.state.status == TrainerStatus.RUNNING:
                 parts.failed_in_copies(self, error)
+            explain(error)
             shorten(error)
             raise
 
@@ -588,21 +567,21 @@ class Trainer(TrainerView):
         module, runtime = self._module, self._runtime
         assert module is not None
         assert self.state.fn is not None
-        runtime.look_for_methods()
+        runtime.detect_overrides()
         # Before anything else that the processes do together.
         number = check_program(
             self.state.fn, runtime, module, self._arguments, self._accumulate_grad_batches, self._callbacks
         )
         parts.attach(self, module, self._datamodule)
-        runtime.strategy._trainer = self
+        runtime.strategy.join_run(runtime, self)
         runtime.strategy.connect(None)
         self._logged.forget_callback_values()
         parts.settle_loggers(self._loggers, runtime)
         requeue.count(self.state.fn)
         also = runtime.cluster.stop_signals
-        with StopRequests(runtime.all_reduce if runtime.world_size > 1 else None, also=also) as stop:
+        with StopRequests(runtime.all_reduce if runtime.several_processes else None, also=also) as stop:
             run = self._run = self._make_run(module, given, stop)
-            run.number = stop.number = number
+            run.limits.number = stop.number = number
             watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
             with recorded(self, run) as begin_record:
                 try:
@@ -611,7 +590,7 @@ class Trainer(TrainerView):
                     with watched, profiled(run, self.profiler, lambda: self.log_dir):
                         prepare(run, self._callbacks, self._datamodule, checkpoint)
                         begin_record()
-                        result: Result = run.watch(LOOP, body)(run)
+                        result: Result = run.observers.watch(LOOP, body)(run)
                         self._finish(run)
                 except Stopped as stopped:
                     self._leave(run, stopped.signal_number)
@@ -641,29 +620,31 @@ class Trainer(TrainerView):
                 overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
                 remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
-                several_processes=runtime.world_size > 1 and stage != "train", processes=len(runtime.device_ids),
+                several_processes=runtime.several_processes and stage != "train", processes=len(runtime.device_ids),
             )  # fmt: skip
 
-        self._logged.loggers = self._loggers if runtime.is_global_zero else ()
+        self._logged.loggers = self._called_loggers()
         self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._logged)
         before, fn = self._run, self.state.fn
-        schedule = ValidationSchedule(arguments.val_check_interval, arguments.check_val_every_n_epoch)
-        run = Run(
-            arguments=arguments, runtime=runtime, module=module, wrapped=module, hooks=self._hooks,
-            logged=self._logged, progress=self._progress, state=self.state, stop=stop,
-            validation_schedule=schedule,
+        data = RunData(
             train=source("train", arguments.limit_train_batches),
             validation=source("validate", arguments.limit_val_batches),
             test=source("test", arguments.limit_test_batches),
             predict=source("predict", arguments.limit_predict_batches),
-            accumulate_grad_batches=self._accumulate_grad_batches,
+            validation_schedule=ValidationSchedule(arguments.val_check_interval, arguments.check_val_every_n_epoch),
+        )
+        run = Run(
+            arguments=arguments, runtime=runtime, module=module, wrapped=module, hooks=self._hooks,
+            logged=self._logged, progress=self._progress, state=self.state, data=data,
+            window=Window(self._progress, self._accumulate_grad_batches), limits=Limits(stop),
+            observers=Observers(levers=self.chosen_levers),
         )  # fmt: skip
         if before is not None and fn != TrainerFn.FITTING and before.module is module:
             # A checkpoint saved after an evaluation still holds the state that the last fit left.
             run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
-            run.schedulers, run.train, run.averages = before.schedulers, before.train, before.averages
+            run.schedulers, run.data.train, run.averages = before.schedulers, before.data.train, before.averages
             if fn != TrainerFn.VALIDATING:
-                run.validation = before.validation
+                run.data.validation = before.data.validation
         return run
 
     def _evaluate(
@@ -725,19 +706,18 @@ class Trainer(TrainerView):
 
     def _release(self, run: Run, status: str) -> None:
         self._logged.deliver(wait=True)
-        run.pace.end()
+        run.observers.pace.end()
         self._logged.loss_report = None
         self._logged.leave()
         try:
-            run.hooks.teardown(self.state.fn.value if self.state.fn else "")
+            run.hooks.teardown(self.state.fn or "")
         finally:
-            for source in run.all_data():
+            for source in run.data.all():
                 source.close()
-            if self.is_global_zero:
-                for logger in self._loggers:
-                    logger.finalize(status)
+            for logger in self._called_loggers():
+                logger.finalize(status)
             run.undo.close()
-            run.last_loss = None  # It holds the graph of the step.
+            run.window.loss = None  # It holds the graph of the step.
             parts.to_host(run, failed=status != "success")
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
@@ -759,7 +739,7 @@ class Trainer(TrainerView):
     def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
         state = RunState(run, self._callbacks, self._datamodule)
         checkpoint = state.collect(weights_only=weights_only or not run.optimizers)
-        if run.as_lightning:
+        if run.conventions.checkpoints_have_loops:
             loops = {name: getattr(self, name).state_dict() for name in _LOOPS}
             checkpoint = for_hooks({**checkpoint, "loops": {**checkpoint["loops"], **loops}})
         assert self._hooks is not None
@@ -790,26 +770,26 @@ class Trainer(TrainerView):
         """Run backward and its hooks for a module with manual optimization."""
         run = self._run
         assert run is not None
-        run.last_loss = loss if loss.numel() == 1 else None
-        if run.guard is not None:
-            run.guard.check_manual(loss)
+        run.window.loss = loss if loss.numel() == 1 else None
+        if run.observers.guard is not None:
+            run.observers.guard.check_manual(loss)
         run.hooks.on_before_backward(loss)
-        run.runtime.strategy.prepare_backward(loss, run.wrapped)
+        run.runtime.engine.prepare_backward(loss, run.wrapped)
         if overrides(run.module, LightningModule, "backward"):
             module, scaler = run.module, run.runtime.scaler
 
             def backward(loss: torch.Tensor, *rest: Any, **options: Any) -> None:
                 module.backward(loss if scaler is None else scaler.scale(loss), *rest, **options)
 
-            run.runtime.with_backward(backward)(loss, *args, **kwargs)
+            run.runtime.engine.with_backward(backward)(loss, *args, **kwargs)
         else:
-            run.runtime.backward(loss, *args, **kwargs)
+            run.runtime.engine.backward(loss, *args, **kwargs)
         run.hooks.on_after_backward()
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float | None, algorithm: str | None) -> None:
         """Clip the gradients of ``optimizer``; None means the argument of the Trainer."""
         own_val, own_algorithm = self._arguments.gradient_clip_val, self._arguments.gradient_clip_algorithm
-        if self._run is not None and self._run.as_lightning:
+        if self._run is not None and self._run.conventions.clips_in_one_way:
             for name, given, own in (("val", clip_val, own_val), ("algorithm", algorithm, own_algorithm)):
                 if given is not None and own is not None and given != own:
                     raise MisconfigurationException(
@@ -821,12 +801,12 @@ class Trainer(TrainerView):
         if not clip_val:
             return
         parameters = to_clip(optimizer, "clip_gradients()")
-        if self._runtime.clips_by_program:
+        if self._runtime.engine.clips_by_program:
             self._runtime.precision.clip_gradients(optimizer, float(clip_val), algorithm)
         elif algorithm == "value":
-            self._runtime.clip_value(parameters, float(clip_val))
+            self._runtime.engine.clip_value(parameters, float(clip_val))
         elif algorithm == "norm":
-            self._runtime.clip_norm(parameters, float(clip_val))
+            self._runtime.engine.clip_norm(parameters, float(clip_val))
         else:
             raise MisconfigurationException(
                 f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'."

@@ -6,16 +6,17 @@ import functools
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
 from hasten._lib import check
+from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import free_cached_memory
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten.data.memory.read import available_bytes
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.loops.micro_batches import check_rebatched
 from hasten.loops.resume import resolve_path
 from hasten.loops.run_data import HOOK_OF
@@ -24,6 +25,8 @@ from hasten.tuner.probe import ProbeRun
 from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
     from hasten.loops.run import Run
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
@@ -68,7 +71,7 @@ def search(run: Run, *, method: Stage, options: BatchSizeOptions) -> int:
         RuntimeError: none of the sizes tried fits into memory.
 
     """
-    name, source, probe = options.batch_arg_name, run.data_of(method)[0], ProbeRun(run)
+    name, source, probe = options.batch_arg_name, run.data.of(method)[0], ProbeRun(run)
     if source.given is not None:
         raise MisconfigurationException(
             "scale_batch_size: the batch size of a loader that is passed in cannot be changed. Define "
@@ -97,12 +100,8 @@ class Search:
     _report = staticmethod(rank_zero_info)
 
     def __init__(self, probe: ProbeRun, method: Stage, options: BatchSizeOptions) -> None:
-        strategy = probe.run.runtime.strategy
-        if strategy.world_size > 1 and not strategy.computes_alone:
-            raise MisconfigurationException(
-                f"{self.caller}: with strategy={strategy.name!r} the processes exchange parts of the model inside a "
-                "forward, and one that runs out of memory would leave the others waiting. Set a batch size."
-            )
+        if probe.run.runtime.several_processes:
+            probe.run.runtime.engine.require_alone(self.caller, "Set a batch size.")
         self._probe, self._method, self._options = probe, method, options
         self._most = options.max_val
         self._trials_left = options.max_trials
@@ -136,7 +135,7 @@ class Search:
         self._set_size(self._options.init_val)
         probe = self._probe
         with probe.trainer.limited_run(self._method, 1, batch_size=probe.batch_size) as run:
-            self._check(self._options.init_val, run.data_of(self._method)[0].streams())
+            self._check(self._options.init_val, run.data.of(self._method)[0].streams())
         if self._samples is not None:
             self._samples = probe.maximum(self._samples)
             self._most = min(self._most, self._samples)
@@ -188,7 +187,7 @@ class Search:
         self._set_size(size)
         check_loaders = functools.partial(self._check, size)
         largest = self._probe.largest_batch(self._method, self._options.steps_per_trial, check=check_loaders)
-        if largest is None or self._probe.run.runtime.device.type != "cpu":
+        if largest is None or not is_host(self._probe.run.runtime.device):
             # Garbage of this trial would count for the next one.
             free_cached_memory()
         self._report(f"scale_batch_size: {size} {'does not fit' if largest is None else 'fits'}.")
@@ -226,7 +225,7 @@ class Search:
                 f"scale_batch_size: {name} is {size}, and the loader's batch_size is {sizes.pop()}. Make the loader "
                 f"with batch_size=self.{name} in each call of the hook."
             )
-            if not alias.active():
+            if not conventions.current().mistakes_are_warnings:
                 raise MisconfigurationException(message)
             warn_once("a loader without the batch size", message)
         counts = [_samples_of(loader) for loader in loaders if not sizes or not follows or _size_of(loader) == size]
@@ -243,7 +242,7 @@ def _size_of(loader: DataLoader[Any]) -> int | None:
 
 def _samples_of(loader: DataLoader[Any]) -> int | None:
     try:
-        return len(loader.sampler)  # type: ignore[arg-type]
+        return len(cast("Sized", loader.sampler))
     except (TypeError, NotImplementedError):
         return None
 
@@ -299,12 +298,12 @@ def find_batch_size(
 
 def _search_automatically(run: Run) -> int:
     probe = ProbeRun(run)
-    loaders = run.train.streams()
+    loaders = run.data.train.streams()
     for loader in loaders:
         check_rebatched(loader, "auto", name="the train dataloader")
     sizes = [_size_of(loader) or 1 for loader in loaders if isinstance(loader, DataLoader)]
     loader_size = probe.maximum(max(sizes))
-    on_cpu = run.runtime.device.type == "cpu"
+    on_cpu = is_host(run.runtime.device)
     most, margin = (_MOST_ON_CPU, 0.0) if on_cpu else (_MOST, _MARGIN)
     first = min(loader_size, most)
     owner, name = _AutomaticSearch.caller, "batch_size"
@@ -312,8 +311,8 @@ def _search_automatically(run: Run) -> int:
     search = _AutomaticSearch(probe, options, on_cpu=on_cpu)
     size = search.run()
     rank_zero_info(
-        f"Trainer(batch_size='auto'): {size} samples a batch of each process; the loader has {loader_size}, and no "
-        f"more than {most} are tried."
+        f"Trainer(batch_size='auto'): {size} samples a batch of each process; the loader has {loader_size}. "
+        f"{search.why_not_larger(size)}"
     )
     return size
 
@@ -327,6 +326,23 @@ class _AutomaticSearch(Search):
     def __init__(self, probe: ProbeRun, options: BatchSizeOptions, *, on_cpu: bool) -> None:
         super().__init__(probe, "fit", options)
         self._on_cpu = on_cpu
+        # The smallest size that did not fit, and the one at which the host's memory was nearly used up.
+        self._too_large: int | None = None
+        self._at_limit: int | None = None
+
+    def why_not_larger(self, size: int) -> str:
+        """Return why a size that was found is not larger."""
+        if self._too_large is not None:
+            margin = f", and {self._options.margin:.0%} are kept free" if self._options.margin else ""
+            return f"{self._too_large} do not fit into memory{margin}."
+        if self._at_limit is not None:
+            return f"A step with {self._at_limit} takes half of the memory that is available on this machine."
+        if self._samples is not None and size >= self._samples:
+            return "That is all of the training data."
+        if size >= self._options.max_val:
+            on_cpu = " on a CPU, where larger ones only make fewer steps of an epoch" if self._on_cpu else ""
+            return f"No more than {self._options.max_val} are tried{on_cpu}."
+        return f"No larger size was tried, after {self._options.max_trials} attempts."
 
     def _set_size(self, size: int) -> None:
         self._probe.batch_size = size
@@ -334,13 +350,18 @@ class _AutomaticSearch(Search):
 
     def _trained_with(self, size: int) -> int:
         if not self._on_cpu:
-            return super()._trained_with(size)
+            return self._noted(size, super()._trained_with(size))
         # "5" resets the peak to the present size.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before = process_memory_bytes() or 0
-        trained = super()._trained_with(size)
+        trained = self._noted(size, super()._trained_with(size))
         growth = (process_memory_bytes(peak=True) or 0) - before
         if trained and self._probe.maximum(int(2 * growth > _SHARE_OF_HOST * available_bytes())):
-            self._most = trained
+            self._most = self._at_limit = trained
+        return trained
+
+    def _noted(self, size: int, trained: int) -> int:
+        if not trained:
+            self._too_large = min(size, self._too_large or size)
         return trained

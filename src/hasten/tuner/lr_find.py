@@ -13,7 +13,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import log, rank_zero_info
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.loops.fit import train
 from hasten.module.callback import Callback
 from hasten.tuner.probe import ProbeRun
@@ -80,8 +80,8 @@ class LRFinder:
         """
         kept = slice(skip_begin, len(self.results["loss"]) - skip_end)
         # Lightning computes in float32, and divides by the difference of the rates, not of their logarithms.
-        like_lightning = alias.active()
-        dtype = torch.float32 if like_lightning else torch.float64
+        over_rates = conventions.current().lr_find_in_single_precision
+        dtype = torch.float32 if over_rates else torch.float64
         losses = torch.tensor(self.results["loss"][kept], dtype=dtype)
         rates = self.results["lr"][kept]
         finite = torch.isfinite(losses)
@@ -93,7 +93,7 @@ class LRFinder:
             )
             self._optimal_idx = None
             return None
-        spacing: Any = [torch.tensor(rates, dtype=dtype)[finite]] if like_lightning else 1
+        spacing: Any = [torch.tensor(rates, dtype=dtype)[finite]] if over_rates else 1
         steepest = int(finite.nonzero()[torch.gradient(losses[finite], spacing=spacing)[0].argmin()])
         self._optimal_idx = steepest + skip_begin
         return rates[steepest]
@@ -148,8 +148,8 @@ class SweepOptions:
         modes = ("exponential", "linear")
         self.mode = check.one_of(owner, "mode", str(self.mode).lower(), modes, error=error)
         in_order = 0 < self.min_lr < self.max_lr < math.inf
-        # Lightning sweeps downwards, too.
-        if not in_order and not (alias.active() and 0 < self.max_lr <= self.min_lr < math.inf):
+        goes_down = 0 < self.max_lr <= self.min_lr < math.inf
+        if not in_order and not (goes_down and conventions.current().mistakes_are_warnings):
             given = f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}"
             raise error(f"{owner}({given}): use 0 < min_lr < max_lr, for instance 1e-8 and 1.")
         check.whole(owner, "num_training", self.num_training, at_least=1, error=error)
@@ -284,7 +284,7 @@ class _Sweep(Callback):
         self._weight: Any = None
         self._average, self._averaged, self._best = 0.0, 0, math.inf
         # Lightning divides the first mean by the weight of two losses, and of an accumulation it reads the last one.
-        self._like_lightning = alias.active()
+        self._halves_first = conventions.current().lr_find_in_single_precision
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
@@ -299,7 +299,7 @@ class _Sweep(Callback):
         if isinstance(outputs, Mapping) and "loss" in outputs:
             # Losses of an accumulation are divided by their number: the sum is the mean.
             loss, weight = outputs["loss"], outputs.get("loss_weight")
-            self._loss = loss if self._loss is None or self._like_lightning else self._loss + loss
+            self._loss = loss if self._loss is None or self._halves_first else self._loss + loss
             if weight is not None:
                 self._weight = weight if self._weight is None else self._weight + weight
         step = len(self._rates)
@@ -319,7 +319,7 @@ class _Sweep(Callback):
     def _mean(self, trainer: Trainer) -> float | None:
         """Return the mean loss of all processes; None if the step was skipped."""
         loss = self._loss if self._loss is None or self._weight is None else self._loss / self._weight
-        if trainer.world_size > 1:
+        if trainer.runtime.several_processes:
             # All of them take part, also one that skipped its batch.
             local = torch.tensor([0.0, 0.0] if loss is None else [float(loss), 1.0], dtype=torch.float64)
             total, number = trainer.strategy.all_reduce(local, reduce_op="sum").tolist()
@@ -332,4 +332,4 @@ class _Sweep(Callback):
             return math.nan
         self._averaged += 1
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * value
-        return self._average / (1 - _SMOOTHING ** (step + 2 if self._like_lightning else self._averaged))
+        return self._average / (1 - _SMOOTHING ** (step + 2 if self._halves_first else self._averaged))

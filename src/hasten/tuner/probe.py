@@ -12,8 +12,9 @@ from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.logged_value import batch_size_of
 from hasten.loops.evaluate import evaluate, predict
 from hasten.loops.fit import train
-from hasten.loops.run import Run, Stopped
+from hasten.loops.run import Run
 from hasten.loops.run_data import StageData
+from hasten.loops.schedule import Stopped
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.tuner.tuned_value import TunedValue
@@ -63,26 +64,26 @@ class ProbeRun:
 
         """
         strategy = self.run.runtime.strategy
-        counter = _BatchCounter(steps * self.run.accumulate_grad_batches)
+        counter = _BatchCounter(steps * self.run.window.accumulate_grad_batches)
         options: dict[str, Any] = {"exchange_gradients": False, "batch_size": self.batch_size}
         try:
             with self.trainer.limited_run(method, steps, callbacks=[counter], **options) as run:
-                check(run.data_of(method)[0].streams())
-                for source in run.data_of(method):
-                    if not source.is_off() and strategy.world_size > 1:
+                check(run.data.of(method)[0].streams())
+                for source in run.data.of(method):
+                    if not source.is_off() and run.runtime.several_processes:
                         _agree_after_each_loader(source, strategy)
                 if method == "fit":
                     train(run)
                 elif method == "predict":
                     predict(run, return_predictions=False)
                 else:
-                    evaluate(run, run.test if method == "test" else run.validation)
+                    evaluate(run, run.data.test if method == "test" else run.data.validation)
                 if not counter.batches:
                     raise MisconfigurationException(
                         "The tuner ran no batch: there is no data, or the module skips every batch."
                     )
-                if method == "fit" and not run.validation.is_off():
-                    evaluate(run, run.validation)
+                if method == "fit" and not run.data.validation.is_off():
+                    evaluate(run, run.data.validation)
         except _FailedElsewhere:
             return None
         except (RuntimeError, MemoryError) as error:
@@ -101,11 +102,11 @@ class ProbeRun:
     def maximum(self, number: int) -> int:
         """Return the largest ``number`` of all processes, so that all continue alike."""
         runtime = self.run.runtime
-        return number if runtime.world_size == 1 else int(runtime.all_reduce(torch.tensor(number), op="max"))
+        return int(runtime.all_reduce(torch.tensor(number), op="max"))
 
     def leave_if_stopped(self) -> None:
         """Raise ``Stopped`` if Ctrl-C or SIGTERM arrived at any process; all of them must call it."""
-        number = self.maximum(self.run.stop.signal or 0)
+        number = self.maximum(self.run.limits.stop.signal or 0)
         if number:
             raise Stopped(number)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.callbacks.finders import BatchSizeFinder, LearningRateFinder
-from hasten.elsewhere import alias
+from hasten.elsewhere import conventions
 from hasten.module.datamodule import LightningDataModule
 from hasten.tuner import batch_size, lr_find
 from hasten.tuner.lr_find import LRFinder
 from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
+    from hasten.loops.run import Run
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
     from hasten.types import Dataloaders
@@ -26,10 +28,11 @@ Method = Literal["fit", "validate", "test", "predict"]
 class Tuner:
     """Searches on the user's model and data, and changes nothing but the value it found.
 
-    Module, optimizers, random numbers, loaders with their samplers and datasets, counters, loggers and files are
-    restored, also when a search fails. Callbacks and loggers do not take part; the hooks of the module and the
-    datamodule do. What cannot be restored: effects of those hooks outside of this process, and an iterator that can
-    be read only once.
+    Afterwards the Trainer shows the module and its loaders, as after ``fit``, with the value that was found. Module,
+    optimizers, random numbers, loaders with their samplers and datasets, counters, loggers and files are restored,
+    also when a search fails. Callbacks and loggers do not take part; the hooks of the module and the datamodule do.
+    What cannot be restored: effects of those hooks outside of this process, and an iterator that can be read only
+    once.
 
     Args:
         trainer: the Trainer whose precision and devices are used.
@@ -100,17 +103,17 @@ class Tuner:
         options = batch_size.BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
         if self._skipped("scale_batch_size"):
             return None
-        if alias.active() and self._trainer.world_size > 1:
-            # As under Lightning, before processes are started: programs may do without.
+        if conventions.current().batch_size_on_one_process and self._trainer.runtime.several_processes:
+            # Before processes are started: programs may do without.
             raise MisconfigurationException(
                 "Tuner.scale_batch_size(): tuning the batch size is not supported with distributed strategies. Use "
                 "Trainer(devices=1) for it."
             )
         data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
-        search = functools.partial(batch_size.search, method=method, options=options)
+        search = _Search(functools.partial(batch_size.search, method=method, options=options), method)
         size: int = self._trainer.prepared_run(method, model, data, datamodule, search)
         TunedValue(model, datamodule or self._trainer.datamodule, batch_arg_name).set(size)
-        model.trainer = self._trainer
+        self._show(search, model, datamodule)
         return size
 
     def lr_find(
@@ -163,14 +166,20 @@ class Tuner:
         holder = datamodule or self._trainer.datamodule
         value = lr_find.rate_of(model, holder, attr_name, update_attr)
         sweep = lr_find.SweepAtStart(options)
-        found: LRFinder = self._trainer.prepared_run(
-            "fit", model, data, datamodule, lr_find.result_of, callbacks=[sweep]
-        )
-        model.trainer = self._trainer
+        search = _Search(lr_find.result_of, "fit", loaders=1)
+        found: LRFinder = self._trainer.prepared_run("fit", model, data, datamodule, search, callbacks=[sweep])
+        self._show(search, model, datamodule)
         suggestion = found.suggestion() if update_attr and value is not None else None
         if value is not None and suggestion is not None:
             value.set(suggestion)
         return found
+
+    def _show(self, search: _Search, model: LightningModule, datamodule: LightningDataModule | None) -> None:
+        """Have the Trainer show the module and its data, as after ``fit``."""
+        model.trainer = self._trainer
+        # None where other processes searched.
+        if search.run is not None:
+            self._trainer.show_run(search.method, search.run, datamodule)
 
     def _skipped(self, call: str) -> bool:
         finder = {"lr_find": LearningRateFinder, "scale_batch_size": BatchSizeFinder}[call]
@@ -182,6 +191,30 @@ class Tuner:
         if self._trainer.fast_dev_run:
             rank_zero_warn(f"Tuner.{call}(): skipped, since the Trainer has fast_dev_run.")
         return bool(self._trainer.fast_dev_run)
+
+
+class _Search:
+    """A search in a prepared run; afterwards the run has the loaders with what was found.
+
+    Args:
+        find: the search; called with the run.
+        method: the call whose loaders are made.
+        loaders: how many of its loaders the search has used: that of training, and that of validation.
+
+    """
+
+    def __init__(self, find: Callable[[Run], Any], method: Method, *, loaders: int = 2) -> None:
+        self._find, self.method, self._loaders = find, method, loaders
+        self.run: Run | None = None
+
+    def __call__(self, run: Run) -> Any:
+        found = self._find(run)
+        for source in run.data.of(self.method)[: self._loaders]:
+            if not source.is_off():
+                source.reload()
+                source.load()
+        self.run = run
+        return found
 
 
 def _data(

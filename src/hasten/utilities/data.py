@@ -6,9 +6,9 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def extract_batch_size(batch: Batch) -> int:
 def sized_len(data: object) -> int | None:
     """Return the length, or None without one."""
     try:
-        return len(data)  # type: ignore[arg-type]
+        return len(cast("Sized", data))
     except (TypeError, NotImplementedError):
         return None
 
@@ -259,8 +259,8 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_samples = len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-        self.total_size = len(self.dataset)  # type: ignore[arg-type]
+        self.total_size = len(cast("Sized", self.dataset))
+        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
         indices = list(range(self.total_size))

@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 from typing import Any, Self
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import unknown_word
 from hasten.machine.devices import ACCELERATORS
 from hasten.resolve import REGISTERED_ACCELERATORS, REGISTERED_STRATEGIES, SHARDED, STRATEGIES, XLA
 
@@ -40,7 +41,10 @@ class LightningEnum(StrEnum):
             texts = {"key": [member.name], "value": [member.value]}.get(source, [member.name, member.value])
             if wanted in [text.replace("-", "_").lower() for text in texts]:
                 return member
-        raise ValueError(f"{value!r} is not a {cls.__name__}: use one of {', '.join(repr(m.value) for m in cls)}.")
+        listed = f"use one of {', '.join(repr(m.value) for m in cls)}."
+        raise ValueError(
+            f"{value!r} is not a {cls.__name__}: {unknown_word(str(value), [str(m.value) for m in cls], listed)}"
+        )
 
 
 class GradClipAlgorithmType(LightningEnum):

@@ -10,6 +10,7 @@ from lightning_utilities.core.imports import RequirementCache, module_available,
 from hasten._lib.optional import installed
 
 _IS_WINDOWS = platform.system() == "Windows"
+_IS_INTERACTIVE = hasattr(sys, "ps1") or bool(sys.flags.interactive)
 _COMET_AVAILABLE = installed("comet_ml")
 _MLFLOW_AVAILABLE = installed("mlflow")
 _NUMPY_AVAILABLE = installed("numpy")

@@ -1,4 +1,4 @@
-"""Memory: which one ran out, and how to free it."""
+"""Detect out-of-memory errors and free cached memory."""
 
 from __future__ import annotations
 

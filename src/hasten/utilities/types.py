@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torchmetrics import Metric
 
 from hasten.optim import LRSchedulerConfig
 from hasten.types import (
@@ -33,7 +32,6 @@ else:  # pragma: no cover - a build of torch without it
 # What a step returns, and what a run gives back.
 STEP_OUTPUT = StepOutput
 _NUMBER = int | float
-_METRIC = Metric | Tensor | int | float
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PREDICT_OUTPUT = list[Any] | list[list[Any]]
 
@@ -103,6 +101,15 @@ class _SizedIterable(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Any]: ...
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_METRIC":
+        # When it is asked for: torchmetrics imports transformers, matplotlib and scipy where they are installed.
+        from torchmetrics import Metric
+
+        return Metric | Tensor | int | float
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

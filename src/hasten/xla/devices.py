@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten._lib.optional import installed
+from hasten._lib.optional import install_line, installed
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.devices import Accelerator, whole_number
 from hasten.seed import seed_xla_late
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hasten.types import Devices
 
 # torch_xla works with the torch of the same minor version alone; 2.9 is the newest.
-_INSTALL = 'pip install "hasten[tpu]"'
 _PCI_VENDOR_OF_GOOGLE = "0x1ae0"
 # PCI devices of TPU v2 to v7, as torch_xla knows them.
 _PCI_DEVICES = {"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076"}
@@ -44,7 +43,7 @@ def require_torch_xla(purpose: str) -> None:
     if not installed("torch_xla"):
         raise ModuleNotFoundError(
             f"{purpose} needs torch_xla, which is not installed. The newest is 2.9 and needs torch 2.9; this is torch "
-            f"{torch.__version__}. Run: {_INSTALL}",
+            f"{torch.__version__}. Run: {install_line('tpu')}",
             name="torch_xla",
         )
     if "torch_xla" in sys.modules:
@@ -53,7 +52,7 @@ def require_torch_xla(purpose: str) -> None:
     if version.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
             f"{purpose}: torch_xla {version} needs torch {'.'.join(version.split('.')[:2])}, and this is torch "
-            f"{torch.__version__}. Run: {_INSTALL}"
+            f"{torch.__version__}. Run: {install_line('tpu')}"
         )
 
 

@@ -116,7 +116,7 @@ class XLASteps:
         tensors: dict[int, Tensor] = {}
 
         def note(tensor: Tensor) -> Tensor:
-            if type(tensor) is Tensor and tensor.device.type == "cpu":
+            if type(tensor) is Tensor and tensor.is_cpu:
                 tensors[id(tensor)] = tensor
             return tensor
 
@@ -170,7 +170,7 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     After a plain ``tensor.to(device)``, XLA does not update it in place in the first step, and compiles the second step
     again.
     """
-    if tensor.device.type != "cpu" or device.type != "xla":
+    if not tensor.is_cpu or device.type != "xla":
         return tensor.to(device)
     from torch_xla.core import xla_model
 

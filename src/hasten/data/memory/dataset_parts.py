@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hasten.extend.origin import ROOTS, comes_from, module_of
 from hasten.seed import generator_state, set_generator_state
 
 # Of a dataset with more parts, the nearest are looked at: each epoch begins with a look.
@@ -35,7 +36,7 @@ _OPAQUE = (types.ModuleType, threading.Thread, io.IOBase, DataLoader, type(threa
 _SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _LEAVES = (Tensor, type, os.PathLike, types.BuiltinFunctionType, *_SHARED, *_OPAQUE)
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "abc", "collections", "functools", "random", "enum")
-_RUNS = ("hasten", "lightning", "pytorch_lightning")
+_RUNS = (*ROOTS, "lightning", "pytorch_lightning")
 _MISSING = object()
 
 
@@ -105,17 +106,11 @@ def _value(part: Any) -> Any:
     kind = type(part)
     if isinstance(part, Tensor):
         version = 0 if part.is_inference() else part._version
-        pointer = part.data_ptr() if part.layout == torch.strided and part.device.type != "meta" else id(part)
+        pointer = part.data_ptr() if part.layout == torch.strided and not part.is_meta else id(part)
         return "tensor", pointer, version, tuple(part.shape), part.dtype
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(part, numpy.ndarray):
-        numbers = b""
-        if part.dtype.kind in "biufcSUmM" and part.size:
-            step = -(-part.size // _MOST_NUMBERS)
-            # Spread along the first dimension: flattening may copy all of it.
-            rows = part[:: max(1, min(step, len(part)))] if part.ndim else part
-            numbers = rows.reshape(-1)[:_MOST_NUMBERS].tobytes()
-        return "array", part.__array_interface__["data"][0], part.shape, part.dtype.str, numbers
+        return _array_value(part)
     if numpy is not None and isinstance(part, numpy.generic):
         return part.dtype.str, part.tobytes()
     if isinstance(part, (float, complex, os.PathLike)):
@@ -135,13 +130,23 @@ def _value(part: Any) -> Any:
     return kind.__qualname__, id(getattr(part, "__func__", part))
 
 
+def _array_value(part: Any) -> tuple[Any, ...]:
+    numbers = b""
+    if part.dtype.kind in "biufcSUmM" and part.size:
+        step = -(-part.size // _MOST_NUMBERS)
+        # Spread along the first dimension: flattening may copy all of it.
+        rows = part[:: max(1, min(step, len(part)))] if part.ndim else part
+        numbers = rows.reshape(-1)[:_MOST_NUMBERS].tobytes()
+    return "array", part.__array_interface__["data"][0], part.shape, part.dtype.str, numbers
+
+
 def contents_of(part: Any) -> Any:
     """Return what is the same for equal parts of any two processes."""
     kind = type(part).__qualname__
     if (access := _generator(part)) is not None:
         return kind, pickle.dumps(access[0]())
     if isinstance(part, Tensor):
-        readable = part.layout == torch.strided and part.device.type == "cpu" and not part.is_quantized
+        readable = part.layout == torch.strided and part.is_cpu and not part.is_quantized
         step = -(-part.numel() // _MOST_NUMBERS) or 1
         numbers = part.detach().reshape(-1)[::step].tolist() if readable else None
         return kind, tuple(part.shape), part.dtype, numbers
@@ -215,9 +220,9 @@ def _inside(place: str, part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(place: str, part: Any) -> Iterator[tuple[str, Any]]:
-    kinds = [kind for kind in type(part).__mro__ if not _is_of(kind.__module__, _LIBRARIES)]
-    users = [kind for kind in kinds if not _is_of(kind.__module__, _RUNS)]
-    if any(kind not in users and ".data." not in f"{kind.__module__}." for kind in kinds):
+    kinds = [kind for kind in type(part).__mro__ if not comes_from(kind, *_LIBRARIES)]
+    users = [kind for kind in kinds if not comes_from(kind, *_RUNS)]
+    if any(kind not in users and ".data." not in f"{module_of(kind)}." for kind in kinds):
         return  # A run and its modules change with every step.
     held = dict(getattr(part, "__dict__", {}))
     for kind in kinds:
@@ -231,10 +236,6 @@ def _attributes(place: str, part: Any) -> Iterator[tuple[str, Any]]:
                 held.setdefault(name, value)
     for name, value in held.items():
         yield _join(place, name), value
-
-
-def _is_of(module: str, packages: tuple[str, ...]) -> bool:
-    return module.partition(".")[0] in packages
 
 
 def _join(place: str, name: str) -> str:

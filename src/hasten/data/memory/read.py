@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from hasten._lib import tree
+from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.optional import installed
 from hasten.data.loader_parts import has_state, samples_at, unchanged
 from hasten.data.memory.dataset_parts import own_generators, preserve
@@ -103,10 +104,10 @@ class Columns:
         numbers = list(indices)
         # torch.tensor reads number by number, which would take as long as all else.
         index = torch.frombuffer(array.array("q", numbers or [0]), dtype=torch.int64)[: len(numbers)]
-        if self._device.type == "cuda":
+        if copies_in_background(self._device):
             # From pinned memory: the host does not wait.
             index = index.pin_memory().to(self._device, non_blocking=True)
-        elif self._device.type != "cpu":
+        elif not is_host(self._device):
             index = index.to(self._device)
         return self._build((index, numbers))
 
@@ -260,34 +261,59 @@ class DatasetReader:
         chunks: Any = iter(
             DataLoader(_Chunks(dataset, first + again), batch_size=None, collate_fn=unchanged, **options)
         )
-        columns: Columns | None = None
-        samples: list[Any] | None = None
+        gathered = _Gathered(count, allocate)
         for indices, (kind, chunk, drawn) in zip(first, chunks, strict=False):
             if drawn:
                 raise self._random_samples()
             if not indices.start and options.get("worker_init_fn") is not None:
                 sizes = [size_of(sample) for sample in _samples(kind, chunk)]
                 self.check_size(count * sum(sizes) // len(indices))
-            if samples is None and kind is not None and (columns is None or columns.kind == kind):
-                leaves = _leaves_of(chunk, kind)
-                if columns is None:
-                    columns = Columns(kind, [_empty_column(leaf, count, allocate) for leaf in leaves])
-                for column, leaf in zip(columns.leaves, leaves, strict=True):
-                    if isinstance(column, Tensor):
-                        column[indices.start : indices.stop].copy_(leaf)
-                    else:
-                        column.extend(leaf)
-                continue
-            if samples is None:
-                # From here on one by one: these are not like those before.
-                samples = [] if columns is None else [columns.sample(index) for index in range(indices.start)]
-            samples += _samples(kind, chunk)
-        read = columns if samples is None and columns is not None else samples or []
+            gathered.add(indices, kind, chunk)
+        read = gathered.samples()
         for indices, (kind, chunk, drawn) in zip(again, chunks, strict=False):
             for index, other in zip(indices, _samples(kind, chunk), strict=True):
                 if drawn or not same(read.sample(index) if isinstance(read, Columns) else read[index], other):
                     raise self._random_samples(f"sample {index}")
         return read
+
+
+class _Gathered:
+    """Samples of a dataset in order: in columns while they are of one kind, and then one by one.
+
+    Args:
+        count: the number of samples of the dataset.
+        allocate: returns the memory for a column.
+
+    """
+
+    def __init__(self, count: int, allocate: Allocate | None) -> None:
+        self._count, self._allocate = count, allocate
+        self._columns: Columns | None = None
+        self._single: list[Any] | None = None
+
+    def add(self, indices: range, kind: Kind | None, chunk: Any) -> None:
+        """Add a chunk of samples; their kind is None if they are not of one kind."""
+        if self._single is None and kind is not None and (self._columns is None or self._columns.kind == kind):
+            self._add_to_columns(indices, kind, _leaves_of(chunk, kind))
+            return
+        if self._single is None:
+            columns = self._columns
+            self._single = [] if columns is None else [columns.sample(index) for index in range(indices.start)]
+        self._single += _samples(kind, chunk)
+
+    def _add_to_columns(self, indices: range, kind: Kind, leaves: Sequence[Any]) -> None:
+        if self._columns is None:
+            self._columns = Columns(kind, [_empty_column(leaf, self._count, self._allocate) for leaf in leaves])
+        for column, leaf in zip(self._columns.leaves, leaves, strict=True):
+            if isinstance(column, Tensor):
+                column[indices.start : indices.stop].copy_(leaf)
+            else:
+                column.extend(leaf)
+
+    def samples(self) -> Columns | list[Any]:
+        if self._single is None and self._columns is not None:
+            return self._columns
+        return self._single or []
 
 
 def _empty_column(leaf: Any, count: int, allocate: Allocate | None) -> Tensor | list[Any]:
@@ -389,7 +415,7 @@ def _samples(kind: Kind | None, chunk: Any) -> list[Any]:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        is_plain = type(obj) is Tensor and obj.device.type == "cpu" and obj.layout == torch.strided
+        is_plain = type(obj) is Tensor and obj.is_cpu and obj.layout == torch.strided
         if not is_plain or obj.is_quantized or obj.requires_grad or obj.is_conj() or obj.is_neg():
             return NotImplemented
         return _tensor, (bytes_of(obj), obj.dtype, tuple(obj.shape))
@@ -439,19 +465,24 @@ def same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(torch.equal(one, other)) or pickled(one) == pickled(other)
+        return _same_tensors(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "tobytes") and hasattr(one, "shape"):
-        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())  # type: ignore[attr-defined]
+        array: Any = other
+        return bool(one.shape == array.shape and one.tobytes() == array.tobytes())
     try:
         return bool(one == other) or pickled(one) == pickled(other)
     except Exception:
         return False
+
+
+def _same_tensors(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.equal(one, other)) or pickled(one) == pickled(other)
 
 
 def size_of(sample: object) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from hasten._lib import tree
+from hasten._lib.device import is_cuda, is_host
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.loader_parts import check_dataloader, required_in_training, unchanged
 from hasten.data.memory.dataset_parts import changed, fingerprint, preserve
@@ -284,7 +285,7 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
     began = time.perf_counter()
     dataset: Any = loader.dataset
     collate_fn: Any = loader.collate_fn
-    on_device = device is not None and torch.device(device).type != "cpu"
+    on_device = device is not None and not is_host(torch.device(device))
 
     def read() -> Columns | list[Any]:
         data = getattr(dataset, "columns", None) if hasattr(dataset, "_hasten_preloaded") else None
@@ -318,7 +319,7 @@ def _on_device(data: Columns | list[Any], device: torch.device, argument: str, n
             f"{argument}: the samples of {name} are joined one by one, because they differ in size or there is a "
             "collate_fn. Use resident=True, which holds them on the host."
         )
-    if device.type == "cuda":
+    if is_cuda(device):
         free = int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
         if data.size_bytes > free:
             raise ValueError(

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.memory.read import Columns, DatasetReader, Kind, bytes_of, gigabytes, kind_of, of_tensors, pickled
+from hasten.extend.origin import full_name
 from hasten.machine.cluster import name_of_job
 from hasten.seed import isolate_rng
 
@@ -209,7 +210,7 @@ def _key(dataset: Any, name: str | None) -> str:
     with isolate_rng(include_cuda=False):
         ends = pickled([dataset[0], dataset[len(dataset) - 1]], identical=True)
     kind = type(dataset)
-    text = f"{kind.__module__}.{kind.__qualname__} {len(dataset)} {name}"
+    text = f"{full_name(kind)} {len(dataset)} {name}"
     return hashlib.sha256(text.encode() + ends).hexdigest()[:24]
 
 

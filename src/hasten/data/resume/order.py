@@ -91,6 +91,12 @@ def described(loader: object) -> State:
             "items": len(sampler.lengths),
             "settings": settings,
         }
+    return _described_samples(loader)
+
+
+def _described_samples(loader: DataLoader[Any]) -> State:
+    """Describe how the samplers of a loader draw and divide numbered samples."""
+    sampler = index_sampler(loader)[1]
     drawing, base = _samplers_of(loader)
     name = type(base).__name__
     if stateful_sampler(loader) is not None or has_state(base):
@@ -106,7 +112,8 @@ def described(loader: object) -> State:
         "items": length,
     }
     if type(drawing) is DistributedSampler:
-        shuffle, items = drawing.shuffle, len(drawing.dataset)  # type: ignore[arg-type]
+        dataset: Any = drawing.dataset
+        shuffle, items = drawing.shuffle, len(dataset)
         return {**found, "sampler": _DISTRIBUTED, "items": items, "shuffle": shuffle, "seed": drawing.seed}
     if type(drawing) is ShardSampler:
         found["seed"] = drawing.seed

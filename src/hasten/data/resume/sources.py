@@ -506,11 +506,15 @@ class Replay:
             self._number += 1
             return next(self._batches)
         before = self._watch.state()
-        self._moved.update(kind for kind in before if before[kind] != self._expected.get(kind))
+        if before != self._expected:
+            self._moved.update(kind for kind in before if before[kind] != self._expected.get(kind))
         batch = next(self._batches)
         self._number += 1
         self._expected = after = self._watch.state()
-        self._quiet = self._quiet + 1 if after == before else 0
+        if after == before:
+            self._quiet += 1
+            return batch
+        self._quiet = 0
         drawn = [kind for kind in before if after[kind] != before[kind] and kind in self._moved]
         if drawn:
             self._notes.append([self._number, {kind: before[kind] for kind in drawn}])

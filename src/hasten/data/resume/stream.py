@@ -38,6 +38,7 @@ from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of
 from hasten.data.resume.sources import BatchSource, source_of
 from hasten.data.resume.workers import RngWatch
 from hasten.data.worker_count import with_workers_of
+from hasten.extend.origin import ROOTS, comes_from, package_of
 from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
 
 _END: Any = object()
@@ -90,26 +91,20 @@ class Stream:
         self.loader = loader
         self.name = name
         self.epoch: int | None = None
-        # How many batches of its epoch were yielded.
-        self.handed = 0
+        self._position = _Position()
         self._replays, self._marks_last, self._ends_at_length = replays, marks_last, ends_at_length
         self._source: BatchSource = self._source_of(loader)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
-        # A state to go to, the random state in which the epoch began, and the batch that was yielded last.
+        # A state to go to, and the random state in which the epoch began.
         self._loaded: dict[str, Any] | None = None
         self._start: dict[str, Any] | None = None
-        self._held: Any = None
-        self._at_end = self._exhausted = False
-        # A batch to yield once more, one that was fetched ahead, and the position before the latter.
-        self._again = self._ahead = _END
-        self._ahead_mark: dict[str, Any] | None = None
         # Whether fetching draws from random generators that training draws from too.
         self._draws = False
         # The iterator at a loaded position, the one that ``batches`` reads, and that of an epoch begun early.
-        self._opened: Iterator[Any] | None = None
-        self._running: Iterator[Any] | None = None
-        self._next: NextEpoch | None = None
+        self._resumed: Iterator[Any] | None = None
+        self._current: Iterator[Any] | None = None
+        self._next_epoch: NextEpoch | None = None
         # What is left of an epoch that was begun with another number of processes, or another batch size.
         self._rest: Rest | None = None
         # Why the samples that were read of the epoch of a loaded state are not known.
@@ -127,11 +122,21 @@ class Stream:
         return self.length if ends_at_its_length(self.loader) else None
 
     @property
+    def consumed(self) -> int:
+        """How many batches of its epoch were yielded."""
+        return self._position.consumed
+
+    @property
+    def finished(self) -> bool:
+        """Whether the epoch is over."""
+        return self._position.finished
+
+    @property
     def position(self) -> int:
         """How many batches of its epoch a loaded state has behind it; 0 between epochs."""
         state = self._loaded
         if state is None:
-            return 0 if self._at_end else self.handed
+            return 0 if self._position.finished else self._position.consumed
         if "again" in state:
             return int(state["consumed"]) - 1
         return 0 if state["ended"] else state["consumed"]
@@ -155,78 +160,104 @@ class Stream:
         A note at errors of the dataset names dataset, batch and sample.
 
         """
-        if self._loaded is None and self._opened is None:
+        if self._loaded is None and self._resumed is None:
             self._rest = None
         certain, length = self.certain_length, self.length if self._ends_at_length else None
         end = min((number for number in (certain, length, limit) if number is not None), default=None)
-        return self._until(end, certain)
+        return self._iterate_to(end, certain)
 
-    def _until(self, end: int | None, certain: int | None) -> Iterator[tuple[Any, bool]]:
-        iterator = self._running = self._begin()
-        length, exhausts = self.length, certain is not None and end == certain
-        batch, self._again = self._again, _END
+    def _iterate_to(self, end: int | None, certain: int | None) -> Iterator[tuple[Any, bool]]:
+        iterator = self._current = self._begin()
+        position, exhausts = self._position, certain is not None and end == certain
+        length = self.length if certain is None else certain
+        batch, position.repeated = position.repeated, _END
         # A batch that is yielded again was counted already.
-        number = fetched = self.handed + (batch is _END)
+        number = position.fetching = position.consumed + (batch is _END)
         try:
             while end is None or number <= end:
                 if batch is _END:
-                    fetched = number
-                    if self._ahead_mark is not None:
-                        batch, self._ahead, self._ahead_mark = self._ahead, _END, None
+                    position.fetching = number
+                    if position.prefetched_state is not None:
+                        batch = position.take_prefetched()
+                    elif number == 1 and certain is None:
+                        batch = self._first_of(iterator)
                     else:
-                        before = self._watch.state() if number == 1 and certain is None else None
                         batch = next(iterator, _END)
-                        if before is not None:
-                            self._draws = self._watch.state() != before
                     if batch is _END:
-                        self._exhausted = True
+                        position.exhausted = True
                         break
                 is_last = number == end
-                trusts_length = self._draws or self._ends_at_length or not self._marks_last
-                if certain is None and not is_last and not (trusts_length and number < (length or 0)):
-                    # Only the end of the data shows which batch is the last.
-                    fetched = number + 1
-                    if self._ahead_mark is None:
-                        # A run that resumes here has to fetch that batch again, under the present random state. To
-                        # read the generators costs 20 us, and is needed only if fetching draws from them.
-                        mark = self._random_state(reads=self._replays and self._source.draws())
-                        self._ahead_mark = {**mark, "source": self._source.state(number)}
-                        self._ahead = next(iterator, _END)
-                    is_last = self._exhausted = self._ahead is _END
-                    if not is_last and number == length and self._replays:
-                        warn_once(
-                            f"more-batches-{self.name}",
-                            f"{self.name} gives more batches than its length of {length} says, and all are read. "
-                            f"limit_train_batches={length} ends an epoch there.",
-                        )
+                if certain is None and not is_last:
+                    is_last = self._ends_with(number, length, iterator)
                 elif is_last and exhausts:
-                    self._exhausted, fetched = True, number + 1
-                    if self._generators and not self._ends_at_length:
-                        # The user's generator moves once more when its sampler ends, as it does in the plain loop. That
-                        # belongs to this epoch's state, so it must have happened when the state is taken.
-                        next(iterator, None)
-                self.handed, self._held, self._at_end = number, batch, is_last
+                    self._end_data(number, iterator)
+                position.consumed, position.last, position.finished = number, batch, is_last
                 yield batch, is_last
                 if is_last:
-                    if exhausts and not self._generators and self._running is iterator:
-                        next(iterator, None)
+                    self._end_iterator(iterator, exhausts)
                     break
                 number, batch = number + 1, _END
-            self._ahead_mark, self._ahead = None, _END
-            self._at_end = True
+            position.prefetched, position.prefetched_state = _END, None
+            position.finished = True
         except Exception as error:
-            self._explain(error, fetched)
+            self._explain(error, position.fetching)
             raise
         finally:
-            if self._at_end:
-                self._rest = None
-            if self._running is iterator:
-                self._leave()
+            self._stop(iterator)
+
+    def _stop(self, iterator: Iterator[Any]) -> None:
+        if self._position.finished:
+            self._rest = None
+        if self._current is iterator:
+            self._leave()
+
+    def _first_of(self, iterator: Iterator[Any]) -> Any:
+        """Return the first batch, and notice whether fetching it draws from the generators of training."""
+        before = self._watch.state()
+        batch = next(iterator, _END)
+        self._draws = self._watch.state() != before
+        return batch
+
+    def _ends_with(self, number: int, length: int | None, iterator: Iterator[Any]) -> bool:
+        """Return whether batch ``number`` is the last of a loader that may end anywhere."""
+        trusts_length = self._draws or self._ends_at_length or not self._marks_last
+        if trusts_length and number < (length or 0):
+            return False
+        # Only the end of the data shows which batch is the last.
+        position = self._position
+        position.fetching = number + 1
+        if position.prefetched_state is None:
+            # A run that resumes here has to fetch that batch again, under the present random state. To
+            # read the generators costs 20 us, and is needed only if fetching draws from them.
+            state = self._random_state(reads=self._replays and self._source.draws())
+            position.prefetched_state = {**state, "source": self._source.state(number)}
+            position.prefetched = next(iterator, _END)
+        is_last = position.exhausted = position.prefetched is _END
+        if not is_last and number == length and self._replays:
+            warn_once(
+                f"more-batches-{self.name}",
+                f"{self.name} gives more batches than its length of {length} says, and all are read. "
+                f"limit_train_batches={length} ends an epoch there.",
+            )
+        return is_last
+
+    def _end_data(self, number: int, iterator: Iterator[Any]) -> None:
+        """Note that batch ``number``, which comes next, is the last of the data."""
+        self._position.exhausted, self._position.fetching = True, number + 1
+        if self._generators and not self._ends_at_length:
+            # The user's generator moves once more when its sampler ends, as it does in the plain loop. That
+            # belongs to this epoch's state, so it must have happened when the state is taken.
+            next(iterator, None)
+
+    def _end_iterator(self, iterator: Iterator[Any], exhausts: bool) -> None:
+        """Let the iterator end after the last batch, as in the plain loop, unless it has or the next epoch is begun."""
+        if exhausts and not self._generators and self._current is iterator:
+            next(iterator, None)
 
     def begin(self) -> None:
         """Begin the next epoch now: what is drawn to make an iterator is drawn here and not in ``batches``."""
-        if self._loaded is None and self._opened is None and self._next is None:
-            self._opened = self._begin()
+        if self._loaded is None and self._resumed is None and self._next_epoch is None:
+            self._resumed = self._begin()
 
     # -- the position
 
@@ -239,7 +270,7 @@ class Stream:
         if state is None:
             return
         self._draws = state.get("draws", False)
-        length = self.length
+        position, length = self._position, self.length
         if not state["ended"] and state["length"] != length:
             warn_once(
                 f"resume-length-{self.name}",
@@ -258,12 +289,12 @@ class Stream:
             rest = _RestOfEpoch(self._source, self._generators, self._watch)
             rest.load_state_dict(state)
             iterator, self._start = rest.batches, rest.start
-            self._ahead, self._ahead_mark = rest.ahead, rest.ahead_mark
-        self.handed, self._at_end = state["consumed"], again is _END and state["ended"]
-        if self._at_end:
-            self._exhausted = state["exhausted"]
+            position.prefetched, position.prefetched_state = rest.prefetched, rest.prefetched_state
+        position.consumed, position.finished = state["consumed"], again is _END and state["ended"]
+        if position.finished:
+            position.exhausted = state["exhausted"]
         else:
-            self._again, self._opened = again, iterator
+            position.repeated, self._resumed = again, iterator
 
     def start_at(self, consumed: int) -> None:
         """Begin the next epoch after its first ``consumed`` batches, in a new order if the loader shuffles."""
@@ -294,14 +325,14 @@ class Stream:
         """Give up the rest of the epoch of a loaded state; the next batches are those of a new epoch."""
         if self._loaded is not None:
             self.open()
-            self._again, self._ahead, self._ahead_mark = _END, _END, None
-            self._at_end = True
+            self._position.repeated, self._position.finished = _END, True
+            self._position.drop_prefetched()
             self._leave()
         self._rest = None
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:
         """Change the last batch for ``state_dict(again=True)``."""
-        self._held = change(self._held)
+        self._position.last = change(self._position.last)
 
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         """Return the position after ``consumed`` batches of this epoch, as plain data.
@@ -320,22 +351,23 @@ class Stream:
         if self._start is None:
             return {**self._end(), "source": self._source.between_epochs()}
         again = _yields_again(self, consumed, again)
-        held = {"again": self._held} if again else {}
-        if self._next is not None:
-            return {**self._next.end_before, "epoch": self.epoch, **held}
-        order = self._order(self.handed - again) if again or not self._at_end else None
-        state = {**self._end(), **held, "consumed": self.handed, "order": order}
-        if self._at_end and (self._rest is not None or not self._source.survives):
+        position = self._position
+        repeated = {"again": position.last} if again else {}
+        if self._next_epoch is not None:
+            return {**self._next_epoch.end_before, "epoch": self.epoch, **repeated}
+        order = self._order(position.consumed - again) if again or not position.finished else None
+        state = {**self._end(), **repeated, "consumed": position.consumed, "order": order}
+        if position.finished and (self._rest is not None or not self._source.survives):
             # Nothing is left of an epoch that ran to its end; one cut short by a limit may leave a place behind.
-            return {**state, "source": {} if self._exhausted else self._source.between_epochs()}
-        mark = self._ahead_mark
+            return {**state, "source": {} if position.exhausted else self._source.between_epochs()}
+        before = position.prefetched_state
         return {
             **state,
-            "ended": self._at_end,
-            "rebuild": self._at_end,
+            "ended": position.finished,
+            "rebuild": position.finished,
             "start": self._start,
-            "ahead": mark,
-            "source": self._source.state(self.handed) if mark is None else mark["source"],
+            "ahead": before,
+            "source": self._source.state(position.consumed) if before is None else before["source"],
         }
 
     def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
@@ -357,9 +389,9 @@ class Stream:
         self._rest, self.not_known = None, ""
         if self._replays and (moved or state.get("order") is not None):
             state = self._continued(state, moved)
-        self._loaded = state
-        self._start = self._ahead_mark = None
-        self._held = self._again = self._ahead = _END
+        self._loaded, self._start = state, None
+        self._position.last = self._position.repeated = _END
+        self._position.drop_prefetched()
 
     def _continued(self, state: dict[str, Any], moved: bool) -> dict[str, Any]:
         """Return the state at which this process goes on; of the rest of an epoch, if that is divided anew."""
@@ -402,21 +434,21 @@ class Stream:
         For the last batch of an epoch. Done only if it makes no difference: the workers live on, and the order of the
         next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
         """
-        iterator = self._running
-        if iterator is None or not (self._at_end and self._exhausted and begins_early(self.loader)):
+        iterator, position = self._current, self._position
+        if iterator is None or not (position.finished and position.exhausted and begins_early(self.loader)):
             return
         if not self._generators:
             next(iterator, None)
         self._leave()
-        end_before = self.state_dict(self.handed)
+        end_before = self.state_dict(position.consumed)
         for each in epoch_setters(self.loader):
             each.set_epoch(epoch)
-        self._next = NextEpoch(end_before, _epochs_of(self.loader), self._source.open())
+        self._next_epoch = NextEpoch(end_before, _epochs_of(self.loader), self._source.open())
 
     def close(self) -> None:
         """End the worker processes now, also persistent ones; the next epoch starts new ones."""
-        self._opened = None
-        begun, self._next = self._next, None
+        self._resumed = None
+        begun, self._next_epoch = self._next_epoch, None
         if begun is not None:
             _set_random_state(self._generators, begun.end_before)
         self._source.close()
@@ -452,17 +484,15 @@ class Stream:
 
     def _begin(self) -> Iterator[Any]:
         self.open()
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            return opened
-        if self._next is not None and self._next.epochs != _epochs_of(self.loader):
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            return resumed
+        if self._next_epoch is not None and self._next_epoch.epochs != _epochs_of(self.loader):
             # The user has set another epoch than the one that follows.
             self.close()
-        begun, self._next = self._next, None
+        begun, self._next_epoch = self._next_epoch, None
         self._start = self._random_state()
-        self.handed, self._at_end, self._exhausted = 0, False, False
-        self._again = self._ahead = _END
-        self._ahead_mark = None
+        self._position.restart()
         if begun is not None:
             self._start["generators"] = begun.end_before["generators"]
             return begun.batches
@@ -475,7 +505,7 @@ class Stream:
 
     def _leave(self) -> None:
         # What the state is made of stays: a checkpoint may be taken after the loop was left in the middle of an epoch.
-        self._opened = self._running = None
+        self._resumed = self._current = None
         self._source.leave()
 
     def _end(self) -> dict[str, Any]:
@@ -486,7 +516,7 @@ class Stream:
             "length": self.length,
             "ended": True,
             "rebuild": False,
-            "exhausted": self._exhausted,
+            "exhausted": self._position.exhausted,
             "draws": self._draws,
             "generators": self._generator_states(),
         }
@@ -502,6 +532,37 @@ class Stream:
 
 
 @dataclass
+class _Position:
+    """Where a stream is in its epoch."""
+
+    # How many batches were yielded, and the last of them.
+    consumed: int = 0
+    last: Any = None
+    # Whether the epoch is over, and whether the data is; a limit ends an epoch before the data.
+    finished: bool = False
+    exhausted: bool = False
+    # A batch to yield once more.
+    repeated: Any = _END
+    # A batch that was fetched before its turn, and the position before it. ``_END`` if there is no further one.
+    prefetched: Any = _END
+    prefetched_state: dict[str, Any] | None = None
+    # The number of the batch that is fetched, for messages.
+    fetching: int = 0
+
+    def restart(self) -> None:
+        self.consumed, self.finished, self.exhausted = 0, False, False
+        self.repeated = self.prefetched = _END
+        self.prefetched_state = None
+
+    def take_prefetched(self) -> Any:
+        batch, self.prefetched, self.prefetched_state = self.prefetched, _END, None
+        return batch
+
+    def drop_prefetched(self) -> None:
+        self.prefetched, self.prefetched_state = _END, None
+
+
+@dataclass
 class _RestOfEpoch:
     """What a stream still has of the epoch that a state was taken in."""
 
@@ -511,9 +572,9 @@ class _RestOfEpoch:
     # The random state in which the epoch began, and what is left of its batches.
     start: dict[str, Any] | None = None
     batches: Iterator[Any] = field(init=False)
-    # A batch that had been fetched ahead, and the position before it.
-    ahead: Any = _END
-    ahead_mark: dict[str, Any] | None = None
+    # A batch that had been fetched before its turn, and the position before it.
+    prefetched: Any = _END
+    prefetched_state: dict[str, Any] | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fetch the batches up to the place again, as far as that is needed; random generators keep their states."""
@@ -530,7 +591,7 @@ class _RestOfEpoch:
                     next(self.batches, None)
             elif state["ahead"] is not None:
                 _set_random_state(generators, state["ahead"])
-                self.ahead, self.ahead_mark = next(self.batches, _END), state["ahead"]
+                self.prefetched, self.prefetched_state = next(self.batches, _END), state["ahead"]
         if state["source"] is None or not source.is_changed(state["source"]):
             # The dataset may have drawn from them too, and what is skipped is not drawn.
             _set_random_state(generators, state)
@@ -558,7 +619,7 @@ def ends_at_its_length(loader: object) -> bool:
     kind = type(loader)
     iterates = kind._get_iterator is DataLoader._get_iterator or is_resident(loader)
     is_torchs = iterates and kind.__len__ is DataLoader.__len__ and not overrides_iter(loader)
-    if is_iterable(loader) or not (is_torchs or kind.__module__.startswith("torchdata.")):
+    if is_iterable(loader) or not (is_torchs or comes_from(kind, "torchdata")):
         return False
     return _has_known_order(loader)
 
@@ -566,8 +627,7 @@ def ends_at_its_length(loader: object) -> bool:
 def _has_known_order(loader: DataLoader[Any]) -> bool:
     """Return whether all samplers of a loader are those of torch or hasten."""
     return all(
-        type(each) in _SAMPLERS or type(each).__module__.startswith(("hasten.", "torchdata."))
-        for each in _orders_of(loader)
+        type(each) in _SAMPLERS or package_of(type(each)) in {"torchdata", *ROOTS} for each in _orders_of(loader)
     )
 
 
@@ -646,11 +706,11 @@ class CombinedStream:
     def __init__(self, loader: CombinedLoader, streams: list[Stream], *, name: str = "train_dataloader") -> None:
         self.loader = loader
         self.name = name
-        self.handed = 0
+        self.consumed = 0
         self._readers = [_Reader(stream) for stream in streams]
         self.streams = streams
         self._loaded: dict[str, Any] | None = None
-        self._at_end = self._resumes = False
+        self.finished = self._resumes = False
 
     @property
     def length(self) -> int | None:
@@ -664,28 +724,28 @@ class CombinedStream:
     def position(self) -> int:
         if self._loaded is not None:
             return 0 if self._loaded["ended"] else self._loaded["consumed"]
-        return 0 if self._at_end else self.handed
+        return 0 if self.finished else self.consumed
 
     # -- the batches
 
     def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
         self.open()
         if not self._resumes:
-            self.handed = 0
+            self.consumed = 0
             for reader in self._readers:
                 reader.restart()
-        self._resumes, self._at_end = False, False
+        self._resumes, self.finished = False, False
         end = min((number for number in (self.certain_length, limit) if number is not None), default=None)
         rounds = self._one_by_one if self.loader.mode == "sequential" else self._side_by_side
         try:
-            if end is None or self.handed < end:
+            if end is None or self.consumed < end:
                 for batch, is_last in rounds(end):
-                    self.handed += 1
-                    self._at_end = is_last or self.handed == end
-                    yield batch, self._at_end
-                    if self._at_end:
+                    self.consumed += 1
+                    self.finished = is_last or self.consumed == end
+                    yield batch, self.finished
+                    if self.finished:
                         break
-            self._at_end = True
+            self.finished = True
         finally:
             for reader in self._readers:
                 reader.leave()
@@ -698,7 +758,7 @@ class CombinedStream:
     def _side_by_side(self, end: int | None) -> Iterator[tuple[Any, bool]]:
         cycles, shortest = self.loader.mode == "max_size_cycle", self.loader.mode == "min_size"
         while True:
-            batches = [reader.next(end, self.handed, cycles=cycles) for reader in self._readers]
+            batches = [reader.next(end, self.consumed, cycles=cycles) for reader in self._readers]
             over = [batch is _END for batch in batches]
             if all(over) or (shortest and any(over)):
                 return
@@ -709,7 +769,7 @@ class CombinedStream:
         for reader in self._readers:
             for other in self._readers:
                 other.took = False
-            while (batch := reader.next(end, self.handed)) is not _END:
+            while (batch := reader.next(end, self.consumed)) is not _END:
                 yield batch, reader.at_end and reader is self._readers[-1]
 
     # -- the position
@@ -724,7 +784,7 @@ class CombinedStream:
                 reader.stream.finish()
             else:
                 reader.stream.open()
-        self.handed, self._at_end = state["consumed"], state["ended"]
+        self.consumed, self.finished = state["consumed"], state["ended"]
         self._resumes = not state["ended"]
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:
@@ -736,8 +796,8 @@ class CombinedStream:
             return self._loaded
         again = _yields_again(self, consumed, again)
         return {
-            "consumed": self.handed - again,
-            "ended": self._at_end and not again,
+            "consumed": self.consumed - again,
+            "ended": self.finished and not again,
             "readers": [reader.state_dict(again) for reader in self._readers],
         }
 
@@ -796,7 +856,7 @@ class CombinedStream:
         if self._loaded is not None:
             self._loaded = {**self._loaded, "ended": True}
             self.open()
-            self._at_end = True
+            self.finished = True
 
     def set_epoch(self, epoch: int) -> None:
         for reader in self._readers:
@@ -810,12 +870,12 @@ class CombinedStream:
 
 def _yields_again(stream: Stream | CombinedStream, consumed: int, again: bool) -> bool:
     """Return whether a position after ``consumed`` batches is one before the last batch that was yielded."""
-    handed, at_end = stream.handed, stream._at_end
-    again = again or (consumed == handed - 1 and not (at_end and consumed == 0))
-    if not again and consumed != handed and not at_end:
+    yielded, finished = stream.consumed, stream.finished
+    again = again or (consumed == yielded - 1 and not (finished and consumed == 0))
+    if not again and consumed != yielded and not finished:
         raise ValueError(
-            f"{stream.name}: state_dict(consumed={consumed}), but {handed} batches were handed out. "
-            f"Use {handed}, or {max(0, handed - 1)} to yield the last one again."
+            f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out. "
+            f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again."
         )
     return again
 
@@ -837,13 +897,13 @@ class _Reader:
         self.batches: Iterator[tuple[Any, bool]] | None = None
         self.count, self.at_end = 0, False
 
-    def next(self, end: int | None, handed: int, *, cycles: bool = False) -> Any:
+    def next(self, end: int | None, consumed: int, *, cycles: bool = False) -> Any:
         """Return the next batch; ``_END`` past the end, unless it ``cycles``."""
         self.took, self.was_done = not self.at_end, self.done
         if not self.at_end:
             if self.batches is None:
                 # The joint epoch may end before this stream's own: the limit makes its state that of an end.
-                left = None if end is None else end - (handed - self.count)
+                left = None if end is None else end - (consumed - self.count)
                 length = self.stream.certain_length
                 cuts = left is not None and (length is None or left < length)
                 self.batches = self.stream.batches(left if cuts else None)
@@ -858,7 +918,7 @@ class _Reader:
         if not cycles:
             return _END
         self.again()
-        return self.next(end, handed)
+        return self.next(end, consumed)
 
     def leave(self) -> None:
         """Leave the stream's epoch where it is."""

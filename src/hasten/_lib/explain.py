@@ -1,0 +1,542 @@
+"""Notes for errors of torch: which layer raised one, what it was given, and the line that usually mends it."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import is_call_of_torch
+from hasten._lib.names import did_you_mean
+from hasten._lib.out_of_memory import is_out_of_memory
+from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of
+
+_NO_BATCH = object()
+
+
+@dataclass
+class _Place:
+    """Where an error was raised: the layer, what it was given, and the local variables from there inward."""
+
+    error: BaseException
+    batch: object = _NO_BATCH
+    frames: list[FrameType] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    layer: nn.Module | None = None
+    name: str = ""
+    inputs: tuple[Any, ...] = ()
+
+    def local(self, *names: str) -> tuple[Any, ...] | None:
+        """Return these local variables of the innermost function that has them all, if they are tensors."""
+        for frame in reversed(self.frames):
+            if all(isinstance(frame.f_locals.get(name), Tensor) for name in names):
+                return tuple(frame.f_locals[name] for name in names)
+        return None
+
+    def line(self) -> str:
+        """Return the source line that raised the error."""
+        if not self.frames:
+            return ""
+        return linecache.getline(self.frames[-1].f_code.co_filename, self.lines[-1])
+
+    def has_batch(self) -> bool:
+        """Return whether the innermost function holds the batch of the step."""
+        return bool(self.frames) and any(value is self.batch for value in self.frames[-1].f_locals.values())
+
+
+def explain(error: BaseException, batch: object = _NO_BATCH) -> None:
+    """Add notes to an error: the layer that raised it, and what usually mends it. A second call adds nothing.
+
+    Only the traceback is read. Errors of hasten say themselves what to do.
+
+    Args:
+        error: what was raised.
+        batch: of the step that raised it.
+
+    """
+    if not isinstance(error, Exception) or is_builtin(type(error)):
+        return
+    if getattr(error, "_hasten_explained", False):
+        return
+    with suppress(AttributeError):
+        error._hasten_explained = True  # type: ignore[attr-defined]
+    # An explanation that fails must not hide the error.
+    with suppress(Exception):
+        place = _place_of(error, batch)
+        remedy = _remedy_at(place)
+        for note in (_layer_note(place), remedy):
+            if note:
+                error.add_note(note)
+        error._hasten_remedy = remedy  # type: ignore[attr-defined]
+
+
+def remedy_for(text: str) -> str:
+    """Return the line that usually mends an error or a warning of torch; "" if none is known.
+
+    Example::
+
+        >>> remedy_for("mat1 and mat2 shapes cannot be multiplied (4x8 and 9x2)")
+        'The layer takes 9 features and gets 8: nn.Linear(8, 2).'
+
+    """
+    return _remedy_at(_Place(RuntimeError(text)))
+
+
+def remedy_of(error: BaseException) -> str:
+    """Return what ``explain`` has told to write for an error; "" if nothing."""
+    return getattr(error, "_hasten_remedy", "")
+
+
+def describe_batch(batch: object, depth: int = 0) -> str:
+    """Describe the structure of a batch in one line: types, shapes, dtypes."""
+    if isinstance(batch, Tensor):
+        return f"Tensor {tuple(batch.shape)} {_dtype(batch)}"
+    if isinstance(batch, Mapping) and depth < 2:
+        inside = ", ".join(f"{key!r}: {describe_batch(batch[key], depth + 1)}" for key in list(batch)[:6])
+        return f"{type(batch).__name__} of {len(batch)} {{{inside}}}"
+    if isinstance(batch, (list, tuple)) and depth < 2:
+        inside = ", ".join(describe_batch(part, depth + 1) for part in batch[:4])
+        more = ", ..." if len(batch) > 4 else ""
+        return f"{type(batch).__name__} of {len(batch)} ({inside}{more})"
+    return type(batch).__name__
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# -- the layer
+
+
+def _place_of(error: BaseException, batch: object) -> _Place:
+    place = _Place(error, batch)
+    trace = error.__traceback__
+    while trace is not None:
+        place.frames.append(trace.tb_frame)
+        place.lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    modules = [(frame, owner) for frame in place.frames if (owner := _module_of(frame)) is not None]
+    if not modules:
+        return place
+    # Wrappers such as DistributedDataParallel put their own name before those of the program's layers.
+    roots = [owner for _, owner in modules if not comes_from(type(owner), *_WRAPPERS)]
+    root, layer = roots[0] if roots else modules[0][1], modules[-1][1]
+    name = next((name for name, module in root.named_modules() if module is layer), "")
+    if layer is root or (is_builtin(type(root)) and not name):
+        return place
+    place.layer, place.name = layer, name.replace("_orig_mod.", "")
+    for frame, owner in modules:
+        if owner is layer and is_call_of_torch(frame):
+            place.inputs = (*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values())
+    return place
+
+
+# Modules of these are made around those of the program.
+_WRAPPERS = ("torch", "hasten.strategies")
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    code = frame.f_code
+    if code.co_argcount == 0 or code.co_varnames[0] != "self":
+        return None
+    owner = frame.f_locals.get("self")
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _layer_note(place: _Place) -> str:
+    layer = place.layer
+    if layer is None:
+        return ""
+    tensors = [each for each in place.inputs if isinstance(each, Tensor)]
+    got = ", ".join(describe_batch(each, 1) for each in islice(place.inputs, 3) if each is not None)
+    if isinstance(layer, nn.Linear) and tensors and tensors[0].dim() and tensors[0].shape[-1] != layer.in_features:
+        got = f"{tensors[0].shape[-1]} features: {got}"
+    return f"{place.name} {_shown(layer)}".strip() + (f" got {got}." if got else " failed.")
+
+
+def _shown(layer: nn.Module) -> str:
+    """Return a layer as "Linear(100, 3)"."""
+    kind, values = type(layer).__name__, []
+    if comes_from(type(layer), "torch.nn"):
+        for part in layer.extra_repr().split(", "):
+            name, _, value = part.rpartition("=")
+            if name not in ("", "in_features", "out_features"):
+                break
+            values.append(value)
+    text = ", ".join(value for value in values if value)
+    return f"{kind}({text})" if text else kind
+
+
+# -- what mends it
+
+_Remedy = Callable[["re.Match[str]", _Place], str]
+
+
+def _remedy_at(place: _Place) -> str:
+    if is_out_of_memory(place.error):
+        return ""
+    text = str(place.error)
+    for part, kinds, remedy in _REMEDIES:
+        if isinstance(place.error, kinds) and (found := re.search(part, text)):
+            note = remedy if isinstance(remedy, str) else remedy(found, place)
+            # An empty text: the error says itself what to do.
+            if note or isinstance(remedy, str):
+                return note
+    return ""
+
+
+def _features(found: re.Match[str], place: _Place) -> str:
+    _, got, takes, gives = found.groups()
+    if place.layer is not None and not isinstance(place.layer, nn.Linear):
+        return f"Use sizes that agree: the first has {got} columns, the second {takes} rows."
+    return f"The layer takes {takes} features and gets {got}: nn.Linear({got}, {gives})."
+
+
+def _labels(found: re.Match[str], place: _Place) -> str:
+    tensors = place.local("input", "target")
+    if tensors is None or tensors[0].dim() == 0:
+        return (
+            "Labels go from 0 to classes - 1. Use as many outputs as there are classes, and subtract 1 from 1, 2, ..."
+        )
+    scores, target = tensors
+    classes = scores.shape[1 if scores.dim() > 1 else 0]
+    seen = ""
+    if target.is_cpu and target.numel():
+        seen = f", and these are {int(target.min())} to {int(target.max())}"
+    return (
+        f"The scores have {classes} classes, so labels go from 0 to {classes - 1}{seen}. Give the last layer as many "
+        "outputs as there are classes, or subtract 1 from labels that begin with 1; ignore_index=-1 leaves out labels "
+        "of -1."
+    )
+
+
+def _indices(_: re.Match[str], place: _Place) -> str:
+    tensors = place.local("input", "weight")
+    if tensors is None:
+        return ""
+    indices, weight = tensors
+    seen = f", and these are {int(indices.min())} to {int(indices.max())}" if indices.is_cpu else ""
+    return (
+        f"The embedding has {weight.shape[0]} rows, so indices go from 0 to {weight.shape[0] - 1}{seen}. Make it "
+        "nn.Embedding(largest index + 1, ...), or mend the vocabulary."
+    )
+
+
+def _of_labels(found: re.Match[str], place: _Place) -> str:
+    tensors = place.local("input", "target")
+    if tensors is not None and tensors[0].shape == tensors[1].shape and tensors[0].dim() > 1:
+        return "Use y.float() for targets that are a probability for each class, or y.argmax(1) for labels of classes."
+    if tensors is not None and tensors[1].dim() == 2 and tensors[1].shape[1] == 1:
+        return "Use y.squeeze(1): cross_entropy takes scores (batch, classes) and labels (batch,)."
+    return "Use y.long() for labels of classes: scores (batch, classes), labels (batch,)."
+
+
+def _of_inputs(_: re.Match[str], place: _Place) -> str:
+    inputs = [each for each in place.inputs if isinstance(each, Tensor)]
+    if inputs and inputs[0].dtype == torch.uint8:
+        return "Use x.float() / 255 in the dataset: images are read as whole numbers."
+    if inputs and inputs[0].dtype in (torch.float64, torch.int64, torch.int32):
+        return f"Use x.float() in the dataset: layers have 32-bit weights, and x is {_dtype(inputs[0])}."
+    return "Use x.to(self.dtype), or x.float() in the dataset."
+
+
+def _channels(found: re.Match[str], place: _Place) -> str:
+    takes, gets = found[2], found[3]
+    sizes = [int(size) for size in found[1].split(",")]
+    last = f" The last dimension has {takes}: x.permute(0, 3, 1, 2) puts channels before height and width."
+    first = f"The layer takes {takes} channels and gets {gets}: "
+    name = type(place.layer).__name__ if place.layer is not None else "nn.Conv2d"
+    name = name if name.startswith("nn.") else f"nn.{name}"
+    if len(sizes) == 4 and sizes[-1] == int(takes):
+        return first.rstrip(": ") + "." + last
+    return f"{first}{name}({gets}, ...), or give it the output of a layer with {takes} channels."
+
+
+def _conv_dims(found: re.Match[str], _: _Place) -> str:
+    sizes = found[1].split(",")
+    if len(sizes) == 2:
+        return "Use x.view(len(x), channels, height, width): the layer takes images, and these are flat rows."
+    return "Use x.unsqueeze(1) for images of one channel: the layer takes (batch, channels, height, width)."
+
+
+def _by_name(_: re.Match[str], place: _Place) -> str:
+    batch = place.batch
+    if not isinstance(batch, (list, tuple)) or not place.has_batch():
+        return ""
+    names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if len(batch) <= 4 else "*parts"
+    return (
+        f"The batch is a {type(batch).__name__} of {len(batch)}, not a dict: write {names} = batch, or batch[0]. "
+        "For names let the dataset return a dict."
+    )
+
+
+def _by_index(_: re.Match[str], place: _Place) -> str:
+    batch = place.batch
+    key = place.error.args[0] if place.error.args else None
+    if not isinstance(batch, Mapping) or not place.has_batch() or key in batch:
+        return ""
+    keys = [str(each) for each in batch]
+    known = ", ".join(map(repr, keys[:8])) or "no keys"
+    example = f" Write batch[{keys[0]!r}]." if isinstance(key, int) and keys else ""
+    return f"The batch is a {type(batch).__name__} with {known}.{example}{did_you_mean(str(key), keys)}"
+
+
+def _of_tensor(_: re.Match[str], place: _Place) -> str:
+    if isinstance(place.batch, Tensor) and place.has_batch():
+        return "The batch is one tensor: use it as it is, or let the dataset return a tuple or a dict."
+    return ""
+
+
+def _string(_: re.Match[str], place: _Place) -> str:
+    if isinstance(place.batch, Mapping) and 0 < len(place.batch) <= 8:
+        keys = [str(key) for key in place.batch]
+        values = ", ".join(f"batch[{key!r}]" for key in keys)
+        return f"Unpacking a dict gives its keys. Write {', '.join(keys)} = {values}."
+    return "This is text. Make numbers of it in the dataset or the collate_fn, for instance by a tokenizer."
+
+
+def _no_tensor(found: re.Match[str], place: _Place) -> str:
+    if found[1] == "str":
+        return _string(found, place)
+    if found[1] in ("list", "tuple"):
+        if any(value and all(isinstance(each, str) for each in value) for value in _lists_near(place)):
+            return "These labels are text. Give each name a number in the dataset, for instance names.index(label)."
+        if place.batch is not _NO_BATCH and any(value is place.batch for value in place.inputs):
+            return f"This is the whole batch, {describe_batch(place.batch)}: unpack it, x, y = batch."
+        return f"Give it one tensor: unpack the {found[1]}, or take its first part."
+    if found[1] == "NoneType":
+        return "What it was given is None: a function before it has no return."
+    if hasattr(nn, found[1]):
+        return f"This is a layer, not what it computes: make the layer first, then call it: nn.{found[1]}()(x)."
+    return ""
+
+
+def _lists_near(place: _Place) -> list[Any]:
+    """Return the lists and tuples of the batch and of the innermost function of the program."""
+    values = [*place.batch] if isinstance(place.batch, (list, tuple)) else []
+    for frame in place.frames:
+        values += frame.f_locals.values()
+    return [value for value in values if isinstance(value, (list, tuple))]
+
+
+def _before_init(_: re.Match[str], place: _Place) -> str:
+    owner = place.frames[-1].f_locals.get("self") if place.frames else None
+    return _without_init(type(owner)) if isinstance(owner, nn.Module) else ""
+
+
+def _without_init(kind: type) -> str:
+    """Return the line to add to a class of modules whose ``__init__`` does not begin with that of ``nn.Module``."""
+    code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]
+    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+    return f"Write super().__init__() as the first line of {kind.__name__}.__init__{where}."
+
+
+def _attribute(_: re.Match[str], place: _Place) -> str:
+    owner, name = getattr(place.error, "obj", None), getattr(place.error, "name", None)
+    if not isinstance(owner, nn.Module) or not isinstance(name, str):
+        return ""
+    if "_modules" not in vars(owner):
+        return _without_init(type(owner))
+    own = [*vars(owner), *owner._modules, *owner._parameters, *owner._buffers, *vars(type(owner))]
+    if near := did_you_mean(name, [each for each in own if not each.startswith("_")]).strip():
+        return near
+    kind = type(owner)
+    if name.startswith("_") or package_of(kind) in {"torch", *ROOTS}:
+        return ""
+    return f"Nothing has set self.{name} so far: set it in {kind.__name__}.__init__, or define a method of this name."
+
+
+def _dimension(found: re.Match[str], _: _Place) -> str:
+    last = int(found[1])
+    return f"The tensor has {last + 1} dimension{'s' * (last > 0)}: the last one is dim={last}, or dim=-1."
+
+
+def _unpack(found: re.Match[str], place: _Place) -> str:
+    batch = place.batch
+    expected = int(found[1])
+    if re.search(r"\.(shape|size\(\))", place.line()):
+        return f"The tensor does not have {expected} dimensions. Print its shape above this line."
+    if batch is _NO_BATCH or (isinstance(batch, (list, tuple)) and len(batch) == expected):
+        return ""
+    if isinstance(batch, Tensor):
+        return (
+            "The batch is one tensor, and the step unpacks it along its first dimension: use it as it is. If the "
+            "loader is a tensor, give fit DataLoader(TensorDataset(x, y), batch_size=...)."
+        )
+    if isinstance(batch, Mapping):
+        return _string(found, place)
+    if not isinstance(batch, (list, tuple)):
+        return ""
+    return (
+        "The step unpacks the batch into another number of parts than the dataset gives: "
+        f"{expected} instead of {len(batch)}."
+    )
+
+
+def _of_shapes(found: re.Match[str], _: _Place) -> str:
+    return f"Give both one shape, for instance by .squeeze(1) or .unsqueeze(1): {found[2]} and {found[1]}."
+
+
+def _broadcast(found: re.Match[str], place: _Place) -> str:
+    tensors = place.local("input", "target")
+    if tensors is not None:
+        sizes = " and ".join(str(tuple(each.shape)) for each in tensors)
+        return f"Give prediction and target one shape, for instance by .squeeze(1) or .unsqueeze(1): {sizes}."
+    return f"Use shapes that agree in dimension {found[3]}: sizes {found[1]} and {found[2]}."
+
+
+def _features_of_norm(found: re.Match[str], place: _Place) -> str:
+    kind = type(place.layer).__name__ if place.layer is not None else "BatchNorm"
+    return f"The layer was made for {found[2]} channels and gets {found[1]}: nn.{kind}({found[1]})."
+
+
+def _last_dimension(found: re.Match[str], place: _Place) -> str:
+    kind = f"nn.{type(place.layer).__name__}" if place.layer is not None else "the layer"
+    return f"The layer takes {found[1]} features and gets {found[2]}: {kind}({found[2]}, ...)."
+
+
+def _view(found: re.Match[str], _: _Place) -> str:
+    return (
+        f"The tensor has {found[2]} elements, which do not fill [{found[1]}]. Use x.flatten(1) to keep the batch "
+        "dimension, or -1 for one of the sizes."
+    )
+
+
+def _sparse_gradients(_: re.Match[str], place: _Place) -> str:
+    models = (one.f_locals.get("module") for one in place.frames)
+    model = next((one for one in models if isinstance(one, nn.Module)), nn.Module())
+    names = [name for name, one in model.named_parameters() if one.grad is not None and one.grad.is_sparse]
+    return (
+        f"The gradient of {', '.join(names) or 'a parameter'} is sparse, and a fused step takes none. Leave "
+        "F.embedding(sparse=True) out, or Trainer(fused_optimizer=True), or fused=True of the optimizer."
+    )
+
+
+_MEMORY_OF_LAST = (
+    "The loss reaches back into an earlier batch. Detach what you carry over: `self.state = state.detach()`. Or the "
+    "step calls loss.backward(): leave that to the Trainer, or set self.automatic_optimization = False."
+)
+_ON_ONE_DEVICE = "Make tensors with device=self.device, and keep them by self.register_buffer(name, tensor)."
+_ANY = (Exception,)
+# In order: a part of the message, kinds of errors, and the line to write or a function that makes it.
+_REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...] = (
+    # Shapes.
+    (r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)", _ANY, _features),
+    (
+        r"expected input\[([\d, ]+)\] to have (\d+) channels, but got (\d+) channels",
+        _ANY,
+        _channels,
+    ),
+    (r"Expected \dD \(unbatched\) or \dD \(batched\) input to conv\dd, but got input of size: \[([\d, ]+)\]", _ANY,
+     _conv_dims),
+    (r"running_mean should contain (\d+) elements not (\d+)", _ANY, _features_of_norm),
+    (r"Given normalized_shape=\[(\d+)\], expected input with shape .* of size\[(?:\d+, )*(\d+)\]", _ANY,
+     lambda m, _: f"The layer takes {m[1]} features and gets {m[2]}: nn.LayerNorm({m[2]})."),
+    (r"must be equal to input_size. Expected (\d+), got (\d+)", _ANY, _last_dimension),
+    (r"was expecting embedding dimension of (\d+), but got (\d+)", _ANY, _last_dimension),
+    (r"Expected more than 1 value per channel", _ANY, "DataLoader(..., drop_last=True), or a larger batch_size"),
+    (r"Dimension out of range \(expected to be in range of \[-\d+, (\d+)\]", (IndexError,), _dimension),
+    (r"preds\.shape\[1\]` should be equal to number of classes", (ValueError,),
+     "Make the metric with num_classes equal to the number of scores: preds.shape[1]."),
+    (r"key_padd(?:ed|ing)_mask\.shape", (AssertionError,),
+     "key_padding_mask is (batch, tokens), and inputs are (batch, tokens, features) with batch_first=True."),
+    (r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", _ANY, _view),
+    (r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)", _ANY,
+     lambda m, _: f"Keep the batch dimension, {m[1]} scores for {m[2]} labels: x.flatten(1), not x.flatten()."),
+    (r"Expected target size \[", _ANY,
+     "cross_entropy takes classes in dimension 1. Use scores.transpose(1, 2), or scores.flatten(0, 1) and "
+     "labels.flatten()."),
+    (r"(?:size of|Using a) target size \(torch.Size\((.*?)\)\).* input size \(torch.Size\((.*?)\)\)", _ANY, _of_shapes),
+    (r"[Tt]arget size \(torch.Size\((.*?)\)\).* input size \(torch.Size\((.*?)\)\)", _ANY, _of_shapes),
+    (r"The size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\) at .*dimension (\d+)", _ANY,
+     _broadcast),
+    (r"Output size is too small|Kernel size can't be greater than actual input size", _ANY,
+     "Use larger images, a smaller kernel, padding, or fewer pooling layers: nothing is left of the image here."),
+    # Types of numbers.
+    (r"[Ee]xpected target dtype to be Long|for target with class probabilities|multi-target not supported|"
+     r"expected scalar type Long", _ANY, _of_labels),
+    (r"argument #1 'indices'", _ANY, "Use x.long(): an embedding takes whole numbers."),
+    (r"not implemented for '(?:Long|Int|Byte|Bool)'|can't be cast to the desired output type Long|"
+     r"could not infer output dtype|dtype (?:Long|Int) but expected Float", _ANY,
+     "Use .float() for the whole numbers in this line, for instance y.float()."),
+    (r"Double and Float|Float and Double|found Double|DoubleTensor|\(double\)|unsigned char|Byte and Float|"
+     r"Long and Float|\(long", _ANY, _of_inputs),
+    (r"expected scalar type|must have the same dtype|should be the same", _ANY, _of_inputs),
+    (r"all elements of input should be between 0 and 1", _ANY,
+     "Use binary_cross_entropy_with_logits, or torch.sigmoid before the loss."),
+    # Labels and indices.
+    (r"Target -?\d+ is out of bounds", (IndexError, RuntimeError), _labels),
+    (r"index out of range in self", (IndexError,), _indices),
+    (r"device-side assert", _ANY,
+     "Usual causes: a label or an index of an embedding is too large. Run a batch with accelerator='cpu': the message "
+     "there names it."),
+    # The batch.
+    (r"(?:list|tuple) indices must be integers or slices, not str", (TypeError,), _by_name),
+    (r"new\(\): invalid data type 'str'", (TypeError,), _of_tensor),
+    (r"", (KeyError,), _by_index),
+    (r"unhashable type: 'slice'", (TypeError, KeyError), _by_index),
+    (r"values to unpack \(expected (\d+)", (ValueError,), _unpack),
+    (r"cannot unpack non-iterable (\w+) object", (TypeError,),
+     lambda m, _: f"Give a tuple there: the line unpacks a {m[1]}."),
+    (r"'str' object has no attribute", (AttributeError,), _string),
+    (r"argument '\w+' \(position \d\) must be Tensor, not (\w+)", (TypeError,), _no_tensor),
+    (r"'(?:tuple|list)' object has no attribute '(?:shape|size|float|to|view|dim|device|mean|flatten|dtype)'",
+     (AttributeError,), "This is several tensors: unpack them first, for instance output, state = self.lstm(x)."),
+    (r"cannot assign \w+ before Module.__init__\(\) call", (AttributeError,), _before_init),
+    (r"'list' object has no attribute '(?:zero_grad|step|param_groups)'", (AttributeError,),
+     "self.optimizers() and self.lr_schedulers() return a list where there are several: "
+     "first, second = self.optimizers()."),
+    (r"object has no attribute", (AttributeError,), _attribute),
+    (r"object of type '(\w+)' has no len\(\)", (TypeError,),
+     lambda m, _: f"Define __len__ in {m[1]}, the number of samples; or make it an IterableDataset with __iter__."),
+    (r"'method' object is not iterable", (TypeError,), "Call the method: self.parameters(), with brackets."),
+    (r"not supported between instances of '(?:str' and '(?:float|int)|(?:float|int)' and 'str)'", (TypeError,),
+     "One of the two is text. Write a number: lr=1e-3, not lr='1e-3'; in YAML 1.0e-3."),
+    # Gradients.
+    (r"does not require grad", _ANY,
+     "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), .item(), "
+     "torch.no_grad(), torch.tensor(loss), .argmax() or ==, or every parameter is frozen."),
+    (r"implicitly created only for scalar", _ANY,
+     "The loss has more than one element. Return its mean: `return loss.mean()`."),
+    (r"a second time", _ANY, _MEMORY_OF_LAST),
+    (r"modified by an inplace operation", _ANY,
+     "Write x = x + y in place of x += y, and no .add_(), relu_() or x[...] = on what a layer has computed; "
+     "Trainer(detect_anomaly=True) shows the line."),
+    (r"a leaf Variable that requires grad is being used in an in-place", _ANY,
+     "Write it within `with torch.no_grad():`, or make a new tensor: w = w + 1."),
+    (r"a view of a leaf Variable that requires grad", _ANY, "Write it within `with torch.no_grad():`."),
+    (r"activation checkpoint has been mutated", _ANY,
+     "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
+     "memory='full', or write x = x + y instead of x += y there."),
+    (r"_fused_(\w+)` does not support sparse gradients|sparse gradients?.*fused|fused.*sparse gradient", _ANY,
+     _sparse_gradients),
+    # Devices.
+    (r"not compiled with CUDA enabled", _ANY,
+     "Leave .cuda() and device='cuda' out: batch and module are on the device of the run. For tensors of your own: "
+     "device=self.device."),
+    (r"on the same device|on different devices|not on the expected device", _ANY, _ON_ONE_DEVICE),
+    (r"Input type \(torch\.cuda\.\w+\) and weight type \(torch\.\w+\)|to numpy. Use Tensor.cpu\(\)", _ANY,
+     _ON_ONE_DEVICE),
+    # Loaders.
+    (r"stack expects each tensor to be equal size|each element in list of batch should be of equal size|"
+     r"resize storage that is not resizable", _ANY,
+     "DataLoader(..., collate_fn=...) that pads them, for instance torch.nn.utils.rnn.pad_sequence"),
+    (r"default_collate: batch must contain .* found <class '([\w.]+)'>", (TypeError,),
+     lambda m, _: f"Return tensors, numbers, dicts or tuples from __getitem__, not {m[1]}, or pass a collate_fn."),
+    (r"start_method=", (TypeError,), ""),
+    (r"[Cc]an't (?:pickle|get local object).*(?:lambda|<locals>)|attribute lookup .*<lambda>", _ANY,
+     "Define it by def at the top of a file, not as a lambda or inside a function: worker processes get the dataset, "
+     "transforms and collate_fn by pickle. DataLoader(num_workers=0) needs none."),
+    # Methods.
+    (r"is missing the required \"forward\" function", (NotImplementedError,),
+     "Define forward(), or call the layers by name in the step."),
+    (r"forward", (NotImplementedError,), "Define forward(), or call the layers by name in the step."),
+)  # fmt: skip

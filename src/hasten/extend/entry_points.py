@@ -1,0 +1,98 @@
+"""How packages add to hasten: by entry points, which ``pip`` writes down when it installs them.
+
+hasten's own tools come this way too: the core asks for a name, and knows no package that has it. A checkout of the
+source is often used without an installation (``PYTHONPATH=src``), or is newer than what was installed from it. So each
+of hasten's packages also has its entry points in a file, in the format that ``pip`` writes.
+"""
+
+from __future__ import annotations
+
+import configparser
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from os import path
+from typing import Any
+
+from hasten._lib.names import did_you_mean
+from hasten._lib.optional import install_line
+from hasten.extend.origin import FOLDERS, ROOTS
+
+# The groups of entry points, and what an entry of each is.
+GROUPS = {
+    "hasten.commands": "a Command: `hasten NAME`",
+    "hasten.levers": "a Lever, which the advisor and Trainer(speed=...) measure",
+    "hasten.strategies": "a Strategy, or a function without arguments that returns one: Trainer(strategy=NAME)",
+    "hasten.trainer": "a function that the Trainer needs for a method or an argument",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``hasten``, for an entry point of the group ``hasten.commands``.
+
+    Args:
+        module: the module of the command, which is imported when the command is used. It has ``main(arguments)``, which
+            returns the exit code, and ``make_parser()``, which returns its ``argparse.ArgumentParser``.
+        summary: one line for ``hasten --help``.
+
+    Example::
+
+        >>> Command("mypackage.hello", "say hello").summary
+        'say hello'
+
+    """
+
+    module: str
+    summary: str
+
+
+def found(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name; hasten's own come before others of the same name.
+
+    Example::
+
+        >>> "advise" in found("hasten.commands")
+        True
+
+    """
+    every = sorted(entry_points(group=group), key=lambda entry: entry.value.partition(".")[0] in ROOTS)
+    return {entry.name: entry for entry in (*every, *_in_files(group))}
+
+
+@cache
+def _in_files(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points in the files of hasten's own packages."""
+    names = configparser.ConfigParser(delimiters="=")
+    names.optionxform = str  # type: ignore[assignment,method-assign]
+    names.read([path.join(folder, "entry_points.txt") for folder in FOLDERS], encoding="utf-8")
+    found = names.items(group) if names.has_section(group) else ()
+    return tuple(EntryPoint(name, value, group) for name, value in found)
+
+
+def load(group: str, name: str, *, purpose: str) -> Any:
+    """Return what an entry point names.
+
+    Args:
+        group: one of ``GROUPS``.
+        name: of the entry point.
+        purpose: the feature that needs it, for the message.
+
+    Raises:
+        ModuleNotFoundError: no package that is installed has it; the message has the line that installs hasten's own.
+
+    Example::
+
+        >>> load("hasten.trainer", "plan", purpose="Trainer.plan")
+        Traceback (most recent call last):
+            ...
+        ModuleNotFoundError: Trainer.plan needs the entry point 'plan' of the group 'hasten.trainer'...
+
+    """
+    entries = found(group)
+    if name not in entries:
+        raise ModuleNotFoundError(
+            f"{purpose} needs the entry point {name!r} of the group {group!r}, which no installed package has."
+            f"{did_you_mean(name, entries)} hasten's own come with its installation. Run: {install_line('')}"
+        )
+    return entries[name].load()

@@ -1,0 +1,85 @@
+"""Modules under the names that they had before they moved to a package of their own; for one version."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# The package that has the modules now, by a module's old name. What is below a name moved along.
+MOVED = {
+    "hasten.compat": "hasten_lightning",  # Stays: programs and documentation name it.
+    **{f"hasten.{name}": f"hasten_tools.{name}" for name in ("demo", "eject", "plan", "preflight", "speed")},
+    **{
+        f"hasten.commands.{name}": f"hasten_tools.commands.{name}"
+        for name in (
+            *("advise", "check", "consolidate", "eject", "env", "known", "launch"),
+            *("migrate", "plan", "plot", "report", "run", "trial"),
+        )
+    },
+    **{
+        f"hasten.report.{name}": f"hasten_tools.report.{name}"
+        for name in ("compare", "curves", "page", "page_curves", "page_run", "plots")
+    },
+    "hasten.record.read": "hasten_tools.report.read",
+}
+
+
+def new_name(name: str) -> str | None:
+    """Return the name that a module has now, or None if it has not moved.
+
+    Example::
+
+        >>> new_name("hasten.speed.levers"), new_name("hasten.loops.fit")
+        ('hasten_tools.speed.levers', None)
+
+    """
+    head, tail = name, ""
+    while head not in MOVED:
+        head, dot, last = head.rpartition(".")
+        if not dot:
+            return None
+        tail = f".{last}{tail}"
+    return MOVED[head] + tail
+
+
+class OldNames:
+    """A finder for ``sys.meta_path``: the old name of a module gives the same module object as the new one.
+
+    A package has an object of its own, without folders: what is below it is looked for here as well.
+    """
+
+    def __init__(self) -> None:
+        # Importing sets ``__spec__`` to that of the old name; by name, what it was.
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return how to import a module that has moved; None for any other."""
+        if not name.startswith("hasten.") or (new := new_name(name)) is None:
+            return None
+        loader: Any = self
+        return ModuleSpec(name, loader, origin=new)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module under its new name."""
+        module = importlib.import_module(spec.origin or "")
+        if hasattr(module, "__path__"):
+            package = ModuleType(spec.name, module.__doc__)
+            package.__dict__.update(__path__=[], __getattr__=module.__getattribute__)
+            package.__dict__.update({"__all__": module.__all__} if hasattr(module, "__all__") else {})
+            return package
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it is; it has run under its new name."""
+        spec = module.__spec__
+        if spec is not None and spec.name in self._specs:
+            module.__spec__ = self._specs.pop(spec.name)
+
+
+def install() -> None:
+    """Let old names be imported; before other finders, which take a folder that git has left behind for a package."""
+    sys.meta_path.insert(0, OldNames())

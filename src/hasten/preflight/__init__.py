@@ -1,5 +1,0 @@
-"""A check of model, data and arguments before a long run: ``Trainer.check`` and ``hasten check``."""
-
-from hasten.preflight.report import CheckFailed, CheckReport, CheckRow
-
-__all__ = ["CheckFailed", "CheckReport", "CheckRow"]

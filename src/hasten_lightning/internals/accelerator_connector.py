@@ -1,0 +1,154 @@
+"""The devices, strategy and precision of a run, under the names that Lightning's Trainer keeps them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from hasten import resolve
+from hasten.machine.devices import Accelerator, CUDAAccelerator, MPSAccelerator
+from hasten.seed import set_deterministic
+from hasten.strategies.base import Strategy
+from hasten.strategies.parallel import ParallelStrategy
+from hasten.utilities.exceptions import MisconfigurationException
+from hasten_lightning.internals.devices import select_auto_accelerator
+
+if TYPE_CHECKING:
+    from hasten.checkpoint.files import CheckpointIO
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.precision.base import Precision
+    from hasten.runtime import Runtime
+    from hasten.strategies.parallel import LayerSync
+    from hasten.trainer.trainer import Trainer
+    from hasten.types import AcceleratorLike, Devices, Plugin, PrecisionName, StrategyLike
+
+
+class AcceleratorConnector:
+    """What a Trainer with these arguments runs on; nothing is started. Packages use it to resolve devices.
+
+    Args:
+        devices: this and the others as for ``Trainer``.
+        num_nodes: see there.
+        accelerator: see there.
+        strategy: see there.
+        plugins: see there.
+        precision: see there.
+        sync_batchnorm: see there.
+        benchmark: see there.
+        use_distributed_sampler: see there.
+        deterministic: see there.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument names something unavailable, or two contradict each other.
+
+    Example::
+
+        >>> connector = AcceleratorConnector(accelerator="cpu", devices=2)
+        >>> connector._accelerator_flag, connector._devices_flag, connector._parallel_devices
+        ('cpu', 2, [device(type='cpu'), device(type='cpu')])
+
+    """
+
+    def __init__(
+        self,
+        devices: Devices = "auto",
+        num_nodes: int = 1,
+        accelerator: AcceleratorLike = "auto",
+        strategy: StrategyLike = "auto",
+        plugins: Plugin | Sequence[Plugin] | None = None,
+        precision: PrecisionName | None = None,
+        sync_batchnorm: bool = False,
+        benchmark: bool | None = None,
+        use_distributed_sampler: bool = True,
+        deterministic: bool | Literal["warn"] | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        set_deterministic(deterministic, benchmark=benchmark)
+        names = ("devices", "num_nodes", "accelerator", "strategy", "plugins", "precision", "sync_batchnorm")
+        self._show(resolve.runtime(**{name: given[name] for name in names}), given)
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> AcceleratorConnector:
+        """Return that of a Trainer: a view of its parts."""
+        connector = cls.__new__(cls)
+        connector._show(trainer._runtime, trainer._given)
+        return connector
+
+    def _show(self, runtime: Runtime, given: dict[str, Any]) -> None:
+        self._runtime, self._given = runtime, given
+        self.use_distributed_sampler: bool = given["use_distributed_sampler"]
+
+    # -- the parts
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self._runtime.accelerator
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._runtime.strategy
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._runtime.precision
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment:
+        return self._runtime.cluster
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        return self._runtime.checkpoint_io
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the strategy trains with several processes, also where there is only one."""
+        return isinstance(self.strategy, ParallelStrategy) or bool(getattr(self.strategy, "is_distributed", False))
+
+    # -- the arguments, as they were understood
+
+    @property
+    def _accelerator_flag(self) -> Accelerator | str:
+        given = self._given["accelerator"]
+        return given if isinstance(given, Accelerator) else self.accelerator.name()
+
+    @property
+    def _devices_flag(self) -> int | list[int]:
+        # Where all devices of a machine are taken, their number is what was understood.
+        devices: Any = self._given["devices"]
+        return self.accelerator.parse_devices(len(self._parallel_devices) if devices in (None, "auto") else devices)
+
+    @property
+    def _parallel_devices(self) -> list[torch.device]:
+        return self.strategy.parallel_devices
+
+    @property
+    def _num_nodes_flag(self) -> int:
+        return self._runtime.num_nodes
+
+    @property
+    def _strategy_flag(self) -> Strategy | str:
+        given = self._given["strategy"]
+        return self.strategy if given in (None, "auto") else given
+
+    @property
+    def _precision_flag(self) -> str:
+        return self.precision_plugin.precision
+
+    @property
+    def _layer_sync(self) -> LayerSync | None:
+        return getattr(self.strategy, "layer_sync", None)
+
+    @staticmethod
+    def _choose_auto_accelerator() -> str:
+        return select_auto_accelerator()
+
+    @staticmethod
+    def _choose_gpu_accelerator_backend() -> str:
+        for kind in (MPSAccelerator, CUDAAccelerator):
+            if kind.is_available():
+                return kind.name()
+        raise MisconfigurationException("This machine has no GPU that torch can use.")

@@ -1,0 +1,490 @@
+"""Methods that Lightning's strategies have and programs call or override, over those of hasten's strategies.
+
+The loops call what a program has overridden (``runtime.py``); these are the methods as Lightning names them, for
+programs that drive a strategy themselves or extend it with ``super()``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.optim import parse
+from hasten.precision.base import Precision
+from hasten.precision.fsdp import FSDPPrecision
+from hasten.runtime import init_module
+from hasten.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+
+    from hasten.types import PathLike
+
+T = TypeVar("T")
+State = Mapping[str, object]
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+class Methods(Strategy):
+    """What the strategies of Trainer and Fabric share."""
+
+    # The layout of objects stays that of hasten's classes.
+    __slots__ = ()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: object) -> None:
+        """Do nothing: hasten's strategies have their names already. Subclasses register their own."""
+
+    @property
+    def launcher(self) -> object:
+        """What starts the processes; None where one process needs nothing."""
+        return getattr(self, "_launcher", None)
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether an engine of the strategy accumulates gradients."""
+        return self.engine.owns_step
+
+    def process_dataloader(self, dataloader: T) -> T:
+        """Return the loader as the strategy reads it."""
+        return dataloader
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which modules are made on the device and in the precision of the run.
+
+        Args:
+            empty_init: do not initialize parameters, if weights are loaded afterwards.
+
+        """
+        if self._runtime is not None:
+            return self._runtime.init_module(empty_init)
+        return init_module(self, self.precision_plugin, self.root_device, empty_init)
+
+
+class FabricMethods(Methods):
+    """Methods of Fabric's strategies."""
+
+    __slots__ = ()
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which tensors are made on the device and in the precision of the run."""
+        if self._runtime is not None:
+            return self._runtime.init_tensor()
+        return _both(self.root_device, self.precision_plugin.tensor_init_context())
+
+    @property
+    def precision(self) -> Precision:
+        """The number format."""
+        return self.precision_plugin
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self.precision_plugin = precision
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Return the module to call in training."""
+        return self.wrap(module)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Prepare an optimizer and return it."""
+        self.prepare_optimizer(optimizer)
+        return optimizer
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: object = None
+    ) -> tuple[nn.Module, list[Optimizer], object]:
+        """Return a module, its optimizers and their scheduler as the strategy trains them."""
+        wrapped = self.setup_module(module)
+        return wrapped, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a module to the device of this process, in place."""
+        module.to(self.root_device)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Scale the gradients of an optimizer so that their norm is at most ``max_norm``; return the norm before."""
+        self.precision_plugin.unscale_gradients(optimizer)
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        return self.engine.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Limit each element of the gradients of an optimizer to ``clip_val`` in size."""
+        self.precision_plugin.unscale_gradients(optimizer)
+        self.precision_plugin.clip_grad_by_value(optimizer, clip_val)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights of a module."""
+        return self.state.state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore the weights of a module."""
+        if type(module).load_state_dict is nn.Module.load_state_dict:
+            self.state.load_state_dict(module, state_dict, strict=strict, source="the checkpoint")
+        else:
+            module.load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer."""
+        return self.state.optimizer_state(optimizer)
+
+    def save_checkpoint(  # type: ignore[override]  # as Lightning's
+        self, path: PathLike, state: State, storage_options: object = None, filter: Filter | None = None
+    ) -> None:
+        """Write a checkpoint; all processes call it.
+
+        Args:
+            path: the file, or the folder where the strategy saves folders.
+            state: names and modules, optimizers, other objects with ``state_dict``, or plain values.
+            storage_options: for ``checkpoint_io``.
+            filter: for a name of ``state``, which of its entries are kept.
+
+        """
+        contents = {}
+        for name, value in state.items():
+            saved: Any = value
+            if isinstance(value, nn.Module):
+                saved = self.get_module_state_dict(value)
+            elif isinstance(value, Optimizer):
+                saved = self.get_optimizer_state(value)
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                saved = value.state_dict()
+            keep = (filter or {}).get(name)
+            contents[name] = saved if keep is None else {key: one for key, one in saved.items() if keep(key, one)}
+        if self._runtime is not None:
+            self.state.write(path, contents, storage_options)
+        elif self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint=contents, path=path, storage_options=storage_options)
+
+    def load_checkpoint(  # type: ignore[override]  # as Lightning's
+        self,
+        path: PathLike,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint into objects, in place; return the remaining entries.
+
+        Args:
+            path: the file or folder.
+            state: names and objects as for ``save_checkpoint``; or a module or an optimizer whose state is the file.
+            strict: raise for names that the checkpoint does not have.
+            weights_only: False also reads Python objects, which can run code: only for files you trust.
+
+        Raises:
+            KeyError: the checkpoint does not have a name.
+
+        """
+        if self._runtime is not None:
+            contents: dict[str, Any] = self.state.read(path, weights_only=weights_only)
+        else:
+            contents = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if not state:
+            return contents
+        if isinstance(state, nn.Module):
+            self.load_module_state_dict(state, contents, strict=strict)
+            return {}
+        if isinstance(state, Optimizer):
+            self.state.load_optimizer_state(state, contents)
+            return {}
+        if strict and (missing := [name for name in state if name not in contents]):
+            raise KeyError(
+                f"{os.fspath(path)} has no {missing[0]!r}. It has {', '.join(map(repr, contents))}. Leave the name out "
+                "of state, or pass strict=False."
+            )
+        for name in [name for name in state if name in contents]:
+            saved, target = contents.pop(name), state[name]
+            if isinstance(target, nn.Module):
+                self.load_module_state_dict(target, saved, strict=strict)
+            elif isinstance(target, Optimizer):
+                self.state.load_optimizer_state(target, saved)
+            elif hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
+                target.load_state_dict(saved)
+            else:
+                state[name] = saved
+        return contents
+
+
+class TrainerMethods(Methods):
+    """Methods of the Trainer's strategies."""
+
+    __slots__ = ()
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which tensors and modules are made on the device and in the precision of the run.
+
+        Args:
+            empty_init: do not initialize parameters, if weights are loaded afterwards.
+
+        """
+        return self.module_init_context(empty_init)
+
+    # Of a strategy that a program drives itself, without a Trainer.
+    _made: tuple[list[Any], list[Any]] = ([], [])
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return self._made[0] if self._trainer is None else super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        if self._trainer is None:
+            self._made = (optimizers, self._made[1])
+        else:
+            self._trainer.optimizers = optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        return self._made[1] if self._trainer is None else super().lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[Any]) -> None:
+        if self._trainer is None:
+            self._made = (self._made[0], configs)
+        else:
+            self._trainer.lr_scheduler_configs[:] = configs
+
+    def model_to_device(self) -> None:
+        """Move the module to the device of this process."""
+        assert self.lightning_module is not None, "call connect(model) first"
+        self.lightning_module.to(self.root_device)
+
+    def setup_optimizers(self, trainer: object) -> None:
+        """Make optimizers and schedulers as the module's ``configure_optimizers`` says."""
+        module = self.lightning_module
+        assert module is not None, "call connect(model) first"
+        parsed = parse(module.configure_optimizers(), f"{type(module).__name__}.configure_optimizers()")
+        self.optimizers, self.lr_scheduler_configs = list(parsed[0]), list(parsed[1])
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which layers are wrapped as they are made: none, for parts are chosen afterwards."""
+        return nullcontext()
+
+    def on_train_start(self) -> None:
+        """Do nothing: for ``super()`` in programs that override it."""
+
+    on_train_end = on_validation_start = on_validation_end = on_test_start = on_test_end = on_train_start
+    on_predict_start = on_predict_end = on_train_start
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Do nothing: for ``super()`` in programs that override it."""
+
+
+def require_fsdp_precision(precision: object) -> None:
+    """Raise TypeError for a precision plugin with which Lightning's ``FSDPStrategy`` does not train."""
+    if precision is not None and not isinstance(precision, FSDPPrecision):
+        name = type(precision).__name__
+        raise TypeError(f"FSDPStrategy(precision={name}()): it trains with FSDPPrecision only. Write precision='...'.")
+
+
+class FullyShardedMethods(Strategy):
+    """Attributes of ``FSDPStrategy`` in the types that Lightning's has."""
+
+    __slots__ = ()
+
+    _given_mixed_precision: Any = None
+    _given_cpu_offload: Any = None
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision: Precision) -> None:
+        require_fsdp_precision(precision)
+        self.set_precision(precision)
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """How parameters are divided."""
+        from torch.distributed.fsdp import ShardingStrategy
+
+        return ShardingStrategy[self.shard_mode]  # type: ignore[attr-defined]
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether parameters are kept on the host."""
+        from torch.distributed.fsdp import CPUOffload
+
+        given = self._given_cpu_offload
+        return CPUOffload(offload_params=self.offloads) if given is None or isinstance(given, bool) else given  # type: ignore[attr-defined]
+
+    @property
+    def mixed_precision_config(self) -> object:
+        """The number formats, as ``mixed_precision=`` or the precision of the run say; None for those of the module."""
+        if self._given_mixed_precision is not None:
+            return self._given_mixed_precision
+        precision: Any = self.precision_plugin
+        return getattr(precision, "mixed_precision_config", None)
+
+    def take_arguments(
+        self, precision: object, mixed_precision: object, cpu_offload: object, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Keep arguments as they were given; return the further ones without those that make no difference here."""
+        require_fsdp_precision(precision)
+        self._given_mixed_precision, self._given_cpu_offload = mixed_precision, cpu_offload
+        self.kwargs: dict[str, Any] = {"use_orig_params": True, **options}
+        if options.get("use_orig_params") is False:
+            rank_zero_warn("FSDPStrategy(use_orig_params=False): parameters stay what they were. Leave it out.")
+            options = {name: value for name, value in options.items() if name != "use_orig_params"}
+        return options
+
+
+def _refuse_storage_options(owner: object, storage_options: object) -> None:
+    if storage_options is not None:
+        raise TypeError(
+            f"{type(owner).__name__}.save_checkpoint(storage_options=...): all processes write the file together, "
+            "without such options. Leave it out."
+        )
+
+
+class FabricShardedMethods(FullyShardedMethods, FabricMethods):
+    """Methods of ``FSDPStrategy`` for Fabric."""
+
+    __slots__ = ()
+
+    @property
+    def precision(self) -> Precision:
+        return self.precision_plugin
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self.precision_plugin = precision
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Scale the gradients of an optimizer so that their norm is at most ``max_norm``; return the norm before.
+
+        Raises:
+            TypeError: the module was not set up.
+
+        """
+        if not _sharded_parts(module):
+            raise TypeError(
+                f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded. Pass the "
+                "module that setup returned."
+            )
+        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+
+    def save_checkpoint(  # type: ignore[override]  # as Lightning's
+        self, path: PathLike, state: State, storage_options: object = None, filter: Filter | None = None
+    ) -> None:
+        """Write a checkpoint with one sharded module; see ``FabricMethods.save_checkpoint``.
+
+        Raises:
+            TypeError: there are ``storage_options``.
+            ValueError: no module of ``state`` is sharded, or several are.
+
+        """
+        _refuse_storage_options(self, storage_options)
+        _require_one_sharded(state)
+        super().save_checkpoint(path, state, None, filter)
+
+    def load_checkpoint(  # type: ignore[override]  # as Lightning's
+        self,
+        path: PathLike,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint into objects, in place; see ``FabricMethods.load_checkpoint``.
+
+        Raises:
+            NotImplementedError: ``state`` is an optimizer.
+            ValueError: ``state`` has not one sharded module, or ``path`` is not a checkpoint for it.
+
+        """
+        if not state:
+            raise ValueError(
+                f"FSDPStrategy.load_checkpoint(state={state!r}): give the objects to load into, for instance "
+                "{'model': model}."
+            )
+        if isinstance(state, Optimizer):
+            raise NotImplementedError("FSDPStrategy.load_checkpoint(state=optimizer): give {'optimizer': optimizer}.")
+        if isinstance(state, nn.Module):
+            if not Path(path).is_file():
+                raise ValueError(f"FSDPStrategy.load_checkpoint({os.fspath(path)!r}): for a module, give one file.")
+        else:
+            _require_one_sharded(state)
+            _require_checkpoint(path)
+        return super().load_checkpoint(path, state, strict, weights_only)
+
+
+def _sharded_parts(module: object) -> list[nn.Module]:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    parts: Iterable[nn.Module] = module.modules() if isinstance(module, nn.Module) else ()
+    return [part for part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))]
+
+
+def _require_one_sharded(state: State) -> None:
+    found = [name for name, value in state.items() if _sharded_parts(value)]
+    if len(found) != 1:
+        what = "no module that is sharded" if not found else f"several sharded modules: {', '.join(found)}"
+        raise ValueError(f"FSDPStrategy: the state of a checkpoint has {what}. Give one module that setup returned.")
+
+
+def _require_checkpoint(path: PathLike) -> None:
+    place = Path(path)
+    if place.is_dir() and not (place / ".metadata").is_file() and not (place / "meta.pt").is_file():
+        raise ValueError(f"{os.fspath(path)!r} is a folder that is not a checkpoint: it has no metadata.")
+
+
+class TrainerFolderMethods(TrainerMethods):
+    """Methods of strategies for the Trainer whose checkpoints all processes write."""
+
+    __slots__ = ()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: object = None) -> None:
+        """Write a checkpoint; see ``Strategy.save_checkpoint``.
+
+        Raises:
+            TypeError: there are ``storage_options``.
+
+        """
+        _refuse_storage_options(self, storage_options)
+        super().save_checkpoint(checkpoint, filepath)
+
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the contents of a checkpoint; see ``Strategy.load_checkpoint``.
+
+        Raises:
+            ValueError: the path is a folder that is not a checkpoint.
+
+        """
+        _require_checkpoint(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+class TrainerShardedMethods(FullyShardedMethods, TrainerFolderMethods):
+    """Methods of ``FSDPStrategy`` for the Trainer."""
+
+    __slots__ = ()
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -1,0 +1,171 @@
+"""``hasten check``: a program up to its first fit, and there a check of model, data and arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hasten.commands.parser import Parser
+from hasten_tools.commands import run
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+    from hasten_tools.preflight.report import CheckReport
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check a program; return the exit code."""
+    parser = make_parser()
+    given, rest = run.parse_program(parser, arguments)
+    run.check_program(parser, given)
+    if given.module is not None:
+        run.find_module(given.module, parser)
+        words = ["-m", given.module, *rest]
+    else:
+        run.read_source(Path(given.program), parser)
+        words = [given.program, *rest]
+    try:
+        if given.json is not None:
+            # Errors come before the check, not after it.
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+        report = check_program(lambda: run.main(words), shown=words[-1 - len(rest)])
+        report.show()
+        if given.json is not None:
+            given.json.write_text(to_json(report), encoding="utf-8")
+            print(given.json)
+    except OSError as error:
+        print(f"hasten check: {error}", file=sys.stderr)
+        return 1
+    return 0 if report.ok else 1
+
+
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
+    parser = Parser(
+        prog="hasten check",
+        description=(
+            "Run a program up to its first Trainer.fit, train on three batches there and evaluate one of each other "
+            "loader, and print what would go wrong and the line to write. Everything after PROGRAM belongs to the "
+            "program. The fit itself does not take place, and nothing is written. The exit code is 1 if there is an "
+            "error."
+        ),
+    )
+    parser.add_options([("--json", "FILE", Path, "also write the rows")])
+    run.add_program(parser)
+    return parser
+
+
+def to_json(report: CheckReport) -> str:
+    """Return a report as JSON."""
+    import json
+    from dataclasses import asdict
+
+    content = {"title": report.title, "ok": report.ok, "rows": [asdict(row) for row in report.rows]}
+    return json.dumps(content, indent=1) + "\n"
+
+
+class _EndOfCheck(SystemExit):
+    """Ends the program when its fit is checked."""
+
+
+def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
+    """Return the check of the first ``Trainer.fit`` that a program calls.
+
+    Args:
+        run_it: runs the program in this process, which it changes for good; returns its exit code.
+        shown: the name of the program, for messages.
+
+    """
+    from hasten.fabric import Fabric
+    from hasten.loops.evaluate import evaluate, predict
+    from hasten.module.datamodule import LightningDataModule
+    from hasten.trainer import Trainer
+    from hasten_tools.preflight.check import alone
+    from hasten_tools.preflight.report import CheckReport, CheckRow, Rows
+    from hasten_tools.preflight.said import innermost, row_of_error
+
+    found: list[CheckReport] = []
+
+    def look(trainer: Trainer, model: Any, *args: Any, **given: Any) -> NoReturn:
+        names = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "weights_only")
+        given = {**dict(zip(names, args, strict=False)), **given}
+        data = (given.get("train_dataloaders"), given.get("val_dataloaders"), given.get("datamodule"))
+        # Not that of a subclass.
+        found.append(Trainer.check(trainer, model, *data))
+        path = given.get("ckpt_path")
+        if path not in (None, "last", "best", "hpc") and "://" not in str(path) and not os.path.exists(str(path)):
+            found[0].rows.append(
+                CheckRow(
+                    "checkpoint", "error", f"fit(ckpt_path={str(path)!r}): there is no such file.", 'ckpt_path="last"'
+                )
+            )
+        raise _EndOfCheck(0)
+
+    evaluated: list[str] = []
+
+    def first_batch_of(name: str, argument: str) -> Callable[..., Any]:
+        """Return what a program that evaluates before it trains calls instead: one batch of each loader."""
+
+        def call(trainer: Trainer, model: Any = None, data: Any = None, *_: Any, **given: Any) -> Any:
+            data = given.get(argument, data)
+            datamodule = given.get("datamodule")
+            if isinstance(data, LightningDataModule):
+                data, datamodule = None, data
+            evaluated.append(name)
+
+            def body(run: Run) -> Any:
+                with run.data.of(name)[0].limited_to(1):
+                    if name == "predict":
+                        return predict(run, return_predictions=True)
+                    return evaluate(run, run.data.of(name)[0])
+
+            stage: Any = name
+            return alone(trainer, Rows()).prepared_run(stage, model, {name: data}, datamodule, body)
+
+        return call
+
+    def keeps_own_loop(*_: Any, **__: Any) -> NoReturn:
+        why = "the program keeps its own loop (Fabric), and a check follows Trainer.fit"
+        found.append(CheckReport([CheckRow("program", "not checked", why)], f"Check of {shown}"))
+        raise _EndOfCheck(0)
+
+    setattr(Trainer, "fit", functools.wraps(Trainer.fit)(look))  # noqa: B010
+    for name in ("validate", "test", "predict"):
+        original = getattr(Trainer, name)
+        setattr(Trainer, name, functools.wraps(original)(first_batch_of(name, "dataloaders")))
+    # From launch on the program runs in several processes.
+    for name in ("launch", "setup", "setup_module"):
+        setattr(Fabric, name, keeps_own_loop)
+    errors: list[BaseException] = []
+    # ``hasten run`` shows errors through it.
+    sys.excepthook = lambda kind, error, trace: errors.append(error)
+    code: int | None = None
+    try:
+        code = run_it()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            errors.append(error)
+    finally:
+        sys.excepthook = sys.__excepthook__
+    if not found and errors:
+        if isinstance(errors[0], KeyboardInterrupt):
+            raise KeyboardInterrupt
+        row = row_of_error(errors[0], "program")
+        place = row.place or innermost(errors[0])
+        seen = f"The program ends before Trainer.fit: {row.seen}"
+        found.append(
+            CheckReport([dataclasses.replace(row, name="program", seen=seen, place=place)], f"Check of {shown}")
+        )
+    elif not found and evaluated:
+        why = f"the program calls Trainer.{evaluated[0]} and never Trainer.fit, which a check looks at"
+        found.append(CheckReport([CheckRow("program", "not checked", why)], f"Check of {shown}"))
+    if not found:
+        seen = f"The program ended with code {code} and did not call Trainer.fit."
+        found.append(CheckReport([CheckRow("program", "error", seen)], f"Check of {shown}"))
+    return found[0]

@@ -1,0 +1,88 @@
+"""``hasten plan``: what a program needs on many devices, without using any."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+
+from hasten.commands.parser import Option, Parser, positive, whole
+from hasten_tools.commands import run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan a program; return the exit code."""
+    parser = make_parser()
+    given, rest = run.parse_program(parser, arguments)
+    run.check_program(parser, given)
+    if given.module is not None:
+        run.find_module(given.module, parser)
+        words = ["-m", given.module, *rest]
+    else:
+        run.read_source(Path(given.program), parser)
+        words = [given.program, *rest]
+
+    from hasten_tools.plan.planner import PlanError
+    from hasten_tools.plan.program import Question, plan_program
+
+    question = Question(
+        devices=given.devices, nodes=given.nodes, strategy=given.strategy, tensor_parallel=given.tp,
+        precision=given.precision, memory=given.memory, accelerator=given.accelerator, budget_seconds=given.budget,
+    )  # fmt: skip
+    try:
+        if given.json is not None:
+            # Errors come before the planning, not after it.
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+        found = plan_program(question, lambda: run.main(words))
+        print(found.table())
+        if given.json is not None:
+            given.json.write_text(found.to_json() + "\n", encoding="utf-8")
+            print(given.json)
+    except (PlanError, ValueError, TypeError, OSError) as error:
+        print(f"hasten plan: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _size(text: str) -> int:
+    from hasten_tools.plan.report import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+_OPTIONS: list[Option] = [
+    ("--devices", "N", whole(1), "the number of devices in all; default: 8"),
+    ("--nodes", "N", whole(1), "the number of machines; default: machines of 8 devices"),
+    ("--strategy", "NAME", str, "as for Trainer(strategy=...); default: that of the program"),
+    (
+        "--tp",
+        "N",
+        whole(1),
+        "split layers over N processes, by ModelParallelStrategy(tensor_parallel_size=N, plan='auto')",
+    ),
+    ("--precision", "NAME", str, "as for Trainer(precision=...); default: that of the program"),
+    ("--memory", "SIZE", _size, "of a device, such as 80GB: says whether it fits, and which change would make it fit"),
+    ("--accelerator", "", ("gpu", "cpu"), "the devices to plan for; default: gpu"),
+    ("--budget", "S", positive, "seconds for planning changes; none is begun after them; default: 45"),
+    ("--json", "FILE", Path, "write everything found"),
+]
+
+
+def make_parser() -> Parser:
+    """Return what reads the arguments of this command."""
+    parser = Parser(
+        prog="hasten plan",
+        description=(
+            "Print what a program would hold and send on each of many devices: its Trainer.fit runs to its second step "
+            "on tensors without data, as the first process of a group that does not exist. The first batch of its "
+            "training data is read. Everything after PROGRAM belongs to the program."
+        ),
+    )
+    parser.add_options(_OPTIONS)
+    parser.set_defaults(devices=8, accelerator="gpu", budget=45.0)
+    run.add_program(parser)
+    return parser

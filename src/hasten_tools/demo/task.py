@@ -1,0 +1,244 @@
+"""What a task of the demo provides: data, model and loss; and the rows of its ladder."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
+
+from hasten_tools.speed.levers import LEVERS
+from hasten_tools.speed.safety import Safety
+
+Batch = Mapping[str, Tensor]
+Say = Callable[[str], None]
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message says why and what to do. The command prints it without a traceback."""
+
+
+@dataclass(frozen=True)
+class RowVariant:
+    """What a row trains: the arguments of its Trainer, and what is changed in the model or the data.
+
+    Args:
+        trainer: arguments of ``hasten.Trainer``; None trains with the hand-written loop.
+        attention_dropout: keep the dropout inside attention.
+        frozen: train only the upper half of the blocks and the head.
+        max_length: maximum number of tokens of a sample; None for the task's own.
+
+    """
+
+    trainer: Mapping[str, Any] | None = None
+    attention_dropout: bool = True
+    frozen: bool = False
+    max_length: int | None = None
+
+    def argument(self, name: str) -> Any:
+        """Return an argument of the Trainer, None where it is not given."""
+        return (self.trainer or {}).get(name)
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether steps are recorded as CUDA graphs."""
+        return isinstance(self.argument("compile"), dict)
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """One row of a ladder.
+
+    Args:
+        name: for the table.
+        line: the line of code that makes the difference.
+        arguments: of the Trainer, added to those of the rows above that paid.
+        changes: to the other fields of the :class:`RowVariant`.
+        safety: what the row may change at most.
+        alone: the row takes nothing from the rows above and passes nothing on.
+
+    """
+
+    name: str
+    line: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    safety: Safety = Safety.SAME_BITS
+    alone: bool = False
+
+    @property
+    def same_maths(self) -> bool:
+        """Whether the same model is trained as in the plain loop, up to rounding, random draws and batches."""
+        return self.safety != Safety.OTHER_MATHS
+
+    def on(self, above: RowVariant) -> RowVariant:
+        """Return what is trained in this row on top of ``above``.
+
+        Packed rows turn CUDA graphs off: each batch has another number of tokens, and so would need its own graph.
+        """
+        trainer = {} if self.alone else dict(above.trainer or {})
+        if "packed" in self.arguments and above.records_graphs:
+            trainer["compile"] = True
+        return replace(above, trainer=trainer | dict(self.arguments), **self.changes)
+
+
+LEVER_ROWS: dict[str, dict[str, Any]] = {
+    "data in memory": {"resident": True},
+    "fused AdamW": {"fused_optimizer": True},
+    "pages kept": {"allocator": "keep"},
+    "TF32": {"matmul_precision": "high"},
+    "batches by length": {"batching": "length"},
+    "packed": {"packed": True},
+    "packed attention": {"packed": True},
+    "last block for one token": {"packed": "first_token"},
+    "cheap dropout masks": {"dropout": "fast"},
+    "bf16": {"precision": "bf16-mixed"},
+    "compiled": {"compile": True},
+    "CUDA graphs": {"compile": {"mode": "reduce-overhead"}},
+    "hasten's own choice": {"speed": "auto"},
+}
+
+
+def first_rows(epochs: int) -> list[LadderRow]:
+    """Return the two rows that every ladder begins with."""
+    return [
+        LadderRow("plain PyTorch loop", "loss.backward(); optimizer.step()"),
+        LadderRow("the same in hasten", f"L.Trainer(max_epochs={epochs}).fit(module, loader)"),
+    ]
+
+
+def lever_rows(*names: str, draws: bool = True) -> list[LadderRow]:
+    """Return rows of ``LEVER_ROWS``, of which each adds an argument of the Trainer.
+
+    Args:
+        names: of the rows.
+        draws: whether the model draws random numbers in a step, as dropout does.
+
+    Example::
+
+        >>> [row.line for row in lever_rows("fused AdamW", "pages kept")]
+        ['L.Trainer(fused_optimizer=True)', 'L.Trainer(allocator="keep")']
+
+    """
+    rows, facts = [], {"step_draws": draws, "samples_draw": False}
+    for name in names:
+        arguments = LEVER_ROWS[name]
+        levers = [lever for lever in LEVERS if arguments.items() <= lever.arguments.items()]
+        safety = max((lever.safety_in(facts) for lever in levers), default=Safety.ROUNDING)
+        line = f"L.Trainer({code_of(arguments)})"
+        rows.append(LadderRow(name, line, arguments, safety=safety, alone="speed" in arguments))
+    return rows
+
+
+def code_of(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as code, such as ``packed=True, allocator="keep"``."""
+    return ", ".join(
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}" for name, value in arguments.items()
+    )
+
+
+class Settings(TypedDict, total=False):
+    """What every task can be given; the defaults are attributes of its class."""
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    # Of the initial weights and the order.
+    seed: int
+    device: torch.device
+
+
+class Task(ABC):
+    """A real training job that can be run in several variants.
+
+    Two runs of the same variant do the same work: the same initial weights, the same batches in the same order.
+    A task can be pickled: each row is trained in its own process.
+    """
+
+    name: ClassVar[str]
+    # What every row imports.
+    imports: ClassVar[tuple[str, ...]] = ()
+    title: str
+    rows: list[LadderRow]
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    # Seconds in which the first row is to be trained in full, on fewer samples where necessary; None: on all of them.
+    full_seconds: float | None = None
+
+    def __init__(self, settings: Settings) -> None:
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def model(self, variant: RowVariant) -> nn.Module:
+        """Return a fresh model on the CPU, with the same weights in each call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.build(variant)
+
+    @abstractmethod
+    def build(self, variant: RowVariant) -> nn.Module:
+        """Return a model with weights drawn from torch's generator, or read from a file."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch, 0-d."""
+
+    @abstractmethod
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return scores, shape ``(batch, classes)``."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of the model's parameters, as a user writes it."""
+        return AdamW(model.parameters(), lr=self.learning_rate)
+
+    @abstractmethod
+    def users_loader(self, variant: RowVariant) -> DataLoader[Any]:
+        """Return the training loader as a user writes it; each call draws the same order.
+
+        It gives mappings of tensors with the key ``"labels"``.
+        """
+
+    @abstractmethod
+    def held_out(self) -> dict[str, DataLoader[Any]]:
+        """Return loaders of the samples held out: "test", and "validation" where a task has such samples."""
+
+    @abstractmethod
+    def lengths(self, variant: RowVariant) -> Sequence[int]:
+        """Return the tokens of each training sample, without padding."""
+
+    @abstractmethod
+    def single(self, sample: int) -> Batch:
+        """Return a batch of one training sample, without padding."""
+
+    def steps(self, variant: RowVariant) -> int:
+        """Return the optimizer steps of the whole training."""
+        return self.epochs * -(-len(self.lengths(variant)) // self.batch_size)
+
+    def with_seed(self, seed: int) -> Task:
+        """Return the same task with other initial weights and another order; the split of the data stays."""
+        other = copy.copy(self)
+        other.seed = seed
+        return other
+
+    def shorten(self, samples: int) -> None:
+        """Train on so many of the samples only. A task with ``full_seconds`` defines it."""
+        raise TypeError(f"The {self.name} task is trained on all of its samples.")
+
+
+def shuffled(count: int, seed: int = 0) -> Tensor:
+    """Return the numbers below ``count`` in an order that stays, int64, shape ``(count,)``."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 epoch", "2 epochs"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -1,0 +1,259 @@
+"""What a run of a program has: found out by preparing its first fit, without training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.data.combined import CombinedLoader, is_collection
+from hasten.extend.origin import comes_from
+from hasten.module import LightningModule
+from hasten.module.datamodule import LightningDataModule
+from hasten.optim.fast_step import needs_closure
+from hasten_tools.eject.source import EjectError
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+    from hasten.trainer import Trainer
+
+# The arguments under which a fit is prepared on any machine, and nothing is written or shown.
+QUIETLY: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "precision": None,
+    "plugins": None,
+    "sync_batchnorm": False,
+    "logger": False,
+    "callbacks": [],
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "profiler": None,
+    "max_time": None,
+    "speed": None,
+    "compile": None,
+    "batching": None,
+    "packed": False,
+    "num_workers": None,
+    "resident": False,
+    "matmul_precision": None,
+    "fused_optimizer": None,
+    "batch_size": None,
+    "micro_batch": None,
+    "memory": None,
+    "dropout": None,
+    "allocator": None,
+}
+
+
+@dataclass
+class Facts:
+    """What the first fit of a program has.
+
+    Args:
+        arguments: those of its Trainer that were given, with their values.
+        trained: the module's class.
+        automatic: whether the loop steps the optimizer.
+        closure: whether the optimizer's step computes the loss itself.
+        configure: lines that call ``configure_optimizers`` and take its value apart.
+        optimizers: the names of the optimizers in these lines.
+        schedulers: name, interval, frequency, and monitored value or None of each scheduler.
+        rate_names: what LearningRateMonitor calls the learning rate of each optimizer.
+        all_parameters: whether the optimizer has exactly the parameters of the module, in their order.
+        length: batches of the training loader, or None.
+        validates: whether there is validation data and a step for it.
+        data_from: "call", "datamodule" or "model".
+        generator: whether the training loader has a random generator of its own.
+        datamodule: the class of the datamodule.
+        processes: that train together.
+        logger: the class of the first logger, "" without one.
+        defaults: of the arguments of the Trainer.
+        root: the folder for files without another one.
+        grad_enabled: whether gradients are on where ``fit`` is called.
+        made_at: the line of the program that makes the Trainer; 0 if it is not known.
+        verbs_before: "validate", "test" and "predict" if they are called before.
+
+    """
+
+    arguments: dict[str, Any]
+    trained: type
+    automatic: bool = True
+    closure: bool = False
+    configure: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)
+    schedulers: list[tuple[str, str, int, str | None]] = field(default_factory=list)
+    rate_names: list[str] = field(default_factory=list)
+    all_parameters: bool = True
+    length: float | None = None
+    validates: bool = False
+    data_from: str = "call"
+    generator: bool = False
+    datamodule: type | None = None
+    grad_enabled: bool = True
+    processes: int = 1
+    logger: str = ""
+    root: str = "."
+    made_at: int = 0
+    verbs_before: list[str] = field(default_factory=list)
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+def given_arguments(trainer: Trainer) -> dict[str, Any]:
+    """Return the arguments of a Trainer that differ from the defaults."""
+    defaults = _argument_defaults(trainer)
+    given = trainer.given_arguments
+    return {name: value for name, value in given.items() if not _same(value, defaults.get(name))}
+
+
+def _argument_defaults(trainer: Trainer) -> dict[str, Any]:
+    parameters = inspect.signature(_trainer_class(trainer).__init__).parameters
+    return {name: one.default for name, one in parameters.items()}
+
+
+def _trainer_class(trainer: Trainer) -> Any:
+    return next(kind for kind in type(trainer).__mro__ if comes_from(kind, "hasten.trainer"))
+
+
+def _same(value: object, default: object) -> bool:
+    return type(value) is type(default) and value == default
+
+
+def gather(
+    trainer: Trainer,
+    model: Any,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    datamodule: Any = None,
+    **_: object,
+) -> Facts:
+    """Prepare a fit as ``Trainer.fit`` does, and return what it has; nothing is trained, and all is as before."""
+    if isinstance(train_dataloaders, LightningDataModule):
+        datamodule, train_dataloaders = train_dataloaders, None
+    if not isinstance(model, LightningModule):
+        raise EjectError(f"the model is a {type(model).__name__}, not a LightningModule.")
+    facts = Facts(given_arguments(trainer), type(model), grad_enabled=torch.is_grad_enabled())
+    facts.processes, facts.defaults = trainer.world_size, _argument_defaults(trainer)
+    facts.logger = type(trainer.logger).__name__ if trainer.logger is not None else ""
+    facts.root = str(facts.arguments.get("default_root_dir") or ".")
+    for what, given in (("training", train_dataloaders), ("validation", val_dataloaders)):
+        several = isinstance(given, (CombinedLoader, Mapping)) or is_collection(given)
+        if several and not (what == "validation" and isinstance(given, (list, tuple)) and len(given) < 2):
+            raise EjectError(
+                f"there are several {what} loaders, and the ejected loop reads one. Join them in a Dataset."
+            )
+
+    def look(run: Run) -> None:
+        _look_at_optimizers(facts, run)
+        _look_at_data(facts, run, train_dataloaders, datamodule)
+
+    probe = trainer.with_arguments(**QUIETLY)
+    data = {"train": train_dataloaders, "validate": val_dataloaders}
+    probe.prepared_run("fit", model, data, datamodule, look)
+    return facts
+
+
+def _look_at_optimizers(facts: Facts, run: Run) -> None:
+    module = run.module
+    facts.automatic = module.automatic_optimization
+    facts.configure, facts.optimizers, names = _taken_apart(module.configure_optimizers(), type(module).__name__)
+    for name, config in zip(names, run.schedulers, strict=True):
+        monitor = config.monitor if config.reduce_on_plateau else None
+        facts.schedulers.append((name, config.interval, config.frequency, monitor))
+    facts.rate_names = _rate_names(run)
+    if not run.optimizers:
+        raise EjectError(f"{type(module).__name__}.configure_optimizers() returned None: nothing is trained.")
+    facts.closure = facts.automatic and needs_closure(run.optimizers[0])
+    held = [p for group in run.optimizers[0].param_groups for p in group["params"]]
+    own = list(module.parameters())
+    facts.all_parameters = len(held) == len(own) and all(a is b for a, b in zip(held, own, strict=True))
+
+
+def _rate_names(run: Run) -> list[str]:
+    """Return what LearningRateMonitor calls the learning rates."""
+    given = {id(one.scheduler.optimizer): one.name for one in run.schedulers if one.name is not None}
+    unnamed = [f"lr-{type(one).__name__}" for one in run.optimizers if id(one) not in given]
+    names: list[str] = []
+    for one in run.optimizers:
+        kind = f"lr-{type(one).__name__}"
+        before = sum(id(other) not in given and f"lr-{type(other).__name__}" == kind
+                     for other in run.optimizers[: len(names)])  # fmt: skip
+        numbered = f"{kind}-{before}" if before and unnamed.count(kind) > 1 else kind
+        names.append(given.get(id(one)) or numbered)
+    return names
+
+
+def _look_at_data(facts: Facts, run: Run, given: object, datamodule: object) -> None:
+    facts.validates = not run.data.validation.is_off()
+    if facts.validates and len(run.data.validation.load()) > 1:
+        raise EjectError(
+            "there are several validation loaders, and the ejected loop reads one. Join them in a Dataset."
+        )
+    if given is None:
+        facts.data_from = "model" if datamodule is None else "datamodule"
+        facts.datamodule = None if datamodule is None else type(datamodule)
+    loader = run.data.train.loaders[0]
+    try:
+        facts.length = None if isinstance(getattr(loader, "dataset", None), IterableDataset) else len(loader)
+    except TypeError:
+        facts.length = None
+    if isinstance(loader, DataLoader):
+        facts.generator = loader.generator is not None
+
+
+def _taken_apart(configured: Any, owner: str) -> tuple[list[str], list[str], list[str]]:
+    """Return lines that take what ``configure_optimizers`` returns apart, and the names in it."""
+    call = "model.configure_optimizers()"
+    if isinstance(configured, Mapping):
+        lines = [f"configured = {call}", 'optimizer = configured["optimizer"]']
+        if (inner := configured.get("lr_scheduler")) is None:
+            return lines, ["optimizer"], []
+        what = 'configured["lr_scheduler"]' + ('["scheduler"]' if isinstance(inner, Mapping) else "")
+        return [*lines, f"scheduler = {what}"], ["optimizer"], ["scheduler"]
+    if not isinstance(configured, (list, tuple)):
+        return [f"optimizer = {call}"], ["optimizer"], []
+    items = list(configured)
+    if len(items) == 2 and all(isinstance(one, (list, tuple)) for one in items):
+        optimizers, schedulers = _names("optimizer", items[0]), _names("scheduler", items[1])
+        lines = [f"{_unpacked(optimizers)}, {_unpacked(schedulers)} = {call}"]
+        for name, one in zip(schedulers, items[1], strict=True):
+            lines += [f'{name} = {name}["scheduler"]'] if isinstance(one, Mapping) else []
+        return lines, optimizers, schedulers
+    if items and not any(isinstance(one, (Mapping, list, tuple)) for one in items):
+        names = _names("optimizer", items)
+        return [f"{_unpacked(names, bare=len(names) > 1)} = {call}"], names, []
+    if len(items) == 1 and isinstance(items[0], Mapping):
+        lines, optimizers, schedulers = _taken_apart(items[0], owner)
+        return [f"(configured,) = {call}", *lines[1:]], optimizers, schedulers
+    if items and all(isinstance(one, Mapping) for one in items):
+        return _dicts_taken_apart(items, call)
+    raise EjectError(f"{owner}.configure_optimizers() returns a form that eject does not know. Return a dict.")
+
+
+def _dicts_taken_apart(items: list[Any], call: str) -> tuple[list[str], list[str], list[str]]:
+    optimizers, schedulers = _names("optimizer", items), []
+    lines = [f"configured = {call}"]
+    for index, (name, one) in enumerate(zip(optimizers, items, strict=True)):
+        lines.append(f'{name} = configured[{index}]["optimizer"]')
+        if (inner := one.get("lr_scheduler")) is not None:
+            schedulers.append(f"scheduler_{index}")
+            what = f'configured[{index}]["lr_scheduler"]' + ('["scheduler"]' if isinstance(inner, Mapping) else "")
+            lines.append(f"scheduler_{index} = {what}")
+    return lines, optimizers, schedulers
+
+
+def _names(what: str, items: Any) -> list[str]:
+    return [what] if len(items) == 1 else [f"{what}_{index}" for index in range(len(items))]
+
+
+def _unpacked(names: list[str], *, bare: bool = False) -> str:
+    text = ", ".join(names)
+    if bare:
+        return text
+    return f"({text},)" if len(names) == 1 else f"({text})"

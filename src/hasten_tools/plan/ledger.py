@@ -1,0 +1,273 @@
+"""A count of the memory that tensors hold and of what a process sends, of real tensors or of tensors without data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What holds memory. The first four stay between two steps, gradients only where they are kept.
+WEIGHTS, BUFFERS, GRADIENTS, OPTIMIZER = "weights", "buffers", "gradients", "optimizer states"
+BATCH, GATHERED, EXCHANGE = "batch", "gathered weights", "buffers of exchanges"
+ACTIVATIONS, TEMPORARY = "activations", "temporary"
+CATEGORIES = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, GATHERED, EXCHANGE, BATCH, ACTIVATIONS, TEMPORARY)
+
+# The categories of a new peak are found again when it has grown by this share.
+_GROWTH = 1.005
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process has; unlike ``to_local`` it is no operation."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+@dataclass
+class Sent:
+    """The collectives of one kind in one step, of one process.
+
+    Args:
+        calls: how many.
+        payload_bytes: of the whole tensors: all parts of an all-gather, the input of a reduce-scatter, the tensor of
+            an all-reduce or a broadcast.
+        ring_bytes: what this process sends in a ring: (n - 1) / n of the payload for all-gather and reduce-scatter,
+            twice that for all-reduce.
+
+    """
+
+    calls: int = 0
+    payload_bytes: int = 0
+    ring_bytes: int = 0
+
+    def add(self, payload: int, size: int, rounds: int) -> None:
+        """Add one call with ``payload`` bytes over ``size`` processes."""
+        self.calls += 1
+        self.payload_bytes += payload
+        self.ring_bytes += rounds * payload * (size - 1) // max(size, 1)
+
+
+@dataclass
+class Peak:
+    """The most memory held at once, in bytes, and by what."""
+
+    total: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the memory of tensors and the bytes of collectives while it is entered.
+
+    A tensor counts from the operation that makes it until nothing refers to its memory. It costs a few microseconds an
+    operation, and works alike on real tensors and on tensors without data.
+
+    Example::
+
+        >>> with Ledger() as ledger:
+        ...     kept = torch.zeros(100)
+        ...     twice = kept + kept
+        ...     del twice
+        >>> ledger.live, ledger.peak.total
+        (400, 800)
+
+    Source of the method: `PyTorch, TorchDispatchMode and FakeTensor
+    <https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html>`_.
+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ACTIVATIONS
+        self.is_backward = False
+        self.live = 0
+        self.peak = Peak()
+        self.sent: dict[str, Sent] = {}
+        # Returns what is known to be weights, gradients, ...
+        self.owners: Callable[[], Mapping[str, Iterable[Tensor]]] = dict
+        # By the address of the storage: its bytes, its category by when it was made, and what tells its end.
+        self._sizes: dict[int, int] = {}
+        self._kinds: dict[int, str] = {}
+        self._ends: dict[int, weakref.ref[Any]] = {}
+        self._next_snapshot = 0.0
+        self._resize: Any = None
+
+    # -- beginning and end
+
+    def __enter__(self) -> Ledger:
+        self._resize = torch.UntypedStorage.resize_
+        ledger, resize = self, self._resize
+
+        def resize_(storage: Any, size: int) -> Any:
+            # fully_shard frees and allocates gathered weights in this way, which is no operation.
+            result = resize(storage, size)
+            ledger._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def restart(self) -> None:
+        """Forget peak and collectives; what is held stays known."""
+        self.peak, self.sent, self._next_snapshot = Peak(), {}, 0.0
+        self._new_peak()
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Return a context in which new tensors count as ``phase``."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    # -- tensors
+
+    def see(self, tensor: Tensor, kind: str | None = None) -> None:
+        """Count a tensor that exists already; ``kind`` is its category."""
+        try:
+            storage = held(tensor).untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # Sparse tensors and others without one storage: their parts are seen.
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._kinds[key] = kind or self.phase
+            self._ends[key] = weakref.ref(storage, lambda _: self._end(key))
+            self._set(key, storage.nbytes())
+        elif kind is not None:
+            self._kinds[key] = kind
+
+    def _set(self, key: int, size: int) -> None:
+        self.live += size - self._sizes[key]
+        self._sizes[key] = size
+        if self.live > self.peak.total:
+            self._new_peak()
+
+    def _end(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+        self._kinds.pop(key, None)
+        self._ends.pop(key, None)
+
+    def _resized(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            if self._sizes[key] == 0:
+                self._kinds[key] = GATHERED
+            self._set(key, storage.nbytes())
+
+    def _new_peak(self) -> None:
+        self.peak.total = self.live
+        if self.live > self._next_snapshot:
+            self._next_snapshot = self.live * _GROWTH
+            self.peak.parts = self.parts()
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes held now, by category."""
+        known: dict[int, str] = {}
+        for kind, tensors in self.owners().items():
+            for tensor in tensors:
+                known[held(tensor).untyped_storage()._cdata] = kind
+        found: dict[str, int] = {}
+        for key, size in self._sizes.items():
+            kind = known.get(key) or self._kinds[key]
+            found[kind] = found.get(kind, 0) + size
+        return {kind: found[kind] for kind in CATEGORIES if found.get(kind)}
+
+    # -- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(getattr(kind, "__name__", "") in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            # Seen again as operations of this process's parts.
+            return NotImplemented
+        if func is torch.ops.aten._local_scalar_dense.default and self.is_backward and args[0].dtype == torch.int32:
+            # DistributedDataParallel asks which parameters no process has used. Those keep the gradients they have, and
+            # here the ones that are used have theirs.
+            return 0
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.see(result)
+        elif result is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.see(leaf)
+        if "c10d" in func.namespace or func.namespace == "_dtensor":
+            self._exchange(func, args, result)
+        return result
+
+    def _exchange(self, func: Any, args: Any, result: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        kind = _KINDS.get(name)
+        if kind is None:
+            return
+        what, side, rounds = kind
+        tensors = [leaf for leaf in tree_leaves(result if side == "result" else args[side]) if isinstance(leaf, Tensor)]
+        if what == "all-gather":
+            for tensor in tensors:
+                self.see(tensor, GATHERED)
+        payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.sent.setdefault(what, Sent()).add(payload, _size(args), rounds)
+
+
+# By the name of the operation: kind, where its whole tensors are, and how often the payload goes around the ring.
+_KINDS: dict[str, tuple[str, Any, int]] = {
+    "allreduce_": ("all-reduce", 0, 2),
+    "allreduce_coalesced_": ("all-reduce", 0, 2),
+    "all_reduce": ("all-reduce", 0, 2),
+    "all_reduce_": ("all-reduce", 0, 2),
+    "all_reduce_coalesced": ("all-reduce", 0, 2),
+    "all_reduce_coalesced_": ("all-reduce", 0, 2),
+    "_allgather_base_": ("all-gather", 0, 1),
+    "allgather_": ("all-gather", 0, 1),
+    "allgather_coalesced_": ("all-gather", 0, 1),
+    "allgather_into_tensor_coalesced_": ("all-gather", 0, 1),
+    "all_gather_into_tensor": ("all-gather", "result", 1),
+    "all_gather_into_tensor_out": ("all-gather", "result", 1),
+    "all_gather_into_tensor_coalesced": ("all-gather", "result", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1, 1),
+    "reduce_scatter_": ("reduce-scatter", 1, 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1, 1),
+    "reduce_scatter_tensor": ("reduce-scatter", 0, 1),
+    "reduce_scatter_tensor_out": ("reduce-scatter", 0, 1),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", 0, 1),
+    "broadcast_": ("broadcast", 0, 1),
+    "broadcast": ("broadcast", 0, 1),
+    "alltoall_": ("all-to-all", 1, 1),
+    "alltoall_base_": ("all-to-all", 1, 1),
+    "all_to_all_single": ("all-to-all", 0, 1),
+    "shard_dim_alltoall": ("all-to-all", 0, 1),
+    "reduce_": ("reduce", 0, 1),
+    "gather_": ("gather", 1, 1),
+    "scatter_": ("scatter", 0, 1),
+    "send": ("send", 0, 1),
+}
+
+
+def _size(args: Any) -> int:
+    """Return the number of processes of a collective."""
+    from torch.distributed import ProcessGroup, distributed_c10d
+
+    own: Any = distributed_c10d
+
+    for value in reversed(args):
+        if isinstance(value, str):
+            try:
+                return int(own._resolve_process_group(value).size())
+            except (RuntimeError, KeyError):
+                continue  # The name of an operation, such as "sum".
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return int(ProcessGroup.unbox(value).size())
+            except (RuntimeError, TypeError):
+                continue
+    return torch.distributed.get_world_size()

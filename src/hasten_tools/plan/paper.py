@@ -1,0 +1,371 @@
+"""Simulate one rank of a large job with a fake process group and fake tensors.
+
+It is entered in a process that does nothing else afterwards: functions of torch are replaced and stay so. What it
+relies on of torch is private: the backend "fake" and ``FakeStore`` of ``torch.testing._internal.distributed.fake_pg``,
+``FakeTensorMode``, and the shapes of collectives in ``torch.distributed._tools.fake_collectives``. All are in the
+package that users install.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hasten._lib.tree import is_sharded, map_tensors
+from hasten.logged_value import is_metric
+from hasten.machine import collectives, same_program
+from hasten.machine.cluster import ClusterEnvironment
+from hasten.strategies.base import Strategy
+from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.sharded import ShardedStrategy
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from hasten.types import Batch
+
+
+class PaperCluster(ClusterEnvironment):
+    """A cluster of which this process is the first, and the others do not exist.
+
+    Args:
+        size: the number of processes.
+
+    """
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = 0
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: nothing runs in it unless it is passed."""
+        return False
+
+    def world_size(self) -> int:
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return 0
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def join(size: int) -> None:
+    """Make this process the first of ``size``, in a group whose collectives return at once."""
+    import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - registers the shapes of collectives
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    collectives.leave()
+    for name in ("require_same", "require_same_module"):
+        # Nobody answers.
+        setattr(same_program, name, lambda *_: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+
+
+def load() -> None:
+    """Import what a plan needs of torch, once for all copies of this process."""
+    import torch._dynamo.eval_frame
+    import torch._subclasses.fake_tensor
+    import torch.distributed._tools.fake_collectives
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+    import torch.fx.experimental.symbolic_shapes
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which operations compute shapes only."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Compute as usual within the block: the program reads its data."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace parameters and buffers of ``module`` by some of the same shape that have no data, in place.
+
+    Args:
+        module: the user's module. What is on the meta device stays there.
+        mode: what ``fake_mode`` returned.
+
+    Raises:
+        ValueError: a parameter has no shape yet, or is of a class of its own.
+
+    """
+    made: dict[int, Tensor] = {}
+
+    def replacement(name: str, tensor: Tensor) -> Tensor:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r}, of a lazy layer, has no shape yet. Write the layer with its input size, or run a batch "
+                "through the module before."
+            )
+        if is_sharded(tensor):
+            return tensor  # Divided in configure_model(), where it had no data.
+        if id(tensor) in made or type(tensor).__name__ == "FakeTensor" or getattr(tensor, "fake_mode", None):
+            return made.get(id(tensor), tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if type(tensor.data) is not Tensor:
+            raise ValueError(f"{name!r} is a {type(tensor).__name__}, which cannot be planned without data.")
+        device = "meta" if tensor.is_meta else "cpu"
+        with mode:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            new: Tensor = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        vars(new).update(vars(tensor))
+        made[id(tensor)] = new
+        return new
+
+    for prefix, part in module.named_modules():
+        for group in (part._parameters, part._buffers):
+            for name, tensor in group.items():
+                if tensor is not None:
+                    group[name] = replacement(f"{prefix}.{name}" if prefix else name, tensor)
+
+
+def leave_out_metrics(module: nn.Module) -> None:
+    """Have the metrics of torchmetrics in ``module`` do nothing: they read values, and no gradient flows from them."""
+    for part in module.modules():
+        if is_metric(part):
+            own: Any = part
+            own.forward = own.compute = lambda *_, **__: torch.zeros(())
+            own.update = lambda *_, **__: None
+
+
+def batch_without_data(batch: Batch, mode: FakeTensorMode, *, parts: int = 1) -> Batch:
+    """Return a batch of the same shapes without data.
+
+    Args:
+        batch: what the loader returned.
+        mode: what ``fake_mode`` returned.
+        parts: keep this part of its samples: 2 for half of them.
+
+    Raises:
+        ValueError: the batch has fewer samples.
+
+    """
+    sizes = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
+    samples = sizes[0] if sizes else 0
+
+    def convert(tensor: Tensor) -> Tensor:
+        if parts > 1 and tensor.dim() and tensor.shape[0] == samples:
+            tensor = tensor[: samples // parts]
+        converted: Tensor = mode.from_tensor(tensor)
+        return converted
+
+    if parts > 1 and samples < parts:
+        raise ValueError(f"a batch of {samples} samples has no {parts} parts.")
+    return map_tensors(convert, batch)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
+    return found
+
+
+def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
+    """Have a strategy work in a process whose group does not exist.
+
+    Args:
+        strategy: attached to the devices of the plan; changed in place.
+        on_gpu: step optimizers as torch does on GPUs.
+
+    Raises:
+        ValueError: the strategy cannot be planned.
+
+    """
+    strategy.simulate_one_process()
+    if isinstance(strategy, ShardedStrategy):
+        _cut_own_chunk_only()
+    if isinstance(strategy, DDPStrategy):
+        _all_reduce_bucket.__annotations__.clear()
+        _sort_buckets(strategy.exchange_with(_all_reduce_bucket) or _BUCKET_MB)
+        _keep_buckets()
+    if on_gpu:
+        _step_as_on_gpus()
+        _attend_as_on_gpus()
+    _convert_without_data()
+    _read_meshes()
+
+
+def _keep_buckets() -> None:
+    """Have DDP keep the buckets of its constructor: to sort them by the first backward it reads a tensor."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    make = DistributedDataParallel.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        make(self, *args, **kwargs)
+        self.reducer = _Reducer(self.reducer)
+
+    setattr(DistributedDataParallel, "__init__", __init__)  # noqa: B010
+
+
+# torch's default.
+_BUCKET_MB = 25
+
+
+def _sort_buckets(bucket_cap_mb: float) -> None:
+    """Have DDP begin with the buckets that it has from its second step on: by the order in which gradients are ready.
+
+    That is taken to be the reverse of the order of the parameters.
+    """
+    own: Any = torch.distributed
+    assign = own._compute_bucket_assignment_by_size
+    limits = [own._DEFAULT_FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20)]
+
+    def assigned(parameters: list[Tensor], _: object, sparse: list[bool]) -> tuple[list[list[int]], list[int]]:
+        last = len(parameters) - 1
+        buckets, sizes = assign(parameters[::-1], limits, sparse[::-1])
+        # DDP reverses both.
+        return [[last - index for index in bucket] for bucket in buckets][::-1], list(sizes)[::-1]
+
+    own._compute_bucket_assignment_by_size = assigned
+
+
+def _all_reduce_bucket(state: object, bucket: Any) -> Any:
+    # Without annotations: torch compares them with the types themselves, and here they are text.
+    tensor = bucket.buffer()
+    torch.distributed.all_reduce(tensor)
+    future: Any = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+class _Reducer:
+    """DDP's reducer with the buckets it has."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+class _OwnChunk:
+    """The chunks of ``torch.chunk``, each cut when it is asked for."""
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.shape[dim] // count)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start, whole = index * self._size, self._tensor.shape[self._dim]
+        if start >= whole:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, whole - start))
+
+
+def _cut_own_chunk_only() -> None:
+    """Have ``fully_shard`` cut the chunk of this process alone: of a thousand, each takes as long to make."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    own: Any = _fsdp_param
+    own._chunk_with_empty = _OwnChunk
+
+
+def _convert_without_data() -> None:
+    """Have ``module.to(...)`` replace parameters: those without data cannot be changed in place."""
+    convert = nn.Module._apply
+    # Both, so that the address stays that of the old one.
+    made: dict[int, tuple[Tensor, nn.Parameter]] = {}
+
+    @functools.wraps(convert)
+    def _apply(self: Any, function: Any, recurse: bool = True) -> Any:
+        if any(is_sharded(parameter) for parameter in self._parameters.values()):
+            return convert(self, function, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(function)
+        for name, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                with torch.no_grad():
+                    new = function(parameter)
+                if new is parameter:
+                    continue
+                made[id(parameter)] = parameter, nn.Parameter(new, parameter.requires_grad)
+            self._parameters[name] = made[id(parameter)][1]
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = function(buffer)
+        return self
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def _read_meshes() -> None:
+    """Have a ``DeviceMesh`` read its tensor of ranks, which has values."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for name in ("__init__", "__getitem__", "_flatten", "get_coordinate", "get_local_rank"):
+        method = getattr(DeviceMesh, name)
+
+        def on_values(*args: Any, method: Any = method, **kwargs: Any) -> Any:
+            with on_real_tensors():
+                if isinstance(ranks := kwargs.get("_rank_map"), Tensor):
+                    # Made by init_device_mesh, in which a mesh counts the processes in order.
+                    kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=ranks.dtype)
+                return method(*args, **kwargs)
+
+        setattr(DeviceMesh, name, functools.wraps(method)(on_values))
+
+
+def _step_as_on_gpus() -> None:
+    """Have optimizers update all parameters together where they do so on GPUs, which takes more memory."""
+    from torch.optim import optimizer
+
+    own: Any = optimizer
+    known = own._get_foreach_kernels_supported_devices
+    own._get_foreach_kernels_supported_devices = lambda: [*known(), "cpu"]
+
+
+def _attend_as_on_gpus() -> None:
+    """Leave dropout out of attention: with it, the kernel of the CPU keeps all weights, those of GPUs do not."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    @functools.wraps(attend)
+    def without_dropout(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
+    ) -> Any:
+        return attend(query, key, value, attn_mask, 0.0, *more, **named)
+
+    torch.nn.functional.scaled_dot_product_attention = without_dropout

@@ -1,0 +1,159 @@
+"""Plan the first ``Trainer.fit`` of a program, instead of running it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from hasten.fabric import Fabric
+from hasten.trainer import Trainer
+from hasten_tools.plan.planner import BUDGET_SECONDS, PlanError, Variants, plan_variants
+from hasten_tools.plan.report import FitPlan
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan; None for what the program says.
+
+    Args:
+        devices: the number of devices in all.
+        nodes: the number of machines.
+        strategy: its name.
+        tensor_parallel: split layers over as many processes.
+        precision: its name.
+        memory: of a device, in bytes.
+        accelerator: "gpu" or "cpu".
+        budget_seconds: for the changes; none is begun after this time.
+
+    """
+
+    devices: int
+    nodes: int | None = None
+    strategy: str | None = None
+    tensor_parallel: int | None = None
+    precision: str | None = None
+    memory: int | None = None
+    accelerator: str = "gpu"
+    budget_seconds: float = BUDGET_SECONDS
+
+
+class _End(SystemExit):
+    """Ends the program when its fit is planned."""
+
+
+def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
+    """Return the plan of the first ``Trainer.fit`` that a program calls.
+
+    Args:
+        question: what to plan.
+        run: runs the program in this process, which it changes for good; returns its exit code.
+
+    Raises:
+        PlanError: the program cannot be planned.
+        ValueError: an argument does not fit.
+
+    """
+    given: weakref.WeakKeyDictionary[Trainer, dict[str, Any]] = weakref.WeakKeyDictionary()
+    found: list[FitPlan | Exception] = []
+    make, fit = Trainer.__init__, Trainer.fit
+
+    # Command lines read the arguments of the Trainer from its signature.
+    @functools.wraps(make)
+    def __init__(trainer: Trainer, *args: Any, **arguments: Any) -> None:  # noqa: N807
+        make(trainer, *args, **_on_this_machine(arguments))
+        given[trainer] = arguments
+
+    @functools.wraps(fit)
+    def plan(trainer: Trainer, model: Any, *args: Any, **arguments: Any) -> NoReturn:
+        own = given.get(trainer, {})
+        strategy = question.strategy or own.get("strategy")
+        try:
+            variants = Variants(
+                trainer, question.devices, question.nodes, strategy, question.tensor_parallel, question.precision,
+                question.accelerator, own,
+            )  # fmt: skip
+            first = functools.partial(fit, trainer, model, *args, **arguments)
+            budget = question.budget_seconds
+            found.append(plan_variants(trainer, type(model).__name__, variants, first, question.memory, budget))
+        except Exception as error:
+            found.append(error)
+        raise _End(0)
+
+    def refuse(what: str) -> Callable[..., NoReturn]:
+        def refused(*_: Any, **__: Any) -> NoReturn:
+            found.append(PlanError(what))
+            raise _End(1)
+
+        return refused
+
+    setattr(Trainer, "__init__", __init__)  # noqa: B010
+    setattr(Trainer, "fit", plan)  # noqa: B010
+    setattr(Trainer, "prepared_run", refuse("it searches with a Tuner before Trainer.fit. Leave that out for a plan."))  # noqa: B010
+    for name in ("launch", "setup", "setup_module"):
+        setattr(
+            Fabric, name, refuse(f"it keeps its own loop (Fabric.{name}), and a plan follows Trainer.fit. {_FABRIC}")
+        )
+    try:
+        code = run()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    if not found:
+        raise PlanError(f"the program ended with code {code} before it called Trainer.fit: there is nothing to plan.")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+_FABRIC = "Put the model and its loss into a LightningModule: its needs are the same."
+
+
+def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer for one CPU, on which nothing is written and shown."""
+    changed = {
+        **arguments,
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": 1,
+        "strategy": "auto",
+        "precision": None,
+        "sync_batchnorm": False,
+        "plugins": None,
+        "speed": None,
+        "compile": None,
+        "packed": False,
+        "dropout": None,
+        "fast_dev_run": False,
+        "profiler": None,
+        "max_time": None,
+        "num_sanity_val_steps": 0,
+        **_nothing_written(arguments),
+    }
+    for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+        # Programs that evaluate before they train must not take long about it.
+        changed[name] = 0 if arguments.get(name) == 0 else 2
+    if arguments.get("batch_size") == "auto":
+        changed["batch_size"] = None
+    if arguments.get("barebones"):
+        changed["barebones"] = False
+    if arguments.get("logger") is not False:
+        from hasten.loggers.base import DummyLogger
+
+        # The program may write to its logger.
+        changed["logger"] = DummyLogger()
+    return changed
+
+
+def _nothing_written(arguments: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the arguments that leave the default callbacks out; those of the program stay until its fit."""
+    from hasten.callbacks import Checkpoint, ProgressBar
+
+    given = arguments.get("callbacks") or ()
+    given = list(given) if isinstance(given, Iterable) else [given]
+    off: dict[str, bool] = {"enable_model_summary": False}
+    for name, kind in (("enable_checkpointing", Checkpoint), ("enable_progress_bar", ProgressBar)):
+        if not any(isinstance(callback, kind) for callback in given):
+            off[name] = False
+    return off

@@ -1,0 +1,236 @@
+"""A plan as numbers, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
+
+# Of a device's memory, what a plan may fill. The rest is for the driver, the communication library, and gaps between
+# tensors.
+USABLE = 0.9
+# Between one step and the next, or moved to host memory by cpu_offload.
+_KEPT = (WEIGHTS, OPTIMIZER, GRADIENTS)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process of a run holds and sends, in bytes.
+
+    Args:
+        strategy: its name.
+        precision: its name.
+        tensor_parallel: the number of processes over which layers are split.
+        cpu_offload: whether weights, gradients and optimizer states are in host memory.
+        parameters: elements of all parameters.
+        trainable: elements of those that train.
+        local_elements: elements that this process holds.
+        weights: its parameters.
+        gradients: its gradients after backward.
+        optimizer: its part of the optimizers' states.
+        buffers: the module's buffers.
+        peak: the most memory that tensors held at once in a step.
+        peak_parts: by what.
+        sent: by kind of collective: calls, payload, and what the process sends in a ring.
+        shards: the shape of each parameter in this process.
+
+    """
+
+    strategy: str
+    precision: str
+    tensor_parallel: int
+    cpu_offload: bool
+    parameters: int
+    trainable: int
+    local_elements: int
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    peak: int
+    peak_parts: dict[str, int]
+    sent: dict[str, tuple[int, int, int]]
+    shards: dict[str, tuple[int, ...]]
+
+    @property
+    def on_device(self) -> int:
+        """The most memory on the device."""
+        if not self.cpu_offload:
+            return self.peak
+        return self.peak - sum(self.peak_parts.get(name, 0) for name in _KEPT)
+
+    @property
+    def on_host(self) -> int:
+        """The memory that ``cpu_offload`` takes on the host, for one process."""
+        return self.weights + self.gradients + self.optimizer if self.cpu_offload else 0
+
+    def fits(self, memory: int | None) -> bool | None:
+        """Return whether a device of ``memory`` bytes is large enough; None if it is not given."""
+        return None if memory is None else self.on_device <= USABLE * memory
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the program, and what it would make of the plan.
+
+    Args:
+        line: what to write.
+        measured: the plan with it; None if that cannot be planned.
+        reason: why it cannot.
+
+    """
+
+    line: str
+    measured: Measured | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What a program needs on many devices.
+
+    Args:
+        devices: the number of processes.
+        nodes: the number of machines.
+        model: the name of the module's class.
+        measured: of the first process, which has the largest shards.
+        memory: of a device, in bytes; None if it was not given.
+        changes: single changes, if the plan does not fit.
+        notes: what the plan leaves out of the program.
+
+    """
+
+    devices: int
+    nodes: int
+    model: str
+    measured: Measured
+    memory: int | None = None
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the memory of a device; None if that was not given."""
+        return self.measured.fits(self.memory)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        content: dict[str, Any] = {**asdict(self), "fits": self.fits}
+        return json.dumps(content, indent=1)
+
+    def table(self) -> str:
+        """Return the plan as text."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        found = self.measured
+        machines = "1 machine" if self.nodes == 1 else f"{self.nodes} machines"
+        split = f", layers split over {found.tensor_parallel}" if found.tensor_parallel > 1 else ""
+        yield f"{self.model} on {self.devices:,} devices of {machines}"
+        yield f"strategy {found.strategy!r}{split}, precision {found.precision!r}"
+        yield "of the first process, in one training step:"
+        yield ""
+        frozen = found.parameters - found.trainable
+        trained = f", {frozen:,} of them frozen" if frozen else ""
+        yield _row("parameters", f"{found.parameters:,}{trained}")
+        share = found.local_elements / max(found.parameters, 1)
+        yield _row("local shard", f"{found.local_elements:,} elements, {share:.2%}")
+        yield ""
+        yield _row("weights", size(found.weights))
+        yield _row("gradients", size(found.gradients))
+        yield _row("optimizer states", size(found.optimizer))
+        if found.buffers:
+            yield _row("buffers", size(found.buffers))
+        rest = {
+            name: found.peak_parts[name]
+            for name in CATEGORIES
+            if name not in (*_KEPT, "buffers") and found.peak_parts.get(name)
+        }
+        for name, count in rest.items():
+            yield _row(name, f"{size(count)} at the peak")
+        yield _row("peak", size(found.on_device) + self._verdict())
+        if found.cpu_offload:
+            per_node = found.on_host * (self.devices // self.nodes)
+            yield _row("on the host", f"{size(found.on_host)} a process, {size(per_node)} a machine")
+        yield ""
+        if not found.sent:
+            yield "nothing is sent in a step"
+        else:
+            yield f"{'sent in a step':<18}{'calls':>8}{'tensors':>12}{'by each process (ring)':>26}"
+            for name in sorted(found.sent):
+                calls, payload, ring = found.sent[name]
+                yield f"{name:<18}{calls:>8,}{size(payload):>12}{size(ring):>26}"
+        if self.changes:
+            yield ""
+            yield from self._changes()
+        if self.notes:
+            yield ""
+            yield from self.notes
+
+    def _verdict(self) -> str:
+        if self.memory is None:
+            return ""
+        word = "fits into" if self.fits else "does not fit into"
+        return f": {word} {USABLE:.0%} of {size(self.memory)}"
+
+    def _changes(self) -> Iterator[str]:
+        fitting = [change for change in self.changes if change.measured and change.measured.fits(self.memory)]
+        yield "One change that makes it fit:" if fitting else "None of these changes makes it fit alone:"
+        for change in fitting or self.changes:
+            if change.measured is None:
+                yield f"  {change.line:<44} not planned: {change.reason}"
+                continue
+            host = f", and {size(change.measured.on_host)} a process on the host" if change.measured.on_host else ""
+            yield f"  {change.line:<44} peak {size(change.measured.on_device)}{host}"
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<22}{text}"
+
+
+def size(count: float) -> str:
+    """Return bytes as text, in powers of 1000 as vendors count memory.
+
+    Example::
+
+        >>> size(80_000_000_000), size(1_500), size(12)
+        ('80 GB', '1.5 KB', '12 B')
+
+    """
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a text such as "80GB" or "40 GiB".
+
+    Raises:
+        ValueError: it is no size.
+
+    Example::
+
+        >>> parse_size("80GB"), parse_size("1.5 GiB")
+        (80000000000, 1610612736)
+
+    """
+    letters = text.strip().lower()
+    for suffix, factor in _UNITS.items():
+        if letters.endswith(suffix):
+            try:
+                number = float(letters[: -len(suffix)])
+            except ValueError:
+                break
+            if number > 0:
+                return int(number * factor)
+    raise ValueError(f"{text!r}: write a size with its unit, such as 80GB or 40GiB.")
+
+
+_UNITS = {
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip

@@ -1,0 +1,339 @@
+"""The first steps of a program's fit, without data: what a plan measures."""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.tree import leaves
+from hasten.extend.origin import FOLDERS
+from hasten.loggers.base import DummyLogger
+from hasten.loops.fit import make_step
+from hasten.loops.progress import RunningStage
+from hasten.loops.run import Run
+from hasten.loops.run_data import make_transfer
+from hasten.strategies.fsdp import FSDPStrategy
+from hasten.strategies.model_parallel import ModelParallelStrategy
+from hasten_tools.plan import paper
+from hasten_tools.plan.ledger import (
+    ACTIVATIONS,
+    BATCH,
+    BUFFERS,
+    EXCHANGE,
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARY,
+    WEIGHTS,
+    Ledger,
+    held,
+)
+from hasten_tools.plan.report import Measured
+
+if TYPE_CHECKING:
+    from hasten.trainer import Trainer
+
+# The first makes the optimizers' states.
+_STEPS = 2
+# What reads values, writes, or cannot be followed without data.
+_OFF = {
+    "speed": None, "compile": None, "resident": False, "detect_anomaly": False, "sync_batchnorm": False,
+    "packed": False, "dropout": None, "profiler": None, "on_bad_loss": "warn", "enable_autolog_hparams": False,
+    "allocator": None,
+}  # fmt: skip
+
+
+def _left_out() -> tuple[type, ...]:
+    """Return the callbacks that write, show, search or stop, and change nothing in a step."""
+    from hasten import callbacks as known
+
+    return (
+        *(known.BasePredictionWriter, known.BatchSizeFinder, known.Checkpoint, known.DeviceStatsMonitor),
+        *(known.EarlyStopping, known.LearningRateFinder, known.LearningRateMonitor, known.ModelSummary),
+        *(known.ProgressBar, known.ThroughputMonitor, known.Timer),
+    )
+
+
+class Done(BaseException):
+    """Ends a fit that was planned."""
+
+
+class Unplannable(Exception):
+    """The program cannot be planned; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to plan.
+
+    Args:
+        changes: arguments of the Trainer to change.
+        devices: the number of processes.
+        nodes: the number of machines they are on.
+        batch_parts: in how many parts each batch is computed, with as many times the accumulation.
+        on_gpu: step optimizers as torch does on GPUs.
+
+    """
+
+    changes: Mapping[str, Any]
+    devices: int
+    nodes: int
+    batch_parts: int = 1
+    on_gpu: bool = True
+
+
+def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured:
+    """Return what two training steps of ``fit`` hold and send; the process is of no other use afterwards.
+
+    Args:
+        trainer: on one CPU.
+        order: what to plan.
+        fit: calls ``trainer.fit``.
+
+    Raises:
+        Unplannable: a step needs the values of tensors.
+        ValueError: an argument does not fit.
+
+    """
+    torch.set_num_threads(1)
+    paper.join(order.devices)
+    changes = {**_OFF, **order.changes}
+    plugins = changes.pop("plugins", None) or []
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, _left_out())]
+    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    trainer.change_arguments(
+        **changes,
+        accelerator="cpu",
+        devices=order.devices // order.nodes,
+        num_nodes=order.nodes,
+        plugins=[*plugins, paper.PaperCluster(order.devices)],
+        accumulate_grad_batches=trainer.accumulate_grad_batches * order.batch_parts,
+    )
+    paper.prepare_strategy(trainer.strategy, on_gpu=order.on_gpu)
+    planned = _PlannedFit(order)
+    trainer.redirect_fit(planned.take, planned.steps)
+    try:
+        fit()
+    except Done:
+        assert planned.measured is not None
+        return planned.measured
+    except Exception as error:
+        raise _explained(error) from error
+    finally:
+        planned.modes.close()
+    raise Unplannable("Trainer.fit returned without training: max_steps, max_epochs or limit_train_batches is 0.")
+
+
+class _PlannedFit:
+    """Follows one fit: the module loses its data before it is divided, and the loop is two steps."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.mode = paper.fake_mode()
+        self.ledger = Ledger()
+        self.modes = ExitStack()
+        self.measured: Measured | None = None
+        self._gradient_bytes = 0
+        # As they are between two steps: in a step ``fully_shard`` has gathered ones in their place.
+        self._parameters: list[nn.Parameter] = []
+
+    def take(self, run: Run) -> None:
+        """Have a run prepare without data."""
+        runtime, load = run.runtime, run.data.train.load
+        init_module, shard = runtime.init_module, runtime.strategy.shard
+
+        def empty_module(empty_init: bool | None = None) -> ExitStack:
+            stack = ExitStack()
+            stack.enter_context(self.mode)
+            stack.enter_context(init_module(empty_init))
+            return stack
+
+        def shard_without_data(module: nn.Module, stored: Any = ()) -> None:
+            paper.leave_out_metrics(module)
+            paper.without_data(module, self.mode)
+            self.modes.enter_context(self.mode)
+            self.modes.enter_context(self.ledger)
+            self.ledger.phase = EXCHANGE
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.ledger.see(tensor, WEIGHTS)
+            shard(module, stored)
+
+        def load_data() -> Any:
+            with paper.on_real_tensors():
+                return load()
+
+        own_runtime: Any = runtime
+        own_runtime.init_module, own_runtime.strategy.shard = empty_module, shard_without_data
+        train: Any = run.data.train
+        train.load = load_data
+
+    def steps(self, run: Run) -> None:
+        """Run two training steps, and measure the second."""
+        module, hooks, ledger, window = run.module, run.hooks, self.ledger, run.window
+        self._parameters = list(module.parameters())
+        self._watch_backward(run)
+        run.state.stage = RunningStage.TRAINING
+        run.logged.start_epoch("train")
+        batch = self._first_batch(run)
+        transfer = make_transfer(run, run.data.train)
+        size = run.window.accumulate_grad_batches
+        with torch.enable_grad():
+            hooks.on_train_start()
+            hooks.on_train_epoch_start()
+            step = make_step(run)
+            window.size = size
+            for number in range(_STEPS):
+                if number == _STEPS - 1:
+                    self._gradient_bytes = 0
+                    ledger.owners = functools.partial(self._owners, run)
+                    ledger.restart()
+                for index in range(size):
+                    ledger.phase = BATCH
+                    own = paper.batch_without_data(batch, self.mode, parts=self.order.batch_parts)
+                    for leaf in leaves(own):
+                        if isinstance(leaf, Tensor):
+                            ledger.see(leaf, BATCH)
+                    own = own if transfer is None else transfer(own)
+                    run.logged.batch, run.logged.batch_size = own, 0
+                    ledger.phase = ACTIVATIONS
+                    hooks.on_train_batch_start(own, number * size + index)
+                    window.is_start, window.is_end = index == 0, index == size - 1
+                    step(own, number * size + index)
+                    del own
+        self.measured = self._measured(run)
+        raise Done
+
+    def _first_batch(self, run: Run) -> Any:
+        with paper.on_real_tensors():
+            run.data.train.stream.finish()
+            for batch, _ in run.data.train.start_epoch():
+                return batch
+        raise Unplannable("the training data has no batch.")
+
+    def _watch_backward(self, run: Run) -> None:
+        engine: Any = run.runtime.engine
+        backward, ledger = engine.backward, self.ledger
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            ledger.is_backward = True
+            try:
+                with ledger.during(TEMPORARY):
+                    backward(*args, **kwargs)
+            finally:
+                ledger.is_backward = False
+            made = sum(held(gradient).nbytes for gradient in self._gradients())
+            self._gradient_bytes = max(self._gradient_bytes, made)
+            # What follows is the optimizer's.
+            ledger.phase = TEMPORARY if run.module.automatic_optimization else ACTIVATIONS
+
+        engine.backward = watched
+
+    def _owners(self, run: Run) -> dict[str, Iterable[Tensor]]:
+        # The last one counts where a tensor is two of them.
+        return {
+            BUFFERS: list(run.module.buffers()),
+            OPTIMIZER: _states(run),
+            GRADIENTS: self._gradients(),
+            WEIGHTS: self._parameters,
+        }
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def _measured(self, run: Run) -> Measured:
+        module, strategy = run.module, run.runtime.strategy
+        parameters = self._parameters
+        offloads = isinstance(strategy, FSDPStrategy) and strategy.offloads
+        tensor_parallel = strategy.tensor_parallel_size if isinstance(strategy, ModelParallelStrategy) else 1
+        peak = self.ledger.peak
+        return Measured(
+            strategy=strategy.name,
+            precision=run.runtime.precision.precision,
+            tensor_parallel=tensor_parallel,
+            cpu_offload=offloads,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            local_elements=sum(held(parameter).numel() for parameter in parameters),
+            weights=_bytes(parameters),
+            gradients=self._gradient_bytes,
+            optimizer=_bytes(_states(run)),
+            buffers=_bytes(module.buffers()),
+            peak=peak.total,
+            peak_parts=dict(peak.parts),
+            sent={name: (one.calls, one.payload_bytes, one.ring_bytes) for name, one in self.ledger.sent.items()},
+            shards={name: tuple(held(parameter).shape) for name, parameter in module.named_parameters()},
+        )
+
+
+def _states(run: Run) -> list[Tensor]:
+    """Return the tensors of the optimizers' states that this process holds."""
+    states = [list(getattr(optimizer, "state", {}).values()) for optimizer in run.optimizers]
+    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the parts that this process has, tensors that share memory once."""
+    storages = {}
+    for tensor in tensors:
+        part = held(tensor)
+        storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+# -- programs that cannot be planned
+
+
+def _explained(error: Exception) -> Exception:
+    """Return the error to show: with the line of the program, and what to write there."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    )
+
+    if isinstance(error, Unplannable):
+        return error
+    where = _place(error)
+    if isinstance(error, DataDependentOutputException):
+        what = "reads the value of a tensor (.item(), float(), bool(), an `if` on a tensor)"
+        return Unplannable(
+            f"{where} {what}, and a plan has no values. Leave it out of the training step: keep a tensor, or compare "
+            "with torch.where."
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return Unplannable(
+            f"{where} computes a shape from values ({error.func}), and a plan has no values. Use a mask of a fixed "
+            "shape (torch.where, or a loss with ignore_index) in place of selected elements."
+        )
+    text = str(error).strip()
+    if ".numpy() is not supported" in text or isinstance(error, UnsupportedFakeTensorException):
+        return Unplannable(f"{where} needs the values of a tensor, and a plan has none: {text.splitlines()[0]}")
+    if type(error) in (ValueError, TypeError) or isinstance(error, MisconfigurationException):
+        return error
+    return Unplannable(f"{where} failed on tensors without data: {type(error).__name__}: {text.splitlines()[0] if text else ''}")  # fmt: skip # noqa: E501
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the program in a traceback: neither of torch's nor of hasten's."""
+    ours = (*FOLDERS, os.path.join(os.path.dirname(torch.__file__), ""))
+    library = os.path.dirname(os.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not os.path.abspath(frame.filename).startswith(ours)
+        and not (frame.filename.startswith(library + os.sep) and "site-packages" not in frame.filename)
+        and not frame.filename.startswith("<")
+    ]
+    if not own:
+        return "The first step"
+    return f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno} ({own[-1].line})"

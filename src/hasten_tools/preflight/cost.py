@@ -1,0 +1,134 @@
+"""Memory of a step against what is available, and how long an epoch will take."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten._lib.device import is_cuda, is_host
+from hasten._lib.tree import leaves, parameters_of
+from hasten.machine.host import available_memory_bytes
+from hasten_tools.preflight.monitors import amount
+from hasten_tools.preflight.report import Rows
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+    from hasten.trainer import Trainer
+    from hasten_tools.preflight.plan import Length
+    from hasten_tools.preflight.watch import Seen
+
+# Of the memory of a device; above it, other batches or fragments may not fit.
+_NEARLY_FULL = 0.92
+
+
+def check_memory(run: Run, seen: Seen, rows: Rows) -> None:
+    """Compare the memory of the checked steps with what is available."""
+    device = run.runtime.device
+    if is_cuda(device):
+        peak, total = torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[1]
+        others = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
+        text = f"{amount(peak)} of {amount(total)} at the peak of {seen.trained} steps"
+        if others > 2**30:
+            text += f", besides {amount(others)} of other processes"
+        if peak + others > _NEARLY_FULL * total:
+            rows.warning("memory", f"{text}: a larger batch or fragments may not fit.", 'Trainer(micro_batch="auto")')
+        else:
+            rows.ok("memory", text)
+        return
+    if not is_host(device):
+        rows.skipped("memory", f"{device.type} does not say how much a step takes")
+        return
+    parts = step_bytes(run, seen)
+    need, free = sum(parts.values()), available_memory_bytes()
+    shown = ", ".join(f"{name} {amount(count)}" for name, count in parts.items() if count)
+    if free is None:
+        rows.skipped("memory", f"a step needs about {amount(need)} ({shown}); the system does not say what is free")
+    # The weights are in memory by now, and the rest may be.
+    elif need - parts["weights"] > free:
+        rows.error(
+            "memory",
+            f"A step needs about {amount(need)} ({shown}), and {amount(free)} are free.",
+            'Trainer(micro_batch="auto"), or a smaller batch_size',
+        )
+    else:
+        rows.ok("memory", f"a step needs about {amount(need)} ({shown}); {amount(free)} are free")
+
+
+def check_resident(trainer: Trainer, run: Run, seen: Seen, rows: Rows) -> None:
+    """Compare the size of the training data with the memory that ``resident`` would hold it in."""
+    asked = trainer.given_arguments.get("resident")
+    samples, size = sum(_samples(loader) for loader in run.data.train.streams()), seen.sizes.get("train", 0)
+    if not asked or not samples or not size or seen.first_batch is None:
+        return
+    of_batch = sum(leaf.nbytes for leaf in leaves(seen.first_batch[0]) if isinstance(leaf, torch.Tensor))
+    need, on_device = of_batch / size * samples, asked == "device" and is_cuda(run.runtime.device)
+    free = torch.cuda.mem_get_info(run.runtime.device)[0] if on_device else available_memory_bytes()
+    text = f"{samples} samples of {amount(of_batch / size)} are {amount(need)}"
+    if free is not None and need > free:
+        rows.error("resident", f"{text}, and {amount(free)} are free.", "Leave resident out, or num_workers='auto'")
+    elif free is not None:
+        rows.ok("resident", f"{text}; {amount(free)} are free")
+
+
+def _samples(loader: Any) -> int:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError, NotImplementedError):
+        return 0
+
+
+def step_bytes(run: Run, seen: Seen) -> dict[str, int]:
+    """Return what a step holds, in bytes: weights, gradients, states of the optimizers, and what backward needs."""
+    weights = {id(tensor): tensor for tensor in (*run.module.parameters(), *run.module.buffers())}
+    trained = [p for p in parameters_of(*run.optimizers) if p.requires_grad]
+    states = [
+        leaf
+        for optimizer in run.optimizers
+        for state in optimizer.state.values()
+        for leaf in leaves(state)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return {
+        "weights": sum(tensor.nbytes for tensor in weights.values()),
+        "gradients": sum(p.nbytes for p in trained),
+        "optimizer": sum(state.nbytes for state in states),
+        "activations": seen.kept_bytes or 0,
+    }
+
+
+def say_time(length: Length, seen: Seen, rows: Rows) -> None:
+    """Say about how long an epoch will take, from the last batch that was trained."""
+    if seen.trained < 2:
+        return
+    seconds = seen.seconds[-1]
+    if math.isinf(length.batches):
+        rows.ok("time", f"{duration(seconds)} a batch; the length of an epoch is not known")
+        return
+    batches = math.ceil(length.batches / length.processes)
+    epoch = seconds * batches
+    text = f"about {duration(epoch)} for an epoch of {batches} batches, without validation and waiting"
+    if math.isfinite(length.epochs) and length.epochs > 1:
+        text += f"; {duration(epoch * length.epochs)} for {length.epochs:.0f} epochs"
+    rows.ok("time", text)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text.
+
+    Example::
+
+        >>> duration(0.0123), duration(75), duration(7300)
+        ('12 ms', '1 min 15 s', '2 h 1 min')
+
+    """
+    if seconds < 1:
+        return f"{max(1, round(seconds * 1000))} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    if seconds < 86400:
+        return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
+    return f"{int(seconds) // 86400} d {int(seconds) % 86400 // 3600} h"

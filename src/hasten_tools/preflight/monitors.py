@@ -1,0 +1,250 @@
+"""Values that callbacks and schedulers watch, the logging interval, and where checkpoints go."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hasten._lib.files import is_url
+from hasten._lib.names import nearest
+from hasten._lib.tree import leaves
+from hasten.callbacks import checkpoint_files
+from hasten.callbacks.checkpoint import ModelCheckpoint
+from hasten.module.callback import Callback
+from hasten_tools.preflight.methods import is_ours, may_be_called
+from hasten_tools.preflight.report import Rows
+
+if TYPE_CHECKING:
+    from hasten.arguments import Arguments
+    from hasten.loops.run import Run
+    from hasten.trainer import Trainer
+    from hasten_tools.preflight.plan import Length
+
+# Parts of names of values of which less, or more, is better.
+_LESS = ("loss", "error", "err", "mse", "mae", "rmse", "ppl", "perplexity", "wer", "cer", "fid", "nll", "eer")
+_MORE = (
+    "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "iou", "miou", "dice", "map", "bleu", "rouge",
+    "psnr", "ssim", "r2", "top1", "top5", "reward", "mcc", "kappa",
+)  # fmt: skip
+_FIELD = re.compile(r"\{([^{}:]+)")
+# Free space that a run should leave.
+_SPARE_BYTES = 64 * 2**20
+
+
+def check_monitors(
+    callbacks: Iterable[Callback], logged: set[str], rows: Rows, *, complete: bool, validated: bool = False
+) -> None:
+    """Check that something logs what callbacks monitor, and that their modes fit the names.
+
+    Args:
+        callbacks: all of the Trainer.
+        logged: the names that one epoch of the check has logged.
+        rows: where to.
+        complete: whether training and validation have run; otherwise what is missing may come.
+        validated: whether validation has run: what its names belong to is missing then.
+
+    """
+    every = list(callbacks)
+    # They may log the value, and a check does not call them.
+    others = [type(one).__name__ for one in every if not is_ours(one) and not may_be_called(one)]
+    watching = [(one, name) for one in every if isinstance(name := getattr(one, "monitor", None), str)]
+    before = len(rows.rows)
+    for callback, name in watching:
+        owner = type(callback).__name__
+        if isinstance(callback, ModelCheckpoint) and name in ("epoch", "step"):
+            continue  # Counted by the Trainer.
+        ended = complete or (validated and name.startswith("val"))
+        if name in logged:
+            _check_mode(callback, name, rows)
+        elif others or not ended:
+            why = f"{others[0]}, which this check did not call, may log it" if others else "the epoch did not end"
+            rows.skipped("monitor", f"{owner}(monitor={name!r}) was not logged in this check: {why}")
+        else:
+            _not_logged(owner, name, logged, rows)
+    if complete and not others:
+        for callback in every:
+            _check_filename(callback, logged, rows)
+    if watching and len(rows.rows) == before:
+        rows.ok("monitor", ", ".join(f"{type(one).__name__}: {name}" for one, name in watching))
+
+
+def _check_mode(callback: Callback, name: str, rows: Rows) -> None:
+    """Warn if a callback looks for more of a value of which less is better, or the other way round."""
+    mode, owner = getattr(callback, "mode", None), type(callback).__name__
+    if mode not in ("min", "max") or right_mode(name) in (None, mode):
+        return
+    right = "max" if mode == "min" else "min"
+    kept = "keeps the worst checkpoints" if isinstance(callback, ModelCheckpoint) else "stops while it improves"
+    rows.warning(
+        "monitor",
+        f"{owner}(monitor={name!r}, mode={mode!r}) {kept} if {'more' if right == 'max' else 'less'} of it is better.",
+        f'{owner}(monitor="{name}", mode="{right}")',
+    )
+
+
+def _not_logged(owner: str, name: str, logged: set[str], rows: Rows) -> None:
+    known = sorted(logged)
+    # Not val_loss and train_loss.
+    near = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
+    # The name that each of several loaders, each step or each epoch gets.
+    near = next((one for one in known if one.startswith((f"{name}/dataloader_idx_", f"{name}_epoch"))), near)
+    said = f"Logged are {', '.join(known)}." if known else "Nothing is logged."
+    line = f'{owner}(monitor="{near}")' if near else f'self.log("{name}", ...) in validation_step'
+    rows.error("monitor", f"{owner}(monitor={name!r}): nothing logs {name!r}. {said}", line)
+
+
+def _check_filename(callback: Callback, logged: set[str], rows: Rows) -> None:
+    if not isinstance(callback, ModelCheckpoint) or not callback.filename:
+        return
+    known = {*logged, "epoch", "step"}
+    for name in _FIELD.findall(str(callback.filename)):
+        if name not in known:
+            near = nearest(name, sorted(known))
+            rows.warning(
+                "monitor",
+                f"ModelCheckpoint(filename={callback.filename!r}): nothing logs {name!r}; it becomes 0 in every name.",
+                f'filename="{str(callback.filename).replace("{" + name, "{" + near)}"' if near else "",
+            )
+
+
+def right_mode(name: str) -> str | None:
+    """Return "min" or "max" where the name of a value says which is better, else None.
+
+    Example::
+
+        >>> right_mode("val_acc"), right_mode("val/loss"), right_mode("x")
+        ('max', 'min', None)
+
+    """
+    words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
+    less = any(word in _LESS or word.endswith("loss") for word in words)
+    more = any(word in _MORE or word.startswith("acc") or word.endswith("acc") for word in words)
+    return None if less == more else "min" if less else "max"
+
+
+def check_intervals(
+    trainer: Trainer, arguments: Arguments, run: Run, length: Length, logged: set[str], rows: Rows
+) -> None:
+    """Check when a fit logs and validates."""
+    every = arguments.log_every_n_steps
+    steps = length.total_steps / length.processes
+    if trainer.loggers and every and logged and every > steps:
+        rows.warning(
+            "logging",
+            f"Values of steps go to the loggers every {every} steps, and the fit has {int(steps)}: none gets there.",
+            f"Trainer(log_every_n_steps={max(1, int(steps) // 10)})",
+        )
+    if length.validations == 0 and not run.data.validation.is_off():
+        rows.warning(
+            "validation",
+            f"Trainer(check_val_every_n_epoch={arguments.check_val_every_n_epoch}, "
+            f"val_check_interval={arguments.val_check_interval!r}): the fit never "
+            "validates.",
+            "Trainer(check_val_every_n_epoch=1)",
+        )
+    if arguments.max_epochs_assumed:
+        rows.warning(
+            "length",
+            "Trainer(max_epochs=...) is not given: the fit ends after 1000 epochs.",
+            "Trainer(max_epochs=10), or max_epochs=-1 for no limit",
+        )
+
+
+# -- where checkpoints go
+
+
+def check_places(trainer: Trainer, run: Run, length: Length, rows: Rows) -> None:
+    """Check that the folders of checkpoints and loggers can be written, and are large enough."""
+    checkpoints = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
+    for callback in checkpoints:
+        if callback.every_n_epochs > length.epochs:
+            rows.warning(
+                "checkpoints",
+                f"ModelCheckpoint(every_n_epochs={callback.every_n_epochs}): the fit is shorter ({length.epochs:.0f}), "
+                "and saves nothing at the end of an epoch.",
+                "ModelCheckpoint(every_n_epochs=1)",
+            )
+    size = checkpoint_bytes(run)
+    for callback in checkpoints:
+        place = callback.dirpath or checkpoint_files.default_folder(trainer)
+        _check_folder("checkpoints", place, rows, size=size, kept=_kept(callback, length))
+    in_default = any(callback.dirpath is None for callback in checkpoints)
+    # The default folder of checkpoints is in that of the first logger.
+    for logger in trainer.loggers[in_default:]:
+        folder = getattr(logger, "save_dir", None)
+        if folder:
+            _check_folder("logs", os.fspath(folder), rows, size=0, kept=1)
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """Return about how large a checkpoint is: weights, buffers and states of optimizers, without the rest."""
+    tensors: dict[int, Any] = {id(one): one for one in run.module.state_dict().values() if hasattr(one, "nbytes")}
+    for optimizer in run.optimizers:
+        for state in optimizer.state.values():
+            tensors.update((id(leaf), leaf) for leaf in leaves(state) if hasattr(leaf, "nbytes"))
+    return sum(int(tensor.nbytes) for tensor in tensors.values())
+
+
+def _kept(callback: ModelCheckpoint, length: Length) -> float:
+    """Return how many checkpoints are there at the most; one more than stay, while a new one replaces an old one."""
+    top: float = callback.save_top_k
+    if top == -1:
+        # By steps or time, only the run shows how many.
+        top = length.epochs // callback.every_n_epochs if callback.every_n_epochs else math.inf
+    return top + bool(callback.save_last) + 1
+
+
+def _check_folder(name: str, folder: str, rows: Rows, *, size: int, kept: float) -> None:
+    if is_url(folder):
+        rows.skipped(name, f"{folder} is behind a URL: whether it can be written shows with the first file")
+        return
+    there = os.path.abspath(folder)
+    while not os.path.exists(there) and os.path.dirname(there) != there:
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        rows.error(name, f"{folder} cannot be made: {there} is a file.", 'ModelCheckpoint(dirpath="...")')
+        return
+    if not os.access(there, os.W_OK | os.X_OK):
+        rows.error(name, f"{folder} cannot be written: no permission for {there}.", 'Trainer(default_root_dir="...")')
+        return
+    free = shutil.disk_usage(there).free
+    if math.isinf(kept):
+        rows.skipped(name, f"{folder}: how many of {amount(size)} are kept depends on the length of the fit")
+        return
+    need = size * kept
+    what = f"{kept:.0f} checkpoints of about {amount(size)}" if size else "it can be written"
+    if need + _SPARE_BYTES > free:
+        rows.error(
+            name,
+            f"{folder} has {amount(free)} free{f', and {what} need {amount(need)}' if size else ''}.",
+            "ModelCheckpoint(save_top_k=1, save_weights_only=True), or a dirpath on a larger disk",
+        )
+    else:
+        rows.ok(name, f"{shown_path(folder)}: {what}, {amount(free)} free")
+
+
+def shown_path(path: str) -> str:
+    """Return a path as seen from the working directory, if it is below it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") or relative == "." else relative
+
+
+def amount(count: float) -> str:
+    """Return bytes as text, in powers of 1024.
+
+    Example::
+
+        >>> amount(2_500_000), amount(900)
+        ('2.38 MiB', '900 B')
+
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

@@ -1,0 +1,62 @@
+"""How long the fit would be: batches, steps, epochs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of a fit in one process; infinite where it is not known.
+
+    Args:
+        batches: training batches of an epoch.
+        steps: optimizer steps of an epoch.
+        epochs: epochs of the fit.
+        total_steps: optimizer steps of the fit.
+        validations: how often the fit validates.
+        processes: that share the batches in the fit itself.
+
+    """
+
+    batches: float
+    steps: float
+    epochs: float
+    total_steps: float
+    validations: float
+    processes: int = 1
+
+    @classmethod
+    def of(cls, run: Run, processes: int = 1) -> Length:
+        """Return the length of the fit that a run is the beginning of.
+
+        Args:
+            run: the run, in one process.
+            processes: of the fit itself.
+
+        """
+        batches = float(run.data.train.limit)
+        steps = math.ceil(batches / run.window.accumulate_grad_batches) if math.isfinite(batches) else math.inf
+        epochs = float(run.limits.max_epochs)
+        total = min(steps * epochs if math.isfinite(steps) else math.inf, float(run.limits.max_steps))
+        if math.isfinite(total) and math.isfinite(steps) and steps:
+            epochs = min(epochs, math.ceil(total / steps))
+        validates = not run.data.validation.is_off()
+        schedule = run.data.validation_schedule
+        validations = 0.0
+        if validates and math.isfinite(epochs) and math.isfinite(batches) and not schedule.per_batch:
+            between = schedule.batches_between(batches)
+            every = run.arguments.check_val_every_n_epoch
+            if every is None:
+                validations = batches * epochs // between if math.isfinite(between) else 0.0
+            else:
+                in_epoch = max(1, batches // between) if math.isfinite(between) else 1
+                validations = in_epoch * (epochs // every)
+        elif validates:
+            validations = math.inf
+        return cls(batches, float(steps), epochs, total, validations, processes)

@@ -1,0 +1,211 @@
+"""The curves of a report: which names share a panel, and few enough points to draw them at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from hasten_tools.report.curves import panel_of, title_of
+from hasten_tools.report.read import RecordedRow, RecordedRun
+
+# Points of a curve at most: more cannot be seen before zooming in, and the page stays light.
+POINTS = 2000
+# Panels for which the page has room; what is logged besides is named.
+PANELS = 60
+
+
+@dataclass
+class Panel:
+    """One figure of the page: all curves of a quantity.
+
+    Args:
+        title: of the figure.
+        unit: what the numbers are, if the title does not say it.
+        curves: plain data for the script of the page.
+
+    """
+
+    title: str
+    unit: str = ""
+    curves: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class _Column:
+    """Values of a name, and the rows in which they are."""
+
+    rows: list[RecordedRow] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+def thinned(values: Sequence[float], most: int = POINTS) -> list[int]:
+    """Return the places of at most ``most`` values: the smallest and the largest of each stretch, first and last.
+
+    Example::
+
+        >>> thinned([0, 0, 9, 0, 0, 0, -9, 0], 6)
+        [0, 2, 4, 6, 7]
+
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    stretches = max(1, (most - 2) // 2)
+    kept = {0, count - 1}
+    for stretch in range(stretches):
+        begin, end = stretch * count // stretches, (stretch + 1) * count // stretches
+        part = values[begin:end]
+        finite = _finite(part)
+        if finite:
+            kept.add(begin + part.index(min(finite)))
+            kept.add(begin + part.index(max(finite)))
+    return sorted(kept)
+
+
+class Epochs:
+    """Where steps are within epochs: 2.5 is the middle of the third.
+
+    Args:
+        rows: rows with steps and epochs.
+
+    """
+
+    def __init__(self, rows: Sequence[RecordedRow]) -> None:
+        self._ends: dict[int, int] = {}
+        for row in rows:
+            if row.epoch is not None and row.step > self._ends.get(row.epoch, -1):
+                self._ends[row.epoch] = row.step
+        self._newest = max(self._ends, default=0)
+
+    def __call__(self, step: int, epoch: int | None) -> float | None:
+        if epoch is None:
+            return None
+        before = self._ends.get(epoch - 1, -1 if epoch == 0 else step - 1)
+        length = self._ends.get(epoch, step) - before
+        if epoch == self._newest and epoch - 1 in self._ends:
+            # It may be going on: as long as the one before, at least.
+            length = max(length, self._ends[epoch - 1] - self._ends.get(epoch - 2, -1))
+        return epoch + min(1.0, (step - before) / length) if length > 0 else float(epoch)
+
+
+def panels(runs: Sequence[RecordedRun]) -> tuple[list[Panel], list[Panel], list[str]]:
+    """Return the panels of what was logged, those of speed and learning rate, and sentences about what was left out."""
+    logged: dict[str, Panel] = {}
+    rates: dict[str, Panel] = {}
+    longest = 0
+    for place, run in enumerate(runs):
+        epochs = Epochs(run.rows)
+        columns = _columns(run.rows)
+        has_rate = any(panel_of(name)[0].partition("-")[0] == "lr" for name in columns)
+        for name, column in columns.items():
+            longest = max(longest, len(column.values))
+            quantity, stage = panel_of(name)
+            is_rate = quantity == "lr" or quantity.startswith("lr-")
+            title = "Learning rate" if is_rate else title_of(quantity)
+            panel = (rates if is_rate else logged).setdefault(title, Panel(title))
+            panel.curves.append(_curve(run, place, name, stage, column, epochs))
+        for title, unit, name, column in _of_speed(run, has_rate=has_rate):
+            panel = rates.setdefault(title, Panel(title, unit))
+            panel.curves.append(_curve(run, place, name, "training", column, epochs))
+    notes = []
+    if longest > POINTS:
+        notes.append(
+            f"Curves of more than {POINTS:,} values are drawn with the smallest and the largest value of each of "
+            f"{(POINTS - 2) // 2:,} stretches. All values are in the files of the run."
+        )
+    shown = sorted(logged.values(), key=_rank)
+    if len(shown) > PANELS:
+        left_out = [curve["name"] for panel in shown[PANELS:] for curve in panel.curves]
+        notes.append(f"{len(shown) - PANELS} more quantities are not drawn, such as {left_out[0]!r}.")
+    order = ("Samples per second", "Tokens per second", "Waiting for data", "MFU", "Memory of the device")
+    speeds = sorted(rates.values(), key=lambda panel: order.index(panel.title) if panel.title in order else len(order))
+    return shown[:PANELS], speeds, notes
+
+
+def _rank(panel: Panel) -> tuple[bool, bool]:
+    # What training and validation share comes first, and losses before other things.
+    stages = {curve["stage"] for curve in panel.curves}
+    return "loss" not in panel.title.lower(), len(stages) < 2
+
+
+def _columns(rows: Sequence[RecordedRow]) -> dict[str, _Column]:
+    # Rows with the same names together: a million of them are read in seconds.
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for place, row in enumerate(rows):
+        alike.setdefault(tuple(row.values), []).append(place)
+    found: dict[str, list[list[int]]] = {}
+    for names, places in alike.items():
+        for name in names:
+            found.setdefault(name, []).append(places)
+    columns, shared = {}, {}
+    for name, parts in found.items():
+        # The epoch and the step say nothing themselves.
+        if name not in ("epoch", "step"):
+            key = tuple(map(id, parts))
+            if key not in shared:
+                shared[key] = [rows[place] for place in (parts[0] if len(parts) == 1 else sorted(chain(*parts)))]
+            columns[name] = _Column(shared[key], [row.values[name] for row in shared[key]])
+    return columns
+
+
+def _of_speed(run: RecordedRun, *, has_rate: bool) -> list[tuple[str, str, str, _Column]]:
+    found: dict[tuple[str, str, str], _Column] = {}
+    for line in run.speed:
+        seconds = line.get("seconds")
+        if not isinstance(seconds, int | float) or seconds <= 0:
+            continue
+        for title, unit, name, value in _speed_values(line, seconds, has_rate=has_rate):
+            column = found.setdefault((title, unit, name), _Column())
+            column.rows.append(RecordedRow(int(line.get("step") or 0), line.get("epoch"), float(line["time"]), {}))
+            column.values.append(float(value))
+    return [(*key, column) for key, column in found.items()]
+
+
+def _speed_values(line: Mapping[str, Any], seconds: float, *, has_rate: bool) -> Iterator[tuple[str, str, str, float]]:
+    """Yield panel, unit, name and value of each figure in a line about speed."""
+    if line.get("samples"):
+        yield "Samples per second", "", "samples/s", line["samples"] / seconds
+    if line.get("tokens"):
+        yield "Tokens per second", "", "tokens/s", line["tokens"] / seconds
+    if line.get("data_seconds") is not None:
+        yield "Waiting for data", "% of the time", "data wait", 100 * line["data_seconds"] / seconds
+    if line.get("flops") and line.get("peak_flops"):
+        yield "MFU", "%", "MFU", 100 * line["flops"] / seconds / line["peak_flops"]
+    if line.get("memory_bytes"):
+        yield "Memory of the device", "GiB, peak", "memory", line["memory_bytes"] / 2**30
+    rates = {} if has_rate else line.get("lr") or {}
+    for name, rate in rates.items():
+        yield "Learning rate", "", f"lr-{name}" if len(rates) > 1 else "lr", rate
+
+
+def _curve(run: RecordedRun, place: int, name: str, stage: str, column: _Column, epochs: Epochs) -> dict[str, Any]:
+    kept = thinned(column.values)
+    rows = [column.rows[one] for one in kept]
+    in_epochs = [epochs(row.step, row.epoch) for row in rows]
+    finite = _finite(column.values)
+    return {
+        "run": place,
+        "name": name,
+        "stage": stage,
+        "step": [row.step for row in rows],
+        "epoch": [None if one is None else round(one, 4) for one in in_epochs],
+        "time": [None if row.time is None else round(run.elapsed(row.time), 3) for row in rows],
+        "y": [_short(column.values[one]) for one in kept],
+        "count": len(column.values),
+        "not_finite": len(column.values) - len(finite),
+        "last": _short(column.values[-1]),
+        "least": _short(min(finite)) if finite else None,
+        "most": _short(max(finite)) if finite else None,
+    }
+
+
+def _finite(values: Sequence[float]) -> Sequence[float]:
+    # A sum is finite only if all values are, and takes a tenth of the time of looking at each.
+    return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

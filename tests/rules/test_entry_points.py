@@ -1,0 +1,89 @@
+"""What the core finds by entry points: the commands and methods of hasten's own tools, and what others add."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import hasten as L
+from hasten.extend import GROUPS, Command, found, load, moved
+from tests.programs import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str, module: str) -> None:
+    """Install a package ``extra`` with these entry points into a folder of the path, as pip would."""
+    info = folder / "extra-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(entries, encoding="utf-8")
+    (folder / "extra.py").write_text(module, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize("group", DECLARED)
+def test_every_entry_point_is_installed_and_can_be_loaded(group: str) -> None:
+    assert group in GROUPS
+    assert DECLARED[group].keys() <= found(group).keys(), "install hasten again: the entry points are in its metadata"
+    for name in DECLARED[group]:
+        assert load(group, name, purpose="a test") is not None
+
+
+def test_the_files_beside_the_packages_name_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that is not installed has all of hasten's tools."""
+    monkeypatch.setattr("hasten.extend.entry_points.entry_points", lambda **given: entry_points(group="no.such.group"))
+    for group, names in DECLARED.items():
+        assert {name: entry.value for name, entry in found(group).items()} == names
+
+
+def test_a_command_of_another_package_is_one_of_hasten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.commands import commands, main
+
+    entries = "[hasten.commands]\nhello = extra:hello\nadvise = extra:hello\n"
+    install(tmp_path, monkeypatch, entries, "from hasten.extend import Command\nhello = Command('extra', 'say hello')\n"
+            "def main(arguments):\n    return len(arguments)\n")  # fmt: skip
+    assert commands()["hello"] == Command("extra", "say hello")
+    assert commands()["advise"].module != "extra", "hasten's own commands cannot be replaced"
+    assert main(["hello", "one", "two"]) == 2
+
+
+def test_a_missing_tool_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.extend.entry_points.found", lambda group: {})
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(ModuleNotFoundError, match=r"Trainer\.check needs .*'check'.*pip install"):
+        trainer.check(L.LightningModule())
+
+
+def test_a_fit_asks_for_no_entry_point() -> None:
+    program = (
+        "import sys, hasten\n"
+        "from hasten.demos.boring_classes import BoringModel\n"
+        "hasten.Trainer(max_steps=2, accelerator='cpu', logger=False, enable_checkpointing=False).fit(BoringModel())\n"
+        "assert 'importlib.metadata' not in sys.modules or 'hasten_tools.speed' not in sys.modules\n"
+    )
+    assert run_python("-c", program).returncode == 0
+
+
+@pytest.mark.parametrize("old", sorted(moved.MOVED))
+def test_a_module_that_moved_is_there_under_its_old_name(old: str) -> None:
+    assert importlib.import_module(old).__doc__ == importlib.import_module(moved.MOVED[old]).__doc__
+
+
+def test_old_and_new_name_are_one_module() -> None:
+    old = importlib.import_module("hasten.speed.levers")
+    new = importlib.import_module("hasten_tools.speed.levers")
+    assert old is new
+    assert new.__spec__ is not None
+    assert new.__spec__.name == "hasten_tools.speed.levers"
+    # As in a pickle of the time when the class was there.
+    named = b"chasten.speed.safety\nSafety\n."
+    assert pickle.loads(named) is importlib.import_module("hasten_tools.speed.safety").Safety
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("hasten.speed.nothing")
