@@ -55,9 +55,13 @@ def start_python(*words: str | Path, cwd: Path | None = None, **environment: str
 
 
 def environment_of_python() -> dict[str, str]:
-    """Return this process's variables with this checkout on the path, one thread, and no ranks."""
+    """Return this process's variables with this checkout on the path, one thread, and no ranks.
+
+    Nor ``PYTHONUNBUFFERED``, with which the words that two processes print may land in one another's lines.
+    """
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "MASTER_PORT")}
+    dropped = ("LOCAL_RANK", "MASTER_PORT", "PYTHONUNBUFFERED")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 

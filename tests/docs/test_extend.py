@@ -111,7 +111,8 @@ def test_its_strategy_trains_by_its_name_as_ddp_does_and_a_logger_has_the_rows(i
         "mine, rows = train(devices=2, strategy='average_gradients')\n"
         "ddp, rows_of_ddp = train(devices=2, strategy='ddp')\n"
         "assert same(mine, ddp)\n"
-        "print(len(rows), rows == rows_of_ddp)\n"
+        "if rows:  # Of the first process: two would write into each other's line.\n"
+        "    print(len(rows), rows == rows_of_ddp)\n"
     )
     assert "4 True" in run(installed, body)
 
