@@ -39,6 +39,9 @@ _NOT_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+# It gives public names to functions of torch, which are not counted where they are called by their own names.
+_NAMES_OF_TORCH = "_lib/torch_private.py"
+
 # Names of named tuples, and names of torch that parts of this package use too.
 _FROM_ELSEWHERE = {
     "_fields",
@@ -49,6 +52,7 @@ _FROM_ELSEWHERE = {
     "_buffers",
     "_modules",
     "_version",
+    "_world",
     "_compile",
 }
 _PUBLIC_SPECIAL_METHODS = {"__init__", "__call__"}
@@ -360,7 +364,7 @@ def record_walks() -> dict[str, list[str]]:
             sys.setprofile(None)
 
         def files(self, without: Set[tuple[str, str]] = frozenset()) -> list[str]:
-            return sorted({path for path, _ in self.called - without})
+            return sorted({path for path, _ in self.called - without} - {_NAMES_OF_TORCH})
 
     class Regression(hasten.LightningModule):
         """A linear model that calls ``at_step(module, batch_idx)`` at the start of each training step."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import leaves
 from hasten.extend.origin import ROOTS, comes_from
@@ -217,7 +217,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
     fine = first.dtype in (torch.float32, torch.float64) and first.is_cpu
     tolerance = 1e-5 if fine else 1e-2
     # Outside of dispatch modes: selective checkpointing takes each operation for one of the forward.
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), torch_private.without_modes():
         one, other = torch.nan_to_num(first.float()), torch.nan_to_num(second.float())
         return bool((one - other).norm() <= tolerance * one.norm())
 
@@ -228,7 +228,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
     """Return whether a buffer may have been written to since it had ``version``."""
     # Writes to the running statistics of normalization do not increase the version.
-    return buffer._version != version or isinstance(owner, nn.modules.batchnorm._NormBase)
+    return buffer._version != version or isinstance(owner, torch_private.NormBase)
 
 
 class _Before:
@@ -338,7 +338,7 @@ def _holders(block: nn.Module, arguments: Iterable[Any]) -> list[tuple[Any, bool
 
     for part in block.modules():
         if part._buffers:
-            found[id(part._buffers)] = part._buffers, isinstance(part, nn.modules.batchnorm._NormBase)
+            found[id(part._buffers)] = part._buffers, isinstance(part, torch_private.NormBase)
         kind: Any = type(part)
         if comes_from(kind, "torch.nn"):
             continue
@@ -513,6 +513,5 @@ def _draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 @functools.cache
 def _index_of_dropout(op: Any) -> int | None:
-    schema = getattr(op, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    names = torch_private.argument_names(op)
     return names.index("dropout_p") if "dropout_p" in names else None

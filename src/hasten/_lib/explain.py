@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import is_call_of_torch
 from hasten._lib.names import did_you_mean
-from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of
 
 _NO_BATCH = object()

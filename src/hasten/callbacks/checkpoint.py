@@ -13,7 +13,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.durations import Period, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException
 from hasten._lib.files import file_system, require_folder
@@ -731,7 +731,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def _all_failed(self, trainer: Trainer) -> bool:
         """Return whether every process failed; those still training would block a checkpoint."""
-        store = torch.distributed.distributed_c10d._get_default_store()
+        store = torch_private.default_store()
         self._failures += 1
         keys = [f"hasten/failure-{self._failures}-{rank}" for rank in range(trainer.world_size)]
         store.set(keys[trainer.global_rank], "failed")

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
@@ -104,7 +103,7 @@ class BaseFinetuning(Callback):
 
         """
         for module in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(module, _BatchNorm):
+            if train_bn or not isinstance(module, torch_private.BatchNorm):
                 for parameter in module.parameters(recurse=False):
                     if parameter.requires_grad == requires_grad:
                         yield parameter
@@ -130,7 +129,7 @@ class BaseFinetuning(Callback):
 
         """
         for module in BaseFinetuning.flatten_modules(modules):
-            _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
+            _set_trainable(module, train_bn and isinstance(module, torch_private.BatchNorm))
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -165,10 +164,10 @@ class BaseFinetuning(Callback):
         """
         wanted: list[nn.Parameter] = []
         for module in BaseFinetuning.flatten_modules(modules):
-            if isinstance(module, _BatchNorm) and _is_trained_by(optimizer, module):
+            if isinstance(module, torch_private.BatchNorm) and _is_trained_by(optimizer, module):
                 continue
             _set_trainable(module, True)
-            if train_bn or not isinstance(module, _BatchNorm):
+            if train_bn or not isinstance(module, torch_private.BatchNorm):
                 wanted += module.parameters(recurse=False)
         new = BaseFinetuning.filter_on_optimizer(optimizer, wanted)
         if new:
@@ -203,7 +202,7 @@ class BaseFinetuning(Callback):
             for name, parameter in pl_module.named_parameters():
                 parameter.requires_grad = name in trainable
             for name, module in pl_module.named_modules():
-                if name in self._tracks_stats and isinstance(module, _BatchNorm):
+                if name in self._tracks_stats and isinstance(module, torch_private.BatchNorm):
                     module.track_running_stats = self._tracks_stats[name]
         for index, optimizer in enumerate(trainer.optimizers):
             if index in self._internal_optimizer_metadata:
@@ -220,7 +219,7 @@ class BaseFinetuning(Callback):
             if groups is not None:
                 self._internal_optimizer_metadata[index] = groups
         self._trainable = _trainable(pl_module)
-        norms = [pair for pair in pl_module.named_modules() if isinstance(pair[1], _BatchNorm)]
+        norms = [pair for pair in pl_module.named_modules() if isinstance(pair[1], torch_private.BatchNorm)]
         self._tracks_stats = {name: bool(norm.track_running_stats) for name, norm in norms}
         self._use_new_groups(trainer, pl_module, before)
 
@@ -391,7 +390,7 @@ def _each(modules: Modules) -> Iterator[nn.Module]:
 
 
 def _set_trainable(module: nn.Module, trainable: bool) -> None:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, torch_private.BatchNorm):
         # The statistics are frozen with the parameters.
         module.track_running_stats = trainable
     for parameter in module.parameters(recurse=False):
@@ -448,7 +447,7 @@ def schedule_new_groups(scheduler: object, optimizer: Optimizer) -> None:
 
     torch's schedulers only know the groups there were at their creation, and raise at the next step otherwise.
     """
-    for inner in getattr(scheduler, "_schedulers", ()):
+    for inner in torch_private.chained_schedulers(scheduler):
         schedule_new_groups(inner, optimizer)
     base_lrs = getattr(scheduler, "base_lrs", None)
     if getattr(scheduler, "optimizer", None) is not optimizer or not base_lrs:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
@@ -184,7 +184,7 @@ class ModelPruning(Callback):
         """Apply the masks of ``module`` and its submodules to the weights permanently."""
         with _keep_order(module.modules()):
             for inner in module.modules():
-                for hook in list(inner._forward_pre_hooks.values()):
+                for hook in torch_private.forward_pre_hooks(inner):
                     if isinstance(hook, prune.BasePruningMethod):
                         prune.remove(inner, hook._tensor_name)
 

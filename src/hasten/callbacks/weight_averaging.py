@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
@@ -571,7 +570,7 @@ class StochasticWeightAveraging(WeightAveraging):
     @staticmethod
     def pl_module_contains_batch_norm(pl_module: nn.Module) -> bool:
         """Return whether a module has batch normalization."""
-        return any(isinstance(module, _BatchNorm) for module in pl_module.modules())
+        return any(isinstance(module, torch_private.BatchNorm) for module in pl_module.modules())
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to average the weights after this epoch."""
@@ -673,7 +672,7 @@ class StochasticWeightAveraging(WeightAveraging):
         """Reset the statistics of the batch normalization that trains, and let it average over all batches."""
         self.momenta = {}
         for module in pl_module.modules():
-            if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
+            if isinstance(module, torch_private.BatchNorm) and module.training and module.running_mean is not None:
                 module.reset_running_stats()
                 self.momenta[module] = module.momentum
                 module.momentum = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hasten._lib import torch_private
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 from hasten.machine.collectives import joined
 
@@ -261,7 +262,7 @@ def _layout(metadata: Metadata) -> Layout:
         assert isinstance(stored, TensorStorageMetadata)
         chunks = []
         for chunk in stored.chunks:
-            place: _StorageInfo = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            place: torch_private.StorageInfo = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             offsets, sizes = list(chunk.offsets), list(chunk.sizes)
             chunks.append([offsets, sizes, place.relative_path, place.offset, place.length])
         dtype = str(stored.properties.dtype).removeprefix("torch.")
@@ -271,13 +272,15 @@ def _layout(metadata: Metadata) -> Layout:
 
 def _metadata(layout: Layout) -> Metadata:
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, torch_private.StorageInfo] = {}
     for key, stored in layout.items():
         chunks = []
         for index, (offsets, sizes, file, start, length) in enumerate(stored["chunks"]):
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             # Only the name: a path could lead out of the folder.
-            places[MetadataIndex(key, offsets, index)] = _StorageInfo(os.path.basename(file), start, length)
+            places[MetadataIndex(key, offsets, index)] = torch_private.storage_info(
+                os.path.basename(file), start, length
+            )
         tensors[key] = TensorStorageMetadata(
             TensorProperties(dtype=getattr(torch, stored["dtype"])), torch.Size(stored["shape"]), chunks
         )
@@ -358,7 +361,7 @@ def read_foreign(place: Place, contents: Any) -> tuple[Layout, dict[str, Any]]:
     return layout, {**contents, **parts}
 
 
-def _value(place: Place, stored: _StorageInfo) -> Any:
+def _value(place: Place, stored: torch_private.StorageInfo) -> Any:
     """Return a value that is no tensor."""
     with place.open(os.path.basename(stored.relative_path), "rb") as file:
         file.seek(stored.offset)

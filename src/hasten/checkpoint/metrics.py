@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
+from hasten._lib import torch_private
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.extend.origin import comes_from
@@ -143,7 +143,7 @@ class Gathered:
 
     def _now(self) -> dict[str, Any]:
         # New lists, of the same tensors: a reset empties the lists and replaces the tensors.
-        state: dict[str, Any] = _pytree.tree_map(lambda leaf: leaf, self._metrics.state_dict())
+        state: dict[str, Any] = torch_private.pytree.tree_map(lambda leaf: leaf, self._metrics.state_dict())
         return state
 
     def is_all(self) -> bool:
@@ -278,8 +278,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    leaves, structure = _pytree.tree_flatten(one)
-    others, other_structure = _pytree.tree_flatten(other)
+    leaves, structure = torch_private.pytree.tree_flatten(one)
+    others, other_structure = torch_private.pytree.tree_flatten(other)
     return structure == other_structure and all(map(_equal_leaves, leaves, others))
 
 
@@ -292,4 +292,4 @@ def _equal_leaves(one: Any, other: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return _pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+    return torch_private.pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)

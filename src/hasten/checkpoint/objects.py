@@ -15,6 +15,7 @@ from typing import IO, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from hasten._lib import torch_private
 from hasten._lib.tree import AttributeDict
 from hasten.extend.origin import full_name
 
@@ -165,8 +166,7 @@ def _key(key: Any, refused: dict[str, None]) -> Any:
 
 
 def _default_globals() -> dict[str, Any]:
-    found: dict[str, Any] = torch._weights_only_unpickler._get_allowed_globals()
-    return found
+    return torch_private.allowed_globals()
 
 
 def _users_globals() -> dict[str, Any]:

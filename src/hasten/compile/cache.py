@@ -10,6 +10,7 @@ import platform
 import torch
 from torch import nn
 
+from hasten._lib import torch_private
 from hasten._lib.device import is_cuda
 from hasten._lib.files import cache_folder, write_atomically
 from hasten.compile.settings import CompileSettings
@@ -24,10 +25,9 @@ def keep_torchs_cache() -> None:
     Its default folder is in /tmp, which containers and reboots empty. A folder that the user chose is left alone. The
     caches contain code, so a folder that other users can write to is not used.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
     # torch sets the variable itself, to its default.
-    if os.environ.get(_TORCH_FOLDER, default_cache_dir()) != default_cache_dir():
+    default = torch_private.default_compile_cache()
+    if os.environ.get(_TORCH_FOLDER, default) != default:
         return
     folder = cache_folder("compile") / "torch"
     try:

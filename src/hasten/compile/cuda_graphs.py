@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from hasten._lib import torch_private
 from hasten._lib.tree import by_kind, map_tensors
 
 T = TypeVar("T")
@@ -65,15 +66,14 @@ def marked_by_us() -> Iterator[None]:
     Once a step was marked, torch waits for marks as long as the process lives: a later loop that marks none would
     record each step again.
     """
-    from torch._inductor.cudagraph_trees import MarkStepBox
-
-    found = MarkStepBox.mark_step_counter == 0
+    marks = torch_private.step_marks()
+    found = marks.mark_step_counter == 0
     try:
         yield
     finally:
         # 0: no step was marked.
         if found:
-            MarkStepBox.mark_step_counter = 0
+            marks.mark_step_counter = 0
 
 
 def kept_outputs(outputs: T, *, all_of_them: bool) -> T:

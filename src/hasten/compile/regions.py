@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.utils.hooks import RemovableHandle
 
+from hasten._lib import torch_private
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import leaves, sharded_parameter
 from hasten.compile.cuda_graphs import kept_outputs
@@ -40,12 +40,12 @@ def _mark_dynamic(data: object, dims: range) -> None:
         for dim in dims if isinstance(leaf, Tensor) else ():
             # Where a model fixes a size, "maybe" lets the compiler fix it too, without an error.
             if dim < leaf.dim() and leaf.shape[dim] > 1:
-                torch._dynamo.maybe_mark_dynamic(leaf, dim)
+                torch_private.mark_dynamic(leaf, dim)
 
 
 def must_stay_python() -> bool:
     """Return whether every operation is observed at the moment, for example to count it or to trace an export."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+    return torch.compiler.is_compiling() or torch_private.is_observed()
 
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -150,7 +150,7 @@ class Compiled(ABC):
             output = call(graph.call)
         except Exception as error:
             ran = counters.graphs_in_process() != before or graph.compiled
-            if isinstance(error, torch.OutOfMemoryError) or (ran and not isinstance(error, TorchDynamoException)):
+            if isinstance(error, torch.OutOfMemoryError) or (ran and not torch_private.is_error_of_compiler(error)):
                 raise
             reason = f"{type(error).__name__}: {brief(str(error))}"
         else:
@@ -223,7 +223,7 @@ class Region(Compiled):
     def __init__(self, *compiled: Any, forward_only: bool = False) -> None:
         super().__init__(*compiled)
         self.forward_only = forward_only
-        self._function = _forward if forward_only else _call
+        self._function = _forward if forward_only else torch_private.call_uncompiled
 
     def _compile(self) -> Callable[..., Any]:
         return self._settings.compile(own_code(self._function, self.name))
@@ -251,10 +251,6 @@ class Region(Compiled):
             f"compile: {self.name} could not be compiled and stays Python. {reason} Change that part, or leave it "
             "out of the graph with @torch.compiler.disable.",
         )
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -308,13 +304,13 @@ class CompiledParts:
         for name, parts in groups:
             sharded = sharded_parameter(parts[0]) is not None
             region = Region(name, settings, counters, dims, forward_only=sharded)
-            place = "forward" if sharded else "_compiled_call_impl"
+            place = "forward" if sharded else torch_private.COMPILED_CALL
             self._calls += [(part, place, _compiled_call(part, region)) for part in parts]
 
     def enable(self) -> None:
         """Call the parts compiled from now on; one that the user compiled is left alone."""
         for module, place, call in self._calls:
-            if module._compiled_call_impl is not None:
+            if torch_private.is_compiled_by_user(module):
                 continue
             if place == "forward" and "forward" in module.__dict__:
                 module.__dict__[_OWN_FORWARD] = module.__dict__["forward"]

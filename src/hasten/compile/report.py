@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._dynamo import utils
-
+from hasten._lib import torch_private
 from hasten._lib.rank_zero import rank_zero_info
 
 
@@ -89,7 +88,7 @@ class CompileCounters:
     def start(self) -> None:
         """Start counting."""
         self._last = _snapshot()
-        self._seen.update(map(_key, utils.get_compilation_metrics()))
+        self._seen.update(map(_key, torch_private.compile_counters().get_compilation_metrics()))
 
     def stop(self) -> None:
         """Stop counting; the totals stay."""
@@ -108,7 +107,7 @@ class CompileCounters:
 
     def graphs_in_process(self) -> int:
         """Return how many graphs the compiler has made in this process."""
-        return int(utils.counters["stats"]["unique_graphs"])
+        return int(torch_private.compile_counters().counters["stats"]["unique_graphs"])
 
     def new_recompiles(self) -> list[str]:
         """Return the causes of the recompiles since the last call."""
@@ -181,7 +180,7 @@ class CompileCounters:
             if (new := count - before["breaks"].get(reason, 0)) > 0:
                 text = brief(reason)
                 self._breaks[text] = self._breaks.get(text, 0) + new
-        for entry in utils.get_compilation_metrics():
+        for entry in torch_private.compile_counters().get_compilation_metrics():
             if _key(entry) in self._seen:
                 continue
             self._seen.add(_key(entry))
@@ -191,10 +190,11 @@ class CompileCounters:
 
 
 def _snapshot() -> dict[str, Any]:
-    counters = utils.counters
+    compiler = torch_private.compile_counters()
+    counters = compiler.counters
     cache = counters["inductor"]
     return {
-        "seconds": utils.calculate_time_spent().get("total_wall_time", 0.0),
+        "seconds": compiler.calculate_time_spent().get("total_wall_time", 0.0),
         "graphs": counters["stats"]["unique_graphs"],
         "hits": cache["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
         "misses": cache["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],

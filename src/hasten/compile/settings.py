@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.names import did_you_mean, unknown_word
 
@@ -169,15 +169,11 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
 
 
 def _inductor_options() -> list[str]:
-    from torch._inductor import list_options
-
-    return list_options()
+    return torch_private.compile_options()
 
 
 def _modes() -> list[str]:
-    from torch._inductor import list_mode_options
-
-    return list(list_mode_options())
+    return torch_private.compile_modes()
 
 
 def check_possible(owner: str, settings: CompileSettings, device: torch.device) -> None:
@@ -201,10 +197,8 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
     """
     if device.type == "xla":
         raise ValueError(f"{owner}(compile=...): XLA compiles each step itself. Leave compile out.")
-    from torch._dynamo.eval_frame import check_if_dynamo_supported
-
     try:
-        check_if_dynamo_supported()
+        torch_private.check_compiler_supported()
     except RuntimeError as error:
         raise ValueError(
             f"{owner}(compile=...): torch {torch.__version__} cannot compile under Python "
@@ -223,10 +217,8 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
 
 
 def _check_compiler(owner: str) -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     try:
-        found = shutil.which(get_cpp_compiler()) is not None
+        found = shutil.which(torch_private.cpp_compiler()) is not None
     except Exception:  # torch raises several kinds, one of them its own.
         found = False
     if not found:
@@ -250,8 +242,8 @@ def inner_model(model: _Model) -> _Model:
     """
     if not isinstance(model, nn.Module):
         return model
-    inner = getattr(model, "_orig_mod", None)
-    if isinstance(inner, nn.Module):
+    inner = torch_private.inside_compiled(model)
+    if inner is not None:
         inner.__dict__[_BY_USER] = _UserOptions(getattr(model, "dynamo_ctx", None))
         # The result of torch.compile has the attributes and the call of the model.
         return cast(_Model, inner)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten.data.loader_parts import length_of
 
 if TYPE_CHECKING:
@@ -175,8 +174,8 @@ def flatten(loaders: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         at_top = node is loaders and (is_empty or isinstance(node, dict))
         return not (at_top or is_collection(node) or _holds_lists(node))
 
-    leaves, structure = tree_flatten(loaders, is_loader)
-    return leaves, lambda parts: tree_unflatten(parts, structure)
+    leaves, structure = torch_private.pytree.tree_flatten(loaders, is_loader)
+    return leaves, lambda parts: torch_private.pytree.tree_unflatten(parts, structure)
 
 
 def is_collection(thing: object) -> bool:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
+from hasten._lib import torch_private
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.first_samples import FirstSample, compare_first, digest_of, first_of_worker
 from hasten.data.loader_parts import has_state, is_hugging_face, overrides_iter, with_attributes
@@ -707,18 +707,17 @@ class _WasAsked:
 @contextmanager
 def _watched_worker_info(asked: _WasAsked | None = None) -> Iterator[_WasAsked]:
     asked = _WasAsked() if asked is None else asked
-    info: Any = torch_worker._worker_info
+    info: Any = torch_private.worker_info()
     if info is None:
         yield asked
         return
     watched = _Asked(info)
     asked.infos.append(watched)
-    worker: Any = torch_worker
-    worker._worker_info = watched
+    torch_private.set_worker_info(watched)
     try:
         yield asked
     finally:
-        worker._worker_info = info
+        torch_private.set_worker_info(info)
 
 
 @dataclass(eq=False)

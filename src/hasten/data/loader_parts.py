@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
+from hasten._lib import torch_private
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.extend.origin import comes_from
 from hasten.seed import isolate_rng
@@ -176,7 +177,7 @@ def shut_down(owner: object) -> None:
     """End the workers of a loader's iterator, or of the iterator that a loader keeps."""
     iterator = getattr(owner, "_iterator", None)
     for each in (owner, iterator):
-        end = getattr(each, "_shutdown_workers", None) or getattr(each, "close", None)
+        end = torch_private.shut_down_workers(each) or getattr(each, "close", None)
         if end is not None:
             end()
     if iterator is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from hasten._lib import torch_private
 from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.errors import shorten
 from hasten._lib.explain import explain
@@ -360,8 +361,8 @@ class FabricDataLoader:
 
 def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     """Return (the user's module, its compiled module or None)."""
-    inner = getattr(module, "_orig_mod", None)
-    return (inner, module) if isinstance(inner, nn.Module) else (module, None)
+    inner = torch_private.inside_compiled(module)
+    return (module, None) if inner is None else (inner, module)
 
 
 def is_wrapped(obj: object) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten._lib import torch_private
 from hasten._lib.errors import BadLossError
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of
@@ -265,7 +266,7 @@ class Guard:
         run.window.weight = None
         if optimizer is not None:
             # Schedulers go on, and torch would warn them of an optimizer that never steps.
-            optimizer._opt_called = True
+            torch_private.note_step(optimizer)
         self._last = self._describe(here, bad)
         place = ""
         if self._mode == "stop":

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
+from hasten._lib import torch_private
+from hasten._lib.device import free_cached_memory, is_out_of_memory
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.out_of_memory import free_cached_memory, is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten.batching.fields import sample_fields
 from hasten.batching.split import Fields, join, measure, split
@@ -373,7 +374,7 @@ def _nothing_left(plan: MemoryPlan, attempted: int, error: Exception | None) -> 
 
 def _warn_of_batch_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
+        if isinstance(child, torch_private.BatchNorm) and child.training:
             warn_once(
                 f"micro_batch {id(module)}",
                 f"micro_batch: {name} ({type(child).__name__}) takes mean and variance of each micro-batch, not of the "

@@ -9,13 +9,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten import optim
+from hasten._lib import torch_private
+from hasten._lib.device import collect_earlier_models
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
-from hasten._lib.out_of_memory import collect_earlier_models
 from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
@@ -202,7 +202,7 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
     if sync is None:
         return
     module, device = run.module, run.runtime.device.type
-    normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
+    normalizes = any(isinstance(part, torch_private.BatchNorm) for part in module.modules())
     if isinstance(sync, TorchSyncBatchNorm) and device in ("cpu", "xla") and normalizes:
         raise MisconfigurationException(
             f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on {device!r}. "

@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from hasten._lib import torch_private
+from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.tree import parameters_of
 from hasten.extend.origin import ROOTS, comes_from, package_of
 from hasten.logged_value import LoggedValue, is_metric
@@ -116,7 +117,7 @@ class _SavedTensor:
         tensor, copy = self.tensor, self.copy
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             if tensor.grad_fn is not None and not self.required:
-                if tensor._is_view():
+                if torch_private.is_view(tensor):
                     raise self._lost("is a view and became part of the graph in", "")
                 tensor.detach_()
             values = tensor.detach()
@@ -464,8 +465,7 @@ def _class_in_list(thing: Any) -> list[type]:
 def _put_class_back(thing: Any, before: list[type]) -> None:
     thing.__class__ = before[0]
     # torch remembers beside the module that it was sharded, and would not shard it again.
-    composable = sys.modules.get("torch.distributed._composable_state")
-    getattr(composable, "_module_state_mapping", {}).pop(thing, None)
+    torch_private.forget_that_it_was_sharded(thing)
 
 
 def _class_of(thing: Any) -> Any:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from hasten._lib import torch_private
+from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, NotPartOfLightning2
 from hasten._lib.explain import describe_batch, explain
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
-from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments
@@ -503,7 +503,7 @@ class FirstEpoch:
             name
             for name, part in module.named_modules()
             # A normalization may keep its statistics.
-            if part in before and not part.training and not isinstance(part, _NormBase)
+            if part in before and not part.training and not isinstance(part, torch_private.NormBase)
             if not trained.isdisjoint(part.parameters(recurse=False))
         ]
         if found:

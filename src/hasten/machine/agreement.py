@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from hasten._lib import torch_private
 from hasten._lib.rank_zero import log
 from hasten.machine.host import process_has_ended
 
@@ -39,12 +39,11 @@ _END = "end"
 Passed = Callable[[Any], "bool | None"]
 
 # torch has no public name for the default store, and no type hints for stores.
-_torch: Any = distributed_c10d
 
 
 def store() -> Any:
     """Return the part of the store that is for such messages."""
-    return _torch.PrefixStore("hasten-agreement", _torch._get_default_store())
+    return torch_private.part_of_store("hasten-agreement", torch_private.default_store())
 
 
 def announce_leaving() -> None:
@@ -263,7 +262,7 @@ class _Listener:
 
     def __init__(self) -> None:
         self.known: dict[str, weakref.WeakMethod[Passed]] = {}
-        self.group = id(_torch._get_default_store())
+        self.group = id(torch_private.default_store())
         # A connection of its own: on another one, the main thread would wait until this thread has its question.
         self._store = store().clone()
         self._rank = dist.get_rank()
@@ -327,7 +326,7 @@ def answer(kind: str, passed: Passed) -> None:
 
     """
     global _listener
-    if _listener is None or _listener.group != id(_torch._get_default_store()):
+    if _listener is None or _listener.group != id(torch_private.default_store()):
         stop_answering()
         _listener = _Listener()
         atexit.unregister(stop_answering)

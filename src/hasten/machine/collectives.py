@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
+from hasten._lib import torch_private
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.names import unknown_word
 from hasten._lib.tree import by_kind, map_leaves, map_tensors
@@ -277,7 +277,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
             )
         # That of the run to come, which may be longer than that of the first one.
         if any(name in dist.get_backend() for name in ("gloo", "nccl")):
-            distributed_c10d._set_pg_timeout(timeout)
+            torch_private.set_timeout(timeout)
         return
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed: use devices=1.")

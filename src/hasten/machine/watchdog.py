@@ -22,10 +22,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from hasten._lib import torch_private
 from hasten.machine import collectives, host, launch, signals, stacks
 from hasten.machine.agreement import announce_leaving
 from hasten.machine.agreement import ranks as text_of_ranks
@@ -46,8 +45,6 @@ SILENT_SECONDS = 15.0
 # How long the stacks of the others are waited for.
 STACK_SECONDS = 4.0
 _STORE_TIMEOUT = timedelta(seconds=60)
-
-_torch: Any = distributed_c10d
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +243,7 @@ class Watchdog:
         self.position: Callable[[], Position] = nowhere
         self.thread_watched = threading.get_ident()
         self.folder: Callable[[], str] = os.getcwd
-        self._store = _torch.PrefixStore(f"hasten-watchdog/{run}", store.clone())
+        self._store = torch_private.part_of_store(f"hasten-watchdog/{run}", store.clone())
         self._store.set_timeout(_STORE_TIMEOUT)
         self._stopped = threading.Event()
         self._beat = Beat(host=socket.gethostname(), pid=os.getpid())
@@ -519,17 +516,17 @@ def write(text: str) -> None:
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives each process group has begun, by its name."""
     counted: dict[str, int] = {}
-    for group, name in list(_torch._world.pg_names.items()):
+    for name, count in torch_private.collectives_begun():
         # Backends without a counter raise.
         with suppress(RuntimeError):
-            counted[name] = group._get_sequence_number_for_group()
+            counted[name] = count()
     return counted
 
 
 def write_flight_record(rank: int, folder: str) -> None:
     """Write NCCL's record of the last collectives, one file for each rank, as torch's ``torchfrtrace`` reads them."""
     # torch without CUDA does not have it, and TORCH_FR_BUFFER_SIZE=0 leaves it empty.
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+    dump = torch_private.dump_of_nccl()
     if dump is None or not collectives.joined() or "nccl" not in dist.get_backend():
         return
 
@@ -664,7 +661,7 @@ def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
         return
     if world_size == 1:
         return
-    store = _torch._get_default_store()
+    store = torch_private.default_store()
     try:
         _current = Watchdog(rank=rank, world_size=world_size, timeout=timeout, store=store, run=_runs)
     except (NotImplementedError, RuntimeError):

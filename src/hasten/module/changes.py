@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from hasten._lib import torch_private
 from hasten.logged_value import is_metric
 from hasten.module.module import LightningModule
 from hasten.seed import is_kind_of_generator, set_state_of_generator, state_of_generator
@@ -124,7 +125,7 @@ class ModuleChanges:
                     found["generators"][f"{name}.{key}"] = value
                 else:
                     is_simple = False
-            if simple and (part is self._module or (is_simple and not part._non_persistent_buffers_set)):
+            if simple and (part is self._module or (is_simple and not torch_private.has_buffers_not_saved(part))):
                 found["attributes"][name] = {} if is_metric(part) else simple
         return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from hasten._lib import torch_private
 from hasten._lib.tree import parameters_of
 from hasten.extend.origin import comes_from
 
@@ -160,9 +161,8 @@ def _switch(optimizer: Any, fused: bool) -> None:
     for group in [optimizer.defaults, *optimizer.param_groups]:
         group["fused"] = fused
         group["foreach"] = False if fused else None
-    # For a GradScaler: a fused kernel unscales by itself, and skips steps with infinite gradients.
-    optimizer._step_supports_amp_scaling = fused
-    optimizer._need_device_dtype_check_for_fused = True
+    # A fused kernel unscales by itself, and skips steps with infinite gradients.
+    torch_private.set_fused(optimizer, fused)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             step = optimizer.state.get(parameter, {}).get("step")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
+from hasten._lib import torch_private
 from hasten._lib.tree import parameters_of
 from hasten.optim.decay import NamedParameters, checked_patterns, trained
 from hasten.optim.fused import fused_where_possible
-from hasten.precision.matmul import cpu_has_bfloat16
 
 _KINDS = ("muon", "adamw")
 # Usual names of output layers, and of matrices of learned vectors that are not ``nn.Embedding``.
@@ -186,7 +186,7 @@ class _In32Bits(TorchFunctionMode):
 def _emulates_bfloat16(optimizer: Optimizer) -> bool:
     """Return whether the device of the parameters emulates products in bfloat16."""
     parameters = parameters_of(optimizer)
-    return bool(parameters) and parameters[0].is_cpu and not cpu_has_bfloat16()
+    return bool(parameters) and parameters[0].is_cpu and not torch_private.cpu_multiplies_bfloat16()
 
 
 def _without_names(params: Any) -> list[Tensor] | None:

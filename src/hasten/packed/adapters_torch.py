@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten._lib import torch_private
 from hasten.packed.first_token import CAUSAL
 from hasten.packed.layout import HELP, Layout, refusal
 from hasten.packed.patches import MethodPatch
@@ -86,7 +87,7 @@ def _problem_of_block(block: nn.Module) -> str | None:
         return f"the forward of its {type(inner).__name__} is not torch's, and packing would skip it"
     if not inner.batch_first:
         return "it was made with batch_first=False"
-    if not inner._qkv_same_embed_dim or inner.bias_k is not None or inner.add_zero_attn:
+    if not torch_private.projects_one_width(inner) or inner.bias_k is not None or inner.add_zero_attn:
         return "its attention adds keys or projects queries, keys and values differently"
     return None
 
@@ -97,7 +98,7 @@ def _computes_as_torch(block: nn.Module) -> bool:
     kind: Any = type(block)
     return (
         kind.forward is plain.forward
-        and kind._sa_block is plain._sa_block
+        and torch_private.attention_block(kind) is torch_private.attention_block(plain)
         and not {"forward", "_sa_block"} & vars(block).keys()
     )
 

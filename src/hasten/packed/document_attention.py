@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hasten._lib import torch_private
 from hasten._lib.device import cuda_capability
 
 # The largest head of flash attention, and the multiple of which both kernels take heads without padding.
@@ -234,7 +235,7 @@ def _is_ampere(device: torch.device) -> bool:
 def _kernels_are_known() -> bool:
     """Return whether this version of torch has both kernels with the expected arguments."""
     return torch.version.hip is None and all(
-        [argument.name for argument in operation.default._schema.arguments][: len(names)] == names
+        torch_private.argument_names(operation.default)[: len(names)] == names
         for operation, names in (
             (torch.ops.aten._flash_attention_forward, _OF_FLASH),
             (torch.ops.aten._efficient_attention_forward, _OF_EFFICIENT),

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+
+from hasten._lib import torch_private
 
 
 def draw(count: int, p: float) -> tuple[Tensor, int]:
@@ -142,8 +143,7 @@ def _is_plain(x: Tensor) -> bool:
         and x.is_floating_point()
         and x.layout is torch.strided
         and not x.is_nested
-        and forward_ad._current_level < 0
-        and not torch._C._are_functorch_transforms_active()
+        and not torch_private.is_transformed()
     )
 
 

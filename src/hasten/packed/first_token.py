@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from hasten._lib import torch_private
 from hasten.packed.layout import Layout, refusal
 
 _HELP = "Use packed=True, which computes the last block for all tokens."
@@ -110,7 +110,7 @@ class FirstToken(LossCheck):
         if self._layers is None:
             # Outside of dispatch modes: selective checkpointing counts the products of a forward, and the recomputed
             # forward does not come here.
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), torch_private.without_modes():
                 firsts = row.index_select(1, layout.firsts)
                 self._layers = self._layer_of(module, firsts, key), self._layer_of(module, firsts, value)
         of_key, of_value = self._layers

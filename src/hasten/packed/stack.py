@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten._lib import torch_private
 from hasten.extend.origin import ROOTS, package_of
 from hasten.packed.attention import attention
 from hasten.packed.document_attention import packed_attention
@@ -199,7 +200,7 @@ class Stack:
             MisconfigurationException: blocks are recomputed in backward for an unknown call.
 
         """
-        if self.call is None and torch._C._current_graph_task_id() != -1:
+        if self.call is None and torch_private.is_in_backward():
             raise refusal(
                 self.asked,
                 "its blocks are computed again in the backward by a checkpointing that packing does not support",
@@ -269,7 +270,7 @@ class Stack:
             return args, kwargs if call is None else {**kwargs, _CALL: call}
         layout = call.layout
         is_first = block is self.blocks[0]
-        if torch._C._current_graph_task_id() == -1:  # Otherwise backward recomputes this block.
+        if not torch_private.is_in_backward():  # Otherwise backward recomputes this block.
             if not is_first and not self.inside:
                 raise refusal(
                     self.asked,

@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hasten._lib import torch_private
+from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.extend.origin import package_of
 from hasten.packed.layout import Layout, refusal
 from hasten.packed.patches import HookPatch, MethodPatch
@@ -218,7 +218,7 @@ def _host_generators() -> tuple[Any, ...]:
     return random.getstate(), numpy and numpy.random.get_state(legacy=False)["state"]["pos"]
 
 
-class _ConstantDraws(TorchDispatchMode):
+class _ConstantDraws(torch_private.TorchDispatchMode):
     """Replaces random numbers by constants, disables dropout, and records the sizes of draws inside blocks."""
 
     def __init__(self, stack: Stack) -> None:
@@ -267,7 +267,7 @@ def _fill_constant(drawn: Tensor, name: str, args: tuple[Any, ...], kwargs: dict
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = [argument.name for argument in func._schema.arguments]
+    names = torch_private.argument_names(func)
     if "dropout_p" in names:
         place = names.index("dropout_p")
         if place < len(args):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hasten._lib import torch_private
 from hasten._lib.tree import map_tensors
 
 T = TypeVar("T")
@@ -130,7 +131,7 @@ class Precision:
         """
         if self.scaler is None:
             return
-        if unscales_itself(optimizer):
+        if torch_private.unscales_itself(optimizer):
             raise NotImplementedError(
                 f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
                 "Use one without fused=True."
@@ -153,7 +154,7 @@ class Precision:
         """
         if clip_val <= 0:
             return
-        if self.scaler is not None and unscales_itself(optimizer):
+        if self.scaler is not None and torch_private.unscales_itself(optimizer):
             raise RuntimeError(
                 f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
                 "Use one without fused=True."
@@ -182,11 +183,6 @@ class Precision:
 
     def teardown(self) -> None:
         """Undo changes to the module and free resources."""
-
-
-def unscales_itself(optimizer: object) -> bool:
-    """Return whether an optimizer divides its gradients by the factor of a scaler in its step."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) is True
 
 
 class DtypePrecision(Precision):

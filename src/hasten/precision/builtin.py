@@ -7,14 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
-from hasten.precision.matmul import cpu_has_bfloat16
 from hasten.precision.small_updates import keep_small_updates
 
 
@@ -78,7 +76,7 @@ class HalfPrecision(DtypePrecision):
         kept = [
             (tensors, name, tensor.data)
             for layer in module.modules()
-            if isinstance(layer, _NormBase) and layer.track_running_stats
+            if isinstance(layer, torch_private.NormBase) and layer.track_running_stats
             for tensors in (layer._parameters, layer._buffers)
             for name, tensor in tensors.items()
             if tensor is not None and tensor.is_floating_point()
@@ -175,7 +173,7 @@ def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> Non
         ValueError: a GPU has no bfloat16 units; emulating them is slower than 32-bit floats.
 
     """
-    if is_host(device) and not cpu_has_bfloat16():
+    if is_host(device) and not torch_private.cpu_multiplies_bfloat16():
         warn_once(
             "bfloat16 on the CPU",
             f"precision={precision!r}: this CPU has no bfloat16 instructions: a matrix product takes tens of times as "

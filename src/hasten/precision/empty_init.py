@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hasten._lib import torch_private
+
 # What was left out for a parameter: calls with their numbers in the order of all calls.
 left_out: Any = WeakTensorKeyDictionary()
 _numbers = itertools.count()
@@ -55,13 +57,11 @@ def fill_empty(module: nn.Module, stored: Container[str] = ()) -> None:
         stored: names of parameters that a checkpoint is going to bring: they need no values.
 
     """
-    from torch._subclasses.fake_tensor import is_fake
-
     todo: list[tuple[int, Any, nn.Parameter]] = []
     written: list[tuple[nn.Parameter, Tensor, Tensor]] = []
     for name, parameter in module.named_parameters():
         calls = left_out.pop(parameter, [])
-        if not calls or name in stored or parameter.is_meta or is_fake(parameter):
+        if not calls or name in stored or parameter.is_meta or torch_private.is_fake(parameter):
             continue
         empty = torch.isnan(parameter)
         if not empty.any():

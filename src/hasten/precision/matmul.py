@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from hasten._lib import torch_private
 from hasten._lib.device import is_cuda, is_host
 
 MatmulPrecision = Literal["highest", "high", "medium"]
@@ -77,17 +78,8 @@ def without_effect(precision: str, device: torch.device) -> str | None:
             return None
         return "this GPU has no TF32, which begins with compute capability 8.0"
     if is_host(device):
-        kind, works = ("bfloat16", cpu_has_bfloat16()) if precision == "medium" else ("TF32", _tf32_on_cpu())
+        is_medium = precision == "medium"
+        kind = "bfloat16" if is_medium else "TF32"
+        works = torch_private.cpu_multiplies_bfloat16() if is_medium else torch_private.cpu_multiplies_tf32()
         return None if works else f"this CPU has no {kind} instructions"
     return f"{device.type.upper()} has one way to multiply 32-bit matrices"
-
-
-def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU has bfloat16 instructions; others take tens of times as long as for 32 bits."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _tf32_on_cpu() -> bool:
-    """Return whether oneDNN multiplies in TF32, which it does on CPUs with AMX-FP16."""
-    has_amx = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
-    return bool(has_amx and torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -19,7 +19,7 @@ from torch.nn.modules import module as registration
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
 from hasten.strategies.base import Sharding, StateIO, StepEngine
@@ -147,7 +147,7 @@ class _CurrentDDP:
     def end(self) -> None:
         """Stop the exchange of gradients, whatever still refers to the DDP."""
         if self.ddp is not None:
-            self.ddp._remove_autograd_hooks()
+            torch_private.remove_ddp_hooks(self.ddp)
             # They refer to each other: neither would be freed before the garbage collector runs.
             self.ddp.__dict__.pop("live", None)
 
@@ -155,7 +155,7 @@ class _CurrentDDP:
         held: list[nn.Parameter] = []
         if self.ddp is not None:
             # Something may still refer to the old one, which must not exchange gradients any more.
-            self.ddp._remove_autograd_hooks()
+            torch_private.remove_ddp_hooks(self.ddp)
             if self.ddp.find_unused_parameters:
                 # Parameters that train in turns (a generator and its critic) are exchanged from their first turn on.
                 own = set(map(id, self._parameters))

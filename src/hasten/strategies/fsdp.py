@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.device import is_host
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
@@ -261,7 +260,11 @@ class FSDPStrategy(ShardedStrategy):
         if self._policy.param_dtype is not None:
             for part in module.modules():
                 # Running statistics of 32 bits need parameters of 32 bits.
-                if isinstance(part, _NormBase) and part.track_running_stats and not isinstance(part, FSDPModule):
+                if (
+                    isinstance(part, torch_private.NormBase)
+                    and part.track_running_stats
+                    and not isinstance(part, FSDPModule)
+                ):
                     in_full = type(self._policy)(torch.float32, torch.float32, self._policy.param_dtype)
                     fully_shard(part, mesh=mesh, mp_policy=in_full, offload_policy=self._offload_policy)
                     keep_class_name(part)
@@ -426,7 +429,7 @@ def _users(module: nn.Module) -> dict[int, int]:
 
 def _checked_policy(argument: str, policy: Any) -> Any:
     # Some objects of torch.distributed.fsdp.wrap are no functions.
-    if policy is None or hasattr(policy, "_run_policy") or (callable(policy) and not isinstance(policy, type)):
+    if policy is None or torch_private.has_policy(policy) or (callable(policy) and not isinstance(policy, type)):
         return policy
     given = [policy] if isinstance(policy, type) else policy
     is_listed = isinstance(given, (set, frozenset, list, tuple))
@@ -440,7 +443,7 @@ def _checked_policy(argument: str, policy: Any) -> Any:
 
 def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
     """Return the parts of ``module`` that a policy chooses."""
-    classes = getattr(policy, "_module_classes", policy)  # torch's ModuleWrapPolicy
+    classes = torch_private.classes_of_policy(policy)
     if isinstance(classes, (set, frozenset)):
         found = [part for part in module.modules() if isinstance(part, tuple(classes)) and part is not module]
         for kind in classes:
@@ -451,9 +454,8 @@ def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
                     f"{did_you_mean(kind.__name__, present)} It has: {', '.join(present[:12])}."
                 )
         return found
-    if hasattr(policy, "_run_policy"):
-        chosen = policy._run_policy(module, set(), {})
-        return [part for part in chosen if part is not module]
+    if torch_private.has_policy(policy):
+        return [part for part in torch_private.run_policy(policy, module) if part is not module]
     return _by_function(module, policy)
 
 

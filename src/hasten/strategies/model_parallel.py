@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
@@ -222,7 +222,7 @@ class ModelParallelStrategy(ShardedStrategy):
             logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
             self._mesh = init_device_mesh(self.root_device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
             # Modules refer to the mesh, and it to its groups: those that outlive the program's end may abort it.
-            atexit.register(getattr(self._mesh, "_pg_registry", {}).clear)
+            atexit.register(torch_private.registered_groups(self._mesh).clear)
         return function(*args, **kwargs)
 
     def divide(self, module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from hasten._lib import torch_private
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.contents import load_optimizer
@@ -113,7 +114,7 @@ class OptimizerShard:
         own = vars(optimizer)
         replaced: Any = own.get("step")
         # A scheduler's wrapper only notices that the optimizer stepped; so does the step below.
-        is_users = replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")
+        is_users = replaced is not None and not torch_private.is_wrapped_by_scheduler(replaced)
         self._step: Callable[..., Any] = replaced if is_users else functools.partial(unwrapped(kind.step), optimizer)
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ class OptimizerShard:
 
         # Hooks of the user around it see all parameters, before and after the step.
         hooked: Any = Optimizer.profile_hook_step(step)
-        hooked._wrapped_by_lr_sched = True
+        torch_private.mark_as_wrapped_by_scheduler(hooked)
         leave_steps_to_caller(optimizer)
         own.update(
             _hasten_shard=self,
@@ -207,7 +208,7 @@ class OptimizerShard:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
         """Step the parts of this process, and exchange them with the others."""
         optimizer = self._optimizer
-        optimizer._opt_called = True
+        torch_private.note_step(optimizer)
         if closure is not None:
             # It needs all parameters, and their gradients are there when it returns.
             with torch.enable_grad():

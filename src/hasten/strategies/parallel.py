@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.elsewhere import conventions
@@ -125,7 +124,7 @@ class TorchSyncBatchNorm(LayerSync):
         Override it to share statistics within some processes only.
 
         """
-        kept = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+        kept = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch_private.BatchNorm)}
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         for name, layer in model.named_modules():
             if isinstance(layer, nn.SyncBatchNorm) and layer is not kept.get(name):
@@ -155,7 +154,7 @@ def _alone(layer: nn.SyncBatchNorm) -> nn.Module:
     return original
 
 
-class _AnyBatchNorm(_BatchNorm):
+class _AnyBatchNorm(torch_private.BatchNorm):
     """Batch normalization for inputs of any shape (batch, features, ...)."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:

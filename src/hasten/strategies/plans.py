@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from hasten._lib import torch_private
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors
 
@@ -92,7 +93,7 @@ class _OfConv1D(ParallelStyle):
             module,
             device_mesh,
             split,
-            functools.partial(style._prepare_input_fn, style.input_layouts, takes),
+            functools.partial(torch_private.prepare_input_of_style(style), style.input_layouts, takes),
             functools.partial(_output, style.output_layouts, style.use_local_output),  # type: ignore[arg-type]
         )
 

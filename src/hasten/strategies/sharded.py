@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.torch_private import ShardedPart
 from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
@@ -171,8 +172,9 @@ class ShardedStrategy(ParallelStrategy):
         if advice is not None:
             exception.add_note(f"strategy={self.name!r}: {advice}")
         for part in self._parts:
-            if part._get_fsdp_state()._is_root:
-                _begin_anew(part)
+            state = ShardedPart(part)
+            if state.is_root:
+                state.begin_anew()
 
     def teardown(self) -> None:
         # Another run may go on with the same module.
@@ -354,13 +356,9 @@ class Shards(PartialSharding):
         """Free the parameters that a forward without backward has left gathered."""
         for part in self.strategy._parts:
             part.reshard()
-            state = part._get_fsdp_state()
-            if state._is_root is None:
-                continue  # Before the first forward.
-            # The next backward would gather parameters in the order of these forwards, too.
-            state._comm_ctx.post_forward_order.clear()
-            for group in _groups(state):
-                group._post_forward_indices.clear()
+            state = ShardedPart(part)
+            if state.is_root is not None:  # None before the first forward.
+                state.forget_forwards()
 
     def forward_order(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the parts in the order in which a step gathers them."""
@@ -489,23 +487,21 @@ class ShardedEngine(StepEngine):
         """Forget the gradients held back, of all parameters or those with these ids."""
         self.has_held_gradients = False
         for part in self.strategy._parts:
-            for group in _groups(part._get_fsdp_state()):
+            for group in ShardedPart(part).groups:
                 for parameter in group.fsdp_params:
                     if of is not None and id(parameter.sharded_param) not in of:
                         self.has_held_gradients = True
                         continue
                     parameter.unsharded_accumulated_grad = None
-                    if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    if (whole := torch_private.gathered(parameter)) is not None:
                         whole.grad = None
 
     def sync_gradients(self, module: nn.Module) -> None:
         """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
         for root in _roots(module):
-            state = root._get_fsdp_state()
-            if state._is_root is None:
-                continue  # Before the first forward.
-            # What torch does at the end of each backward.
-            state._root_post_backward_final_callback()
+            state = ShardedPart(root)
+            if state.is_root is not None:  # None before the first forward.
+                state.end_backward()
 
     def make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
@@ -730,7 +726,7 @@ def _refuse_hooks(module: nn.Module, strategy: str) -> None:
     for name, parameter in module.named_parameters():
         if is_sharded(parameter):
             continue
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if torch_private.has_gradient_hooks(parameter):
             raise ValueError(
                 f"strategy={strategy!r}: the parameter {name!r} has a hook (register_hook), which would not run: its "
                 "gradient is computed on parts of it. Change gradients in on_after_backward or "
@@ -825,37 +821,3 @@ def _user_class(module: nn.Module) -> Any:
 
     kind = type(module)
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
-
-
-# -- what differs between versions of torch
-
-
-def _groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that ``fully_shard`` gathers together for one part: one group in torch 2.9."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def _begin_anew(root: Any) -> None:
-    """Forget a forward or backward that an exception has ended half-way."""
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-        return
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-    # torch 2.9 has no function for this. Collectives under way have ended with the exception.
-    context, shared = root._get_fsdp_state()._state_ctx, root._get_fsdp_state()._comm_ctx
-    shared.all_gather_state = shared.reduce_scatter_state = None
-    shared.post_forward_order.clear()
-    for state in context.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = TrainingState.IDLE
-        for group in _groups(state):
-            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            group._reshard_after_forward_event = group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = TrainingState.IDLE
-            group._to_sharded()
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from hasten._lib import torch_private
 from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
 from hasten.loops.progress import TrainerFn, TrainerStatus
@@ -284,7 +285,7 @@ class TrainingEpochLoop(LoopView):
     def scheduler_progress(self) -> SchedulerCounts:
         """The steps of learning-rate schedulers, in the run and in this epoch."""
         configs = self._trainer.lr_scheduler_configs
-        total = sum(getattr(config.scheduler, "_step_count", 1) - 1 for config in configs)
+        total = sum(torch_private.steps_of_scheduler(config.scheduler) for config in configs)
         current = sum(map(self._current_steps, configs))
         return SchedulerCounts(ReadyCompleted(total, total), ReadyCompleted(current, current))
 

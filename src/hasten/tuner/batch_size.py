@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.utils.data import DataLoader
 
 from hasten._lib import check
-from hasten._lib.device import is_host
+from hasten._lib.device import free_cached_memory, is_host
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.out_of_memory import free_cached_memory
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten.data.memory.read import available_bytes
 from hasten.elsewhere import conventions

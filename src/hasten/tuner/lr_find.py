@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten._lib import check
+from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import log, rank_zero_info
@@ -266,9 +266,8 @@ def _rebase(scheduler: Any) -> None:
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     if hasattr(scheduler, "base_lrs"):
         scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
-    if hasattr(scheduler, "_last_lr"):
-        scheduler._last_lr = [group["lr"] for group in groups]
-    for inner in getattr(scheduler, "_schedulers", ()):
+    torch_private.set_last_rates(scheduler, [group["lr"] for group in groups])
+    for inner in torch_private.chained_schedulers(scheduler):
         _rebase(inner)
 
 

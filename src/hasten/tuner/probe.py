@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.logged_value import batch_size_of
 from hasten.loops.evaluate import evaluate, predict
 from hasten.loops.fit import train

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hasten._lib.out_of_memory import free_cached_memory as garbage_collection_cuda
-from hasten._lib.out_of_memory import is_out_of_device_memory as is_cuda_out_of_memory
-from hasten._lib.out_of_memory import is_out_of_host_memory as is_out_of_cpu_memory
-from hasten._lib.out_of_memory import is_out_of_memory as is_oom_error
+from hasten._lib.device import free_cached_memory as garbage_collection_cuda
+from hasten._lib.device import is_out_of_device_memory as is_cuda_out_of_memory
+from hasten._lib.device import is_out_of_host_memory as is_out_of_cpu_memory
+from hasten._lib.device import is_out_of_memory as is_oom_error
 from hasten._lib.tree import map_tensors
 from hasten.types import Batch
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten._lib import torch_private
 from hasten._lib.names import unknown_word
 
 # A process group, or what a process outside of it has in its place.
@@ -289,7 +290,7 @@ class TorchCollective(Collective):
             return self
         default: Any = dist.GroupMember.WORLD
         # The last group of a member: what is left is the default group.
-        if default is not None and is_member and len(dist.distributed_c10d._pg_map) == 1:
+        if default is not None and is_member and len(torch_private.groups_of_process()) == 1:
             self.destroy_group(default)
             default = None
         TorchCollective.manages_default_group = default is not None
@@ -316,7 +317,7 @@ class TorchCollective(Collective):
     @classmethod
     def destroy_group(cls, group: Group) -> None:
         # Processes outside of a group have something else in its place.
-        if group in dist.distributed_c10d._pg_map:
+        if group in torch_private.groups_of_process():
             dist.destroy_process_group(group)
 
     @classmethod

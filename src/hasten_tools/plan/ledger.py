@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from hasten._lib import torch_private
 
 # What holds memory. The first four stay between two steps, gradients only where they are kept.
 WEIGHTS, BUFFERS, GRADIENTS, OPTIMIZER = "weights", "buffers", "gradients", "optimizer states"
@@ -25,8 +25,7 @@ _GROWTH = 1.005
 
 def held(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process has; unlike ``to_local`` it is no operation."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return torch_private.local_part(tensor)
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Peak:
     parts: dict[str, int] = field(default_factory=dict)
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(torch_private.TorchDispatchMode):
     """Counts the memory of tensors and the bytes of collectives while it is entered.
 
     A tensor counts from the operation that makes it until nothing refers to its memory. It costs a few microseconds an
@@ -76,7 +75,7 @@ class Ledger(TorchDispatchMode):
         >>> ledger.live, ledger.peak.total
         (400, 800)
 
-    Source of the method: `PyTorch, TorchDispatchMode and FakeTensor
+    Source of the method: `PyTorch, torch_private.TorchDispatchMode and FakeTensor
     <https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html>`_.
 
     """
@@ -139,7 +138,7 @@ class Ledger(TorchDispatchMode):
             storage = held(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # Sparse tensors and others without one storage: their parts are seen.
-        key = storage._cdata
+        key = torch_private.identity_of(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
             self._kinds[key] = kind or self.phase
@@ -160,7 +159,7 @@ class Ledger(TorchDispatchMode):
         self._ends.pop(key, None)
 
     def _resized(self, storage: Any) -> None:
-        key = storage._cdata
+        key = torch_private.identity_of(storage)
         if key in self._sizes:
             if self._sizes[key] == 0:
                 self._kinds[key] = GATHERED
@@ -177,7 +176,7 @@ class Ledger(TorchDispatchMode):
         known: dict[int, str] = {}
         for kind, tensors in self.owners().items():
             for tensor in tensors:
-                known[held(tensor).untyped_storage()._cdata] = kind
+                known[torch_private.identity_of(held(tensor).untyped_storage())] = kind
         found: dict[str, int] = {}
         for key, size in self._sizes.items():
             kind = known.get(key) or self._kinds[key]
@@ -198,7 +197,7 @@ class Ledger(TorchDispatchMode):
         if isinstance(result, Tensor):
             self.see(result)
         elif result is not None:
-            for leaf in tree_leaves(result):
+            for leaf in torch_private.pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.see(leaf)
         if "c10d" in func.namespace or func.namespace == "_dtensor":
@@ -206,12 +205,16 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _exchange(self, func: Any, args: Any, result: Any) -> None:
-        name = func._schema.name.partition("::")[2]
+        name = torch_private.operator_name(func).partition("::")[2]
         kind = _KINDS.get(name)
         if kind is None:
             return
         what, side, rounds = kind
-        tensors = [leaf for leaf in tree_leaves(result if side == "result" else args[side]) if isinstance(leaf, Tensor)]
+        tensors = [
+            leaf
+            for leaf in torch_private.pytree.tree_leaves(result if side == "result" else args[side])
+            if isinstance(leaf, Tensor)
+        ]
         if what == "all-gather":
             for tensor in tensors:
                 self.see(tensor, GATHERED)
@@ -255,14 +258,12 @@ _KINDS: dict[str, tuple[str, Any, int]] = {
 
 def _size(args: Any) -> int:
     """Return the number of processes of a collective."""
-    from torch.distributed import ProcessGroup, distributed_c10d
-
-    own: Any = distributed_c10d
+    from torch.distributed import ProcessGroup
 
     for value in reversed(args):
         if isinstance(value, str):
             try:
-                return int(own._resolve_process_group(value).size())
+                return torch_private.size_of_group(value)
             except (RuntimeError, KeyError):
                 continue  # The name of an operation, such as "sum".
         if isinstance(value, torch.ScriptObject):

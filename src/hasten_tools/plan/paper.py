@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hasten._lib import torch_private
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.logged_value import is_metric
 from hasten.machine import collectives, same_program
@@ -104,9 +105,7 @@ def fake_mode() -> FakeTensorMode:
 @contextmanager
 def on_real_tensors() -> Iterator[None]:
     """Compute as usual within the block: the program reads its data."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
+    with torch_private.without_modes():
         yield
 
 

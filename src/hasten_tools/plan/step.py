@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import leaves
 from hasten.extend.origin import FOLDERS
@@ -277,7 +277,7 @@ class _PlannedFit:
 def _states(run: Run) -> list[Tensor]:
     """Return the tensors of the optimizers' states that this process holds."""
     states = [list(getattr(optimizer, "state", {}).values()) for optimizer in run.optimizers]
-    return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in torch_private.pytree.tree_leaves(states) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -285,7 +285,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         part = held(tensor)
-        storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
+        storages[torch_private.identity_of(part.untyped_storage())] = part.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from hasten._lib import torch_private
 from hasten._lib.device import is_cuda
 from hasten.compile.settings import inner_model
 from hasten.extend.origin import is_builtin
@@ -84,7 +85,7 @@ def _as_written(module: Any, rows: Rows) -> AbstractContextManager[object]:
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     parts = module.modules() if isinstance(module, torch.nn.Module) else ()
-    if any(hasattr(part, "_orig_mod") for part in parts):
+    if any(torch_private.inside_compiled(part) is not None for part in parts):
         rows.skipped("compile", _NOT_COMPILED)
     as_written: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return as_written

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from hasten._lib import torch_private
 from hasten._lib.tree import leaves
 from hasten.data.loader_parts import is_iterable, length_of, samplers_of, shut_down, with_attributes
 from hasten.extend.origin import ROOTS, module_of, package_of
@@ -190,7 +190,10 @@ def check_last_batch(run: Run, seen: Seen, length: Length, rows: Rows) -> None:
     norms = [
         (name, layer)
         for name, (layer, args, _) in seen.calls.items()
-        if isinstance(layer, _BatchNorm) and args and _one_value_each(args[0]) and layer in set(run.module.modules())
+        if isinstance(layer, torch_private.BatchNorm)
+        and args
+        and _one_value_each(args[0])
+        and layer in set(run.module.modules())
     ]
     for loader in run.data.train.streams() if norms else ():
         if not isinstance(loader, DataLoader) or is_iterable(loader) or not loader.batch_size or loader.drop_last:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hasten._lib import VERSION
+from hasten._lib import VERSION, torch_private
 from hasten._lib.device import is_cuda, is_host
 from hasten.machine.host import cpu_name, usable_cores
-from hasten.precision.matmul import cpu_has_bfloat16
 from hasten_tools.preflight.report import Rows
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def check_devices(trainer: Trainer, rows: Rows) -> None:
 def _check_precision(device: torch.device, precision: str, rows: Rows) -> None:
     """Warn of a precision that is slow on a device."""
     is_bfloat16 = precision.startswith("bf16")
-    if is_bfloat16 and is_host(device) and not cpu_has_bfloat16():
+    if is_bfloat16 and is_host(device) and not torch_private.cpu_multiplies_bfloat16():
         rows.warning(
             "precision",
             f"Trainer(precision={precision!r}): this CPU has no bfloat16 instructions, and takes longer than with 32 "
@@ -96,7 +95,9 @@ def _check_precision(device: torch.device, precision: str, rows: Rows) -> None:
         rows.warning(
             "precision",
             f"Trainer(precision={precision!r}): on a CPU, products in float16 are slower than with 32 bits.",
-            'Trainer(precision="bf16-mixed")' if cpu_has_bfloat16() else 'Trainer(precision="32-true")',
+            'Trainer(precision="bf16-mixed")'
+            if torch_private.cpu_multiplies_bfloat16()
+            else 'Trainer(precision="32-true")',
         )
     if is_bfloat16 and is_cuda(device) and not torch.cuda.is_bf16_supported(including_emulation=False):
         rows.warning(

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from hasten._lib import rank_zero
+from hasten._lib.device import is_out_of_memory
 from hasten._lib.explain import remedy_for, remedy_of
-from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.extend.origin import is_builtin, is_builtin_file
 from hasten.hooks import HOOK_NAMES
 from hasten_tools.preflight.report import CheckRow, Rows

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hasten._lib import torch_private
 from hasten.batching.fields import token_dims
 from hasten.batching.split import measure, split
 from hasten.seed import isolate_rng
@@ -354,7 +355,7 @@ class _NoDropout(TorchFunctionMode):
             else:
                 given[name] = 0.0
         if str(func) == _PACKED_ATTENTION:
-            place = [argument.name for argument in func._schema.arguments].index("p")
+            place = torch_private.argument_names(func).index("p")
             args = (*args[:place], 0.0, *args[place + 1 :])
         return func(*args, **given)
 

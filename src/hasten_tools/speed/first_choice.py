@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hasten._lib.device import synchronize
-from hasten._lib.out_of_memory import is_out_of_memory
+from hasten._lib.device import is_out_of_memory, synchronize
 from hasten._lib.rank_zero import messages_later
 from hasten.arguments import SpeedArguments
 from hasten.batching.split import split

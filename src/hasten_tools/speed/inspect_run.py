@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hasten._lib import VERSION
+from hasten._lib import VERSION, torch_private
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import leaves
@@ -161,7 +160,7 @@ def facts(
         "step_draws": observed.draws,
         "held_tensors": loader is not None and isinstance(users_dataset(loader.dataset), TensorDataset),
         "samples_draw": loader is not None and _samples_draw(loader),
-        "batch_norm": any(isinstance(child, _BatchNorm) for child in children),
+        "batch_norm": any(isinstance(child, torch_private.BatchNorm) for child in children),
         "coarse": is_coarse(trainer.precision, device, module),
         "dropout": any(isinstance(child, nn.Dropout) and child.p > 0 for child in children),
         "reads_first_token": any(type(child).__name__ in _READ_THE_FIRST_TOKEN for child in children),
@@ -193,7 +192,7 @@ def is_coarse(precision: object, device: torch.device, module: nn.Module) -> boo
         not kinds <= {torch.float32, torch.float64}
         or not str(precision).startswith(("32", "64"))
         or torch.get_float32_matmul_precision() != "highest"
-        or (convolutions and any(isinstance(child, nn.modules.conv._ConvNd) for child in module.modules()))
+        or (convolutions and any(isinstance(child, torch_private.Convolution) for child in module.modules()))
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from hasten._lib import tree
+from hasten._lib import torch_private, tree
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.loader_parts import check_dataloader, required_in_training, unchanged
@@ -90,7 +90,7 @@ class ResidentLoader(DataLoader[Any]):
         self.__dict__.update(_held(self, device, "ResidentLoader", "its loader"))
 
     def _get_iterator(self) -> Any:
-        index_batches = iter(self._index_sampler)
+        index_batches = torch_private.indices_of(self)
         # torch's own iterator draws this seed for its workers: the order of samples depends on it.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         return _batches(self, index_batches)
@@ -260,7 +260,7 @@ def _batches(loader: DataLoader[Any], index_batches: Iterator[Any]) -> Iterator[
     take = data.batch if isinstance(data, Columns) else held.__getitems__
     pin: Callable[[Any], Any] | None = None
     if loader.pin_memory and torch.cuda.is_available():
-        from torch.utils.data._utils.pin_memory import pin_memory as pin
+        pin = torch_private.pinned
     for indices in index_batches:
         batch = collate(take(indices))
         yield batch if pin is None else pin(batch)

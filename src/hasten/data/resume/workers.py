@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from hasten._lib import torch_private
 from hasten.data.first_samples import compare_first, first_of_worker
 from hasten.data.loader_parts import has_state, state_between
 from hasten.seed import collect_rng_state, generator_state, numpy_state, restore_rng_state
@@ -66,9 +67,7 @@ class BatchWithState:
 
     def pin_memory(self) -> BatchWithState:
         """Pin the batch; the loader's pinning thread calls this."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        self.batch = pin_memory(self.batch)
+        self.batch = torch_private.pinned(self.batch)
         return self
 
 

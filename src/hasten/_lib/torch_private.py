@@ -1,0 +1,472 @@
+"""The private names of torch that hasten uses, in one file: each may change in any release of torch.
+
+Code outside of this file uses the functions and constants below. ``tests/_lib/test_torch_private.py`` uses each of them
+with the installed torch, so that a new version shows at once what it has changed.
+
+Two kinds of names are used everywhere, because files and other libraries depend on them too: the tables of
+``nn.Module`` (``_parameters``, ``_buffers``, ``_modules``) and operators (``torch._foreach_*``, ``torch.ops.aten._*``).
+``optim/fast_step.py`` looks at torch's wrappers by their code, and keeps torch's own calls where it does not know them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils.data._utils import worker as _worker
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.utils.data import DataLoader
+
+    StorageInfo: TypeAlias = _StorageInfo
+
+__all__ = ["BatchNorm", "Convolution", "NormBase", "TorchDispatchMode", "pytree", "without_modes"]
+
+_c10d: Any = distributed_c10d
+
+
+# -- modules and tensors
+
+
+def inside_compiled(module: object) -> nn.Module | None:
+    """Return the module within the result of ``torch.compile``; None for another object."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+# Where a module keeps the function that ``module.compile()`` has made, in its ``__dict__``.
+COMPILED_CALL = "_compiled_call_impl"
+
+
+def is_compiled_by_user(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return getattr(module, COMPILED_CALL) is not None
+
+
+def call_uncompiled(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, and not through what ``module.compile()`` has made."""
+    return module._call_impl(*args, **kwargs)
+
+
+def has_buffers_not_saved(module: nn.Module) -> bool:
+    """Return whether a module has buffers that are not in its ``state_dict``."""
+    return bool(module._non_persistent_buffers_set)
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run before the forward of a module."""
+    return list(module._forward_pre_hooks.values())
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether hooks on the gradient of a parameter are there."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of another one, for autograd."""
+    return bool(tensor._is_view())
+
+
+def projects_one_width(attention: nn.MultiheadAttention) -> bool:
+    """Return whether queries, keys and values have the same width, and one weight."""
+    return bool(attention._qkv_same_embed_dim)
+
+
+def attention_block(layer: type[nn.Module]) -> Any:
+    """Return the method with which a kind of ``nn.TransformerEncoderLayer`` computes its attention."""
+    own: Any = layer
+    return own._sa_block
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """Return a number that all tensors on the same memory share while it lives."""
+    return int(storage._cdata)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a ``DTensor`` that this process has, without an operation; another tensor unchanged."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def operator_name(operator: Any) -> str:
+    """Return the name of an operator with its namespace, such as ``"aten::add"``."""
+    return str(operator._schema.name)
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments; none for another callable."""
+    schema = getattr(operator, "_schema", None)
+    return [] if schema is None else [argument.name for argument in schema.arguments]
+
+
+def forget_that_it_was_sharded(module: nn.Module) -> None:
+    """Let ``fully_shard`` take a module again, which torch notes beside the module."""
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    states.pop(module, None)
+
+
+# -- autograd and modes
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd computes a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_transformed() -> bool:
+    """Return whether ``torch.func`` or forward-mode differentiation is active."""
+    return bool(forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active())
+
+
+def is_observed() -> bool:
+    """Return whether a mode sees every operation, or ``torch.jit.trace`` records them."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing())
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no data because a ``FakeTensorMode`` made it."""
+    from torch._subclasses import fake_tensor
+
+    return bool(fake_tensor.is_fake(tensor))
+
+
+# -- optimizers and schedulers
+
+
+def note_step(optimizer: Any) -> None:
+    """Note that an optimizer has stepped, or that its step was left out on purpose: schedulers do not warn."""
+    optimizer._opt_called = True
+
+
+def is_wrapped_by_scheduler(step: object) -> bool:
+    """Return whether a scheduler has wrapped this ``step``, to notice its calls."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_as_wrapped_by_scheduler(step: Any) -> None:
+    """Keep schedulers from wrapping a ``step`` that notes its calls itself."""
+    step._wrapped_by_lr_sched = True
+
+
+def unscales_itself(optimizer: object) -> bool:
+    """Return whether an optimizer divides its gradients by the factor of a ``GradScaler`` in its step."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) is True
+
+
+def set_fused(optimizer: Any, fused: bool) -> None:
+    """Tell a ``GradScaler`` and the optimizer itself whether its steps are fused: such a step unscales by itself."""
+    optimizer._step_supports_amp_scaling = fused
+    optimizer._need_device_dtype_check_for_fused = True
+
+
+def chained_schedulers(scheduler: object) -> list[Any]:
+    """Return the schedulers inside a ``SequentialLR`` or ``ChainedScheduler``; none of another one."""
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+def steps_of_scheduler(scheduler: object) -> int:
+    """Return how many times a scheduler has stepped."""
+    return int(getattr(scheduler, "_step_count", 1)) - 1
+
+
+def set_last_rates(scheduler: Any, rates: list[float]) -> None:
+    """Set what ``get_last_lr`` returns, where a scheduler has it."""
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = rates
+
+
+# -- loading data
+
+
+def pinned(data: Any) -> Any:
+    """Return data with its tensors in pinned memory, as a ``DataLoader`` pins them."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(data)
+
+
+def indices_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return an iterator over the indices of each batch of a loader, or of each sample where it does not batch."""
+    own: Any = loader
+    return iter(own._index_sampler)
+
+
+def shut_down_workers(iterator: object) -> Callable[[], None] | None:
+    """Return the method that ends the workers of a loader's iterator; None where it has none."""
+    end: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
+    return end
+
+
+def worker_info() -> Any:
+    """Return what ``get_worker_info`` returns."""
+    return _worker._worker_info
+
+
+def set_worker_info(info: Any) -> None:
+    """Set what ``get_worker_info`` returns in this process."""
+    own: Any = _worker
+    own._worker_info = info
+
+
+# -- processes
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return _c10d._get_default_store()
+
+
+def part_of_store(name: str, store: Any) -> Any:
+    """Return a store whose keys are apart from those of ``store`` itself."""
+    return _c10d.PrefixStore(name, store)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the default process group."""
+    # Public from torch 2.14 on.
+    own: Any = torch.distributed
+    set_it = getattr(own, "set_timeout", None) or _c10d._set_pg_timeout
+    set_it(timeout)
+
+
+def collectives_begun() -> Iterator[tuple[str, Callable[[], int]]]:
+    """Yield the name of each process group and the counter of its collectives; some backends' counters raise."""
+    for group, name in list(_c10d._world.pg_names.items()):
+        yield name, group._get_sequence_number_for_group
+
+
+def dump_of_nccl() -> Callable[[], bytes] | None:
+    """Return the function that returns NCCL's record of the last collectives; None without CUDA."""
+    dump: Callable[[], bytes] | None = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+    return dump
+
+
+def groups_of_process() -> dict[ProcessGroup, Any]:
+    """Return the process groups that this process is a member of."""
+    groups: dict[ProcessGroup, Any] = _c10d._pg_map
+    return groups
+
+
+def size_of_group(name: str) -> int:
+    """Return how many processes the group with this name has; raise a KeyError or RuntimeError if there is none."""
+    return int(_c10d._resolve_process_group(name).size())
+
+
+def remove_ddp_hooks(ddp: Any) -> None:
+    """Stop a ``DistributedDataParallel`` from exchanging gradients."""
+    ddp._remove_autograd_hooks()
+
+
+def registered_groups(mesh: Any) -> dict[str, Any]:
+    """Return the table through which a ``DeviceMesh`` refers to its process groups."""
+    groups: dict[str, Any] = getattr(mesh, "_pg_registry", {})
+    return groups
+
+
+def prepare_input_of_style(style: Any) -> Callable[..., Any]:
+    """Return the function with which a ``ParallelStyle`` prepares the inputs of a module."""
+    prepare: Callable[..., Any] = style._prepare_input_fn
+    return prepare
+
+
+def has_policy(policy: object) -> bool:
+    """Return whether this is an object of ``torch.distributed.fsdp.wrap`` that chooses modules."""
+    return hasattr(policy, "_run_policy")
+
+
+def classes_of_policy(policy: Any) -> Any:
+    """Return the classes of a ``ModuleWrapPolicy``; another policy unchanged."""
+    return getattr(policy, "_module_classes", policy)
+
+
+def run_policy(policy: Any, module: nn.Module) -> list[nn.Module]:
+    """Return the modules that a policy of ``torch.distributed.fsdp.wrap`` chooses."""
+    return list(policy._run_policy(module, set(), {}))
+
+
+# -- fully_shard
+
+
+class ShardedPart:
+    """The state of a module to which ``fully_shard`` was applied.
+
+    Args:
+        module: the module, an ``FSDPModule``.
+
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._state: Any = module._get_fsdp_state()
+
+    @property
+    def is_root(self) -> bool | None:
+        """Whether it begins the forward; None before the first forward."""
+        is_root: bool | None = self._state._is_root
+        return is_root
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups of parameters that are gathered together: one group in torch 2.9."""
+        return _groups(self._state)
+
+    def forget_forwards(self) -> None:
+        """Forget the order of the forwards, in which the next backward would gather parameters."""
+        self._state._comm_ctx.post_forward_order.clear()
+        for group in self.groups:
+            group._post_forward_indices.clear()
+
+    def end_backward(self) -> None:
+        """Do what torch does at the end of each backward: reduce the gradients that are there."""
+        context = self._state._state_ctx
+        # From torch 2.15 on a backward notes at its beginning who ends it.
+        if getattr(context, "manual_backward_finalization_active", False) is None:
+            context.manual_backward_finalization_active = context.manual_backward_finalization
+        self._state._root_post_backward_final_callback()
+
+    def begin_anew(self) -> None:
+        """Forget a forward or backward that an exception has ended half-way."""
+        if hasattr(self._module, "reset_iter_state"):
+            self._module.reset_iter_state()
+            return
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        # torch 2.9 has no function for this. Collectives under way have ended with the exception.
+        context, shared = self._state._state_ctx, self._state._comm_ctx
+        shared.all_gather_state = shared.reduce_scatter_state = None
+        shared.post_forward_order.clear()
+        for state in context.all_states:
+            state._modules_to_run_forward.clear()
+            state._training_state = TrainingState.IDLE
+            for group in _groups(state):
+                group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+                group._reshard_after_forward_event = group._partial_reduce_output = None
+                group._post_forward_indices.clear()
+                group._training_state = TrainingState.IDLE
+                group._to_sharded()
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
+
+
+def _groups(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def gathered(parameter: Any) -> Tensor | None:
+    """Return the whole value of one of torch's sharded parameters; None while it was never gathered."""
+    whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
+    return whole
+
+
+# -- files
+
+
+def storage_info(file: str, offset: int, length: int) -> StorageInfo:
+    """Return the place of a tensor as the index of ``torch.distributed.checkpoint`` has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def allowed_globals() -> dict[str, Any]:
+    """Return the classes and functions that ``torch.load(weights_only=True)`` allows by itself, by their names."""
+    own: Any = torch
+    found: dict[str, Any] = own._weights_only_unpickler._get_allowed_globals()
+    return found
+
+
+# -- what the processor can do
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Return whether the CPU has bfloat16 instructions; others take tens of times as long as for 32 bits."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def cpu_multiplies_tf32() -> bool:
+    """Return whether oneDNN multiplies in TF32, which it does on CPUs with AMX-FP16."""
+    has_amx = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)()
+    return bool(has_amx and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+# -- the compiler, which takes seconds to import
+
+
+def default_compile_cache() -> str:
+    """Return the folder that torch keeps its caches in, unless TORCHINDUCTOR_CACHE_DIR is set."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return str(default_cache_dir())
+
+
+def step_marks() -> Any:
+    """Return the object with ``mark_step_counter``: how often a step of CUDA graphs was marked."""
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    return MarkStepBox
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Mark a dimension as one that may change, unless the model fixes it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def is_error_of_compiler(error: BaseException) -> bool:
+    """Return whether the compiler itself, not the model, raised this."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def compile_counters() -> Any:
+    """Return the module with the compiler's ``counters``, metrics and times."""
+    from torch._dynamo import utils
+
+    return utils
+
+
+def compile_options() -> list[str]:
+    """Return the options of ``torch.compile(options=...)``."""
+    from torch._inductor import list_options
+
+    return list(list_options())
+
+
+def compile_modes() -> list[str]:
+    """Return the names for ``torch.compile(mode=...)``."""
+    from torch._inductor import list_mode_options
+
+    return list(list_mode_options())
+
+
+def check_compiler_supported() -> None:
+    """Raise a RuntimeError if ``torch.compile`` does not work with this Python or on this system."""
+    from torch._dynamo.eval_frame import check_if_dynamo_supported
+
+    check_if_dynamo_supported()
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler that ``torch.compile`` calls; raise what torch raises if there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
