@@ -275,8 +275,6 @@ assert root.is_root is None
 loss = model(torch.ones(1, 2)).sum()
 assert root.is_root is True and part.is_root is False
 assert len(part.groups) == 1
-parameter = part.groups[0].fsdp_params[0]
-assert torch_private.gathered(parameter).shape == (2, 2)
 assert torch_private.local_part(model[0].weight).shape == (2, 2)
 root.begin_anew()
 model(torch.ones(1, 2)).sum().backward()
@@ -285,8 +283,11 @@ model.zero_grad()
 model.set_requires_gradient_sync(False)
 model(torch.ones(1, 2)).sum().backward()
 assert model[0].weight.grad is None
+torch_private.drop_gathered_gradient(part.groups[0].fsdp_params[0])
+model(torch.ones(1, 2)).sum().backward()
 model.set_requires_gradient_sync(True)
 root.end_backward()
+assert torch.equal(model[0].weight.grad.to_local(), first.to_local())
 with torch.no_grad():
     model(torch.ones(1, 2))
 root.forget_forwards()

@@ -371,10 +371,19 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def gathered(parameter: Any) -> Tensor | None:
-    """Return the whole value of one of torch's sharded parameters; None while it was never gathered."""
+def drop_gathered_gradient(parameter: Any) -> None:
+    """Forget the gradient of a parameter's whole value, which waits to be reduced.
+
+    Args:
+        parameter: one of ``fsdp_params`` of a group.
+
+    """
+    # Before torch 2.15 it was also kept here, in another type.
+    if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+        parameter.unsharded_accumulated_grad = None
     whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
-    return whole
+    if whole is not None:
+        whole.grad = None
 
 
 # -- files

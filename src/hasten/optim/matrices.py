@@ -173,14 +173,16 @@ class MuonAdamW(Optimizer):
 
 
 class _In32Bits(TorchFunctionMode):
-    """Replace ``tensor.bfloat16()``, with which torch's Muon starts its iteration, by a copy in 32 bits."""
+    """Replace the copy in bfloat16 with which torch's Muon starts its iteration by one in 32 bits."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is Tensor.bfloat16:
+        given = kwargs or {}
+        # From torch 2.15 on it is tensor.to(dtype=torch.bfloat16, copy=True).
+        if function is Tensor.bfloat16 or (function is Tensor.to and given.get("dtype") is torch.bfloat16):
             return args[0].to(torch.float32, copy=True)
-        return function(*args, **(kwargs or {}))
+        return function(*args, **given)
 
 
 def _emulates_bfloat16(optimizer: Optimizer) -> bool:

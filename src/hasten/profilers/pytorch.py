@@ -37,7 +37,7 @@ _NUMBER_OF = {
 _BATCH = "run_training_batch"
 _STAGES = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 # Arguments of Lightning's profiler that torch's does not have.
-_ADDED = frozenset({"enabled", "export_to_flame_graph", "metric", "use_cpu"})
+_ADDED = frozenset({"enabled", "export_to_flame_graph", "metric", "use_cpu", "use_cuda"})
 
 
 class PyTorchProfiler(Profiler):

@@ -492,9 +492,7 @@ class ShardedEngine(StepEngine):
                     if of is not None and id(parameter.sharded_param) not in of:
                         self.has_held_gradients = True
                         continue
-                    parameter.unsharded_accumulated_grad = None
-                    if (whole := torch_private.gathered(parameter)) is not None:
-                        whole.grad = None
+                    torch_private.drop_gathered_gradient(parameter)
 
     def sync_gradients(self, module: nn.Module) -> None:
         """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
