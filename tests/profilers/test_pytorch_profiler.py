@@ -46,7 +46,8 @@ def profiled(tmp_path: Path, *, fit: bool = True, samples: int = 40, arguments: 
 
 def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
     # Three batches of the sanity check would begin a cycle that takes the place of training's.
-    report = profiled(tmp_path, arguments={"num_sanity_val_steps": 3})
+    # All rows: which are the slowest twenty is a matter of chance.
+    report = profiled(tmp_path, arguments={"num_sanity_val_steps": 3}, row_limit=-1)
     found = traces(tmp_path)
     assert set(found) == {"training", "validation"}
     training = found["training"]
@@ -98,7 +99,7 @@ def test_a_schedule(tmp_path: Path) -> None:
 def test_the_trace_is_beside_the_logs_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet(profiler="pytorch", logger=CSVLogger(tmp_path, name="", version="run")).fit(Classifier(), loader())
     assert list(traces(tmp_path / "run")) == ["training"]
-    assert "aten::addmm" in capsys.readouterr().out
+    assert "ProfilerStep*" in capsys.readouterr().out
 
 
 def test_what_becomes_of_a_trace_can_be_chosen(tmp_path: Path) -> None:
