@@ -17,7 +17,6 @@ from hasten._lib.device import widest_float
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import children, move_to, whole
 from hasten.machine import collectives
-from hasten.xla.steps import upload
 
 if TYPE_CHECKING:
     from hasten.checkpoint.metrics import Gathered
@@ -153,8 +152,8 @@ class LoggedValue:
     def _sum(self, value: Any, weight: Any) -> Any:
         """Return the total with one more value, as a new object."""
         total = self.total
-        if total is None and _is_on_xla(value):
-            total = _uploaded_start(value, self.reduce)
+        if total is None and self.owner.upload is not None and _is_on_device(value):
+            total = self._uploaded_start(value)
             if type(weight) is int:
                 return total.add_(value, alpha=weight)
         start = _first(value, weight, self.reduce)
@@ -165,9 +164,17 @@ class LoggedValue:
     def _extreme(self, value: Any) -> Any:
         """Return the largest or smallest value so far."""
         total = self.total
-        if total is None and _is_on_xla(value):
-            total = _uploaded_start(value, self.reduce)
+        if total is None and self.owner.upload is not None and _is_on_device(value):
+            total = self._uploaded_start(value)
         return _first(value, 1, self.reduce) if total is None else extreme(total, value, self.reduce)
+
+    def _uploaded_start(self, value: Tensor) -> Tensor:
+        """Return a total of nothing, as data: then the first step of an epoch compiles to the same graph as others."""
+        kind = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float32
+        dtype = kind if value.is_floating_point() else torch.float64
+        start = {"max": -math.inf, "min": math.inf}.get(self.reduce, 0.0)
+        assert self.owner.upload is not None
+        return self.owner.upload(torch.tensor(start, dtype=dtype), value.device)
 
     def _convert(self, value: Any) -> float | None:
         """Return anything but a tensor, float or int as a float; None for a metric, which keeps its own state."""
@@ -303,16 +310,8 @@ def _rounded(value: Any) -> Any:
     return ctypes.c_float(value).value if type(value) is float else value
 
 
-def _is_on_xla(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "xla"
-
-
-def _uploaded_start(value: Tensor, reduce: str) -> Tensor:
-    """Return a total of nothing, as data: then the first step of an epoch compiles to the same graph as the others."""
-    kind = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float32
-    dtype = kind if value.is_floating_point() else torch.float64
-    start = {"max": -math.inf, "min": math.inf}.get(reduce, 0.0)
-    return upload(torch.tensor(start, dtype=dtype), value.device)
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_cpu
 
 
 def extreme(total: Any, value: Any, reduce: str) -> Any:

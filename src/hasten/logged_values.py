@@ -61,6 +61,8 @@ class LoggedValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.shared = SharedValues(runtime)
+        # Where a device records operations: sends it the start of a total.
+        self.upload = None if runtime.steps is None else runtime.steps.upload
         # (step, epoch, values): called with every row of a fit that goes to the loggers, and what they do not get.
         self.on_row: Callable[[int, int, Mapping[str, float]], object] | None = None
         # Values of the epoch of training that is ending: for the loggers, and not for them.

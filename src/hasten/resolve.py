@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,7 +25,13 @@ from hasten.machine.cluster import (
     find_cluster,
     number_of_processes,
 )
-from hasten.machine.devices import ACCELERATORS, Accelerator, CPUAccelerator, best_accelerator
+from hasten.machine.devices import (
+    ACCELERATORS,
+    Accelerator,
+    CPUAccelerator,
+    added_accelerators,
+    best_accelerator,
+)
 from hasten.machine.host import is_interactive
 from hasten.machine.launch import forget_other_rank
 from hasten.precision.base import Precision
@@ -32,16 +39,12 @@ from hasten.precision.bitsandbytes import MODES
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
 from hasten.precision.float8 import Float8Precision, check_float8
 from hasten.precision.transformer_engine import TransformerEnginePrecision
-from hasten.precision.xla import XLAPrecision
 from hasten.runtime import Runtime
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
-from hasten.strategies.deepspeed import DeepSpeedStrategy
 from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
 from hasten.strategies.single import OneProcess, SingleDeviceStrategy
-from hasten.strategies.xla import SingleDeviceXLAStrategy, XLAFSDPStrategy, XLAStrategy
-from hasten.xla.devices import XLAAccelerator, XLAEnvironment, finds_tpu, require_torch_xla
 
 if TYPE_CHECKING:
     from hasten.types import AcceleratorLike, Devices, Plugin, PrecisionName, StrategyLike
@@ -60,47 +63,39 @@ PRECISIONS = {
     "transformer-engine-float16": ("transformer-engine-float16",),
 }
 
-_ACCELERATORS: dict[str, type[Accelerator]] = {**ACCELERATORS, "tpu": XLAAccelerator}
-
 # Names that a program has registered (``utilities.enums``), and what makes the object.
 REGISTERED_STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 REGISTERED_ACCELERATORS: dict[str, Callable[[], Accelerator]] = {}
 
-_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-# Names of strategies: the start method and the arguments of DDPStrategy.
-STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
-    f"ddp{sharded}{suffix}{ending}": (method, {**options, **({"shard_optimizer": True} if sharded else {})})
-    for sharded in ("", "_sharded")
-    for suffix, method in _START_METHODS.items()
-    for ending, options in {
-        "": {},
-        "_find_unused_parameters_true": {"find_unused_parameters": True},
-        "_find_unused_parameters_false": {"find_unused_parameters": False},
-    }.items()
-}
 _SINGLE_DEVICE = "single_device"
-# Names of strategies that shard parameters: the arguments of FSDPStrategy.
-SHARDED: dict[str, dict[str, Any]] = {"fsdp": {}, "fsdp2": {}, "fsdp_cpu_offload": {"cpu_offload": True}}
-# Names of the stages of DeepSpeed: the arguments of DeepSpeedStrategy.
-_ON_HOST = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-_ON_DISK = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
-DEEPSPEED: dict[str, dict[str, Any]] = {
-    "deepspeed": {},
-    "deepspeed_stage_1": {"stage": 1},
-    "deepspeed_stage_1_offload": {"stage": 1, "offload_optimizer": True},
-    "deepspeed_stage_2": {"stage": 2},
-    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
-    "deepspeed_stage_3": {"stage": 3},
-    "deepspeed_stage_3_offload": _ON_HOST,
-    "deepspeed_stage_3_offload_nvme": {**_ON_HOST, **_ON_DISK},
+# What the parts of a name that begins with "ddp" are for DDPStrategy.
+_SHARDED: dict[str, dict[str, Any]] = {"": {}, "_sharded": {"shard_optimizer": True}}
+_START_METHODS: dict[str, dict[str, Any]] = {
+    "": {},
+    "_spawn": {"start_method": "spawn"},
+    "_fork": {"start_method": "fork"},
+    "_notebook": {"start_method": "fork"},
 }
-# Names of strategies for XLA devices, which are all that trains there.
-XLA: dict[str, type[SingleDeviceXLAStrategy | XLAStrategy | XLAFSDPStrategy]] = {
-    "single_xla": SingleDeviceXLAStrategy,
-    "xla": XLAStrategy,
-    "xla_fsdp": XLAFSDPStrategy,
+_FIND_UNUSED: dict[str, dict[str, Any]] = {
+    "": {},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
 }
-_XLA_STRATEGIES = (SingleDeviceXLAStrategy, XLAStrategy, XLAFSDPStrategy)
+# Names of the core's strategies, and what makes them. Packages beside it add others, see docs/extend/package.md.
+STRATEGIES: dict[str, partial[Any]] = {
+    _SINGLE_DEVICE: partial(SingleDeviceStrategy),
+    **{
+        f"ddp{sharded}{suffix}{ending}": partial(DDPStrategy, **method, **options, **shards)
+        for sharded, shards in _SHARDED.items()
+        for suffix, method in _START_METHODS.items()
+        for ending, options in _FIND_UNUSED.items()
+    },
+    "fsdp": partial(FSDPStrategy),
+    "fsdp2": partial(FSDPStrategy),
+    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
+}
+# The strategies for one device and for several, where an accelerator has none of its own.
+_USUAL = (_SINGLE_DEVICE, "ddp")
 
 
 def runtime(
@@ -137,46 +132,32 @@ def runtime(
 
     """
     precision_plugin, checkpoint_io, cluster, layer_sync = _plugins(plugins, owner)
-    if sync_batchnorm is True:
-        if not isinstance(layer_sync, TorchSyncBatchNorm | None):
-            raise MisconfigurationException(
-                f"{owner}(sync_batchnorm=True, plugins={layer_sync!r}): both say how layers are computed over all "
-                "processes, which is not allowed. Leave one out."
-            )
-        layer_sync = layer_sync or TorchSyncBatchNorm()
+    layer_sync = _layer_sync(sync_batchnorm, layer_sync, owner)
     given = dict(strategy.given) if isinstance(strategy, Strategy) else {}
     precision_plugin = _once(owner, "precision", precision_plugin, given)
     checkpoint_io = _once(owner, "checkpoint_io", checkpoint_io, given)
     cluster = _once(owner, "cluster", cluster, given)
     accelerator = _once(owner, "accelerator", None if accelerator == "auto" else accelerator, given)
-    if accelerator in (None, "auto") and _is_for_xla(strategy):
-        accelerator = "tpu"
     if devices in (0, "0") or (isinstance(devices, (list, tuple)) and not devices):
         raise MisconfigurationException(
             f"{owner}(devices={devices!r}): a run needs a device. Use at least 1, or 'auto'."
         )
-    if accelerator is None and (parallel := given.get("devices")):
-        accelerator = "tpu" if parallel[0].type == "xla" else parallel[0].type
-    if isinstance(accelerator, str) and accelerator.lower() in _ACCELERATORS:
-        # Before it is looked for: the machine may not have one.
-        _check_parallel_devices(given.get("devices", ()), accelerator.lower(), owner)
-    chosen = _accelerator(accelerator, owner)
+    chosen = _accelerator(_accelerator_for(accelerator, strategy, given.get("devices", ()), owner), owner)
     num_nodes = _num_nodes(num_nodes, owner)
     forget_other_rank()
-    cluster = cluster if cluster is not None else find_cluster()
-    if isinstance(chosen, XLAAccelerator) and type(cluster) is LightningEnvironment:
-        cluster = XLAEnvironment()
+    cluster = _cluster(cluster, chosen)
     found, num_nodes = _devices(given.get("devices", devices), num_nodes, chosen, cluster, owner)
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
-    strategy_in_use = _strategy(strategy, found, num_nodes, owner)
+    strategy_in_use = _strategy(strategy, chosen, found, num_nodes, owner)
     # A check of a GPU initializes CUDA, and this process could no longer be forked.
     is_forked = found[0].type == "cuda" and strategy_in_use.copies_this_process
-    precision_in_use = _precision(precision, precision_plugin, found[0], owner, strategy_in_use, check=not is_forked)
+    precision_in_use = _precision(
+        precision, precision_plugin, chosen, found[0], owner, strategy_in_use, check=not is_forked
+    )
     _prefix_owner(owner, strategy_in_use.set_precision, precision_in_use)
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
-    if isinstance(strategy_in_use, ParallelStrategy):
         strategy_in_use.layer_sync = layer_sync
     strategy_in_use.attach(accelerator=chosen, devices=found, cluster=cluster, num_nodes=num_nodes)
     return Runtime(
@@ -217,10 +198,6 @@ def _prefix_owner(owner: str, function: Callable[..., T], *args: object) -> T:
         raise kind(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
 
 
-def _is_for_xla(strategy: object) -> bool:
-    return isinstance(strategy, _XLA_STRATEGIES) or (isinstance(strategy, str) and strategy.lower() in XLA)
-
-
 def _plugins(
     plugins: Any, owner: str
 ) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None, LayerSync | None]:
@@ -243,62 +220,116 @@ def _plugins(
     return found[Precision], found[CheckpointIO], found[ClusterEnvironment], found[LayerSync]
 
 
+def _layer_sync(sync_batchnorm: bool, layer_sync: LayerSync | None, owner: str) -> LayerSync | None:
+    if sync_batchnorm is not True:
+        return layer_sync
+    if not isinstance(layer_sync, TorchSyncBatchNorm | None):
+        raise MisconfigurationException(
+            f"{owner}(sync_batchnorm=True, plugins={layer_sync!r}): both say how layers are computed over all "
+            "processes, which is not allowed. Leave one out."
+        )
+    return layer_sync or TorchSyncBatchNorm()
+
+
+def _cluster(given: ClusterEnvironment | None, accelerator: Accelerator) -> ClusterEnvironment:
+    cluster = find_cluster() if given is None else given
+    # Nothing else has started the processes of this run.
+    return (accelerator.default_cluster() if type(cluster) is LightningEnvironment else None) or cluster
+
+
+# -- accelerators
+
+
+def _accelerator_for(accelerator: Any, strategy: Any, devices: Sequence[torch.device], owner: str) -> Any:
+    """Return the accelerator asked for: by its argument, by a strategy for such devices only, or by its ``devices``."""
+    if accelerator is None and (kind := _kind_for_strategy(strategy)) is not None:
+        accelerator = kind.name()
+    if devices and accelerator is None:
+        here = devices[0].type
+        return next((kind.name() for kind in _kinds().values() if kind.device_type() == here), here)
+    if devices and isinstance(accelerator, str) and (kind := _kinds().get(accelerator.lower())) is not None:
+        # Before it is looked for: the machine may not have one.
+        _check_parallel_devices(devices, kind, owner)
+    return accelerator
+
+
+def _kind_for_strategy(strategy: Any) -> type[Accelerator] | None:
+    """Return the kind of device for which alone a strategy is; None for strategies that train on several kinds."""
+    if isinstance(strategy, str):
+        names = {strategy.lower()}
+    elif isinstance(strategy, Strategy):
+        # A subclass may have another name.
+        names = {getattr(kind, "name", "") for kind in type(strategy).__mro__}
+    else:
+        return None
+    if names & STRATEGIES.keys() or names <= {"", "auto"}:
+        return None
+    return next((kind for kind in added_accelerators().values() if names & set(kind.strategies)), None)
+
+
+def _kinds() -> dict[str, type[Accelerator]]:
+    return {**ACCELERATORS, **added_accelerators()}
+
+
 def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if isinstance(accelerator, Accelerator):
         return accelerator
-    present = [name for name, kind in _ACCELERATORS.items() if kind.is_available()]
-    allowed = ("auto", *present, *(("gpu",) if {"cuda", "mps"} & set(present) else ()))
-
-    def refused(reason: str, kind: type[Exception] = MisconfigurationException) -> Exception:
-        return kind(f"{owner}(accelerator={accelerator!r}): {reason}")
-
+    given = f"{owner}(accelerator={accelerator!r})"
     if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
         name = accelerator.__name__
         raise WrongType(f"{owner}(accelerator={name}): that is a class. Write {name}().")
     if accelerator is not None and not isinstance(accelerator, str):
-        raise refused(f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", WrongType)
+        allowed = _listed(_present_accelerators())
+        raise WrongType(f"{given}: use one of {allowed}, or an Accelerator, not {type(accelerator).__name__}.")
     name = "auto" if accelerator is None else accelerator.lower()
     if name in REGISTERED_ACCELERATORS:
         return REGISTERED_ACCELERATORS[name]()
     if name == "auto":
-        return XLAAccelerator() if finds_tpu() else best_accelerator()
-    if name == "xla":
-        name = "tpu"
+        first = (kind() for kind in added_accelerators().values() if kind.comes_first())
+        return next(first, None) or best_accelerator()
     if name == "gpu":
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
-    if name in elsewhere.ACCELERATORS and name not in _ACCELERATORS:
-        raise refused(elsewhere.ACCELERATORS[name].message())
-    if name not in _ACCELERATORS and name in accepted_strategies():
-        raise refused(f"that is a strategy. Write strategy={name!r}.")
-    if name not in _ACCELERATORS and name in elsewhere.STRATEGIES:
-        raise refused(elsewhere.STRATEGIES[name].message())
-    if name not in _ACCELERATORS:
-        known = dict.fromkeys((*allowed, "gpu", *_ACCELERATORS))
-        raise refused(_unknown(name, known, f"use one of {_listed(allowed)}.", {"nvidia": "cuda", "rocm": "cuda"}))
-    if name == "tpu":
-        require_torch_xla(f"{owner}(accelerator={accelerator!r})")
-        if not XLAAccelerator.is_available():
-            raise refused(
-                "this machine has no TPU. Use accelerator='auto'; to try a program out on the processor, set the "
-                "environment variable PJRT_DEVICE=CPU.",
-                MisconfigurationException,
-            )
-    if not _ACCELERATORS[name].is_available():
-        raise refused(
-            f"this machine has no {name.upper()} device that torch {torch.__version__} can use. "
-            f"Use one of {_listed(allowed)}.",
-            MisconfigurationException,
-        )
-    return _ACCELERATORS[name]()
-
-
-def _check_parallel_devices(devices: Sequence[torch.device], kind: str, owner: str) -> None:
-    """Refuse a strategy's own devices that are not those of the accelerator ``kind``."""
-    if wrong := next((device for device in devices if device.type != ("xla" if kind == "tpu" else kind)), None):
+    kind = ACCELERATORS.get(name) or added_accelerators().get(name)
+    if kind is None:
+        raise MisconfigurationException(f"{given}: {_why_no_accelerator(name)}")
+    kind.check_available(given)
+    if not kind.is_available():
         raise MisconfigurationException(
-            f"{owner}(accelerator={kind!r}) and a strategy with parallel_devices=[{wrong}]: both choose the device. "
-            "Leave one out."
+            f"{given}: this machine has no {name.upper()} device that torch {torch.__version__} can use. Use one of "
+            f"{_listed(_present_accelerators())}."
         )
+    return kind()
+
+
+def _present_accelerators() -> list[str]:
+    """Return the names for ``accelerator=`` that this machine has devices for."""
+    present = [name for name, kind in _kinds().items() if kind.is_available() and kind.name() == name]
+    return ["auto", *present, *(["gpu"] if {"cuda", "mps"} & set(present) else [])]
+
+
+def _why_no_accelerator(name: str) -> str:
+    """Return why a name is no accelerator, and what to write."""
+    if name in elsewhere.ACCELERATORS:
+        return elsewhere.ACCELERATORS[name].message()
+    if name in _strategy_names():
+        return f"that is a strategy. Write strategy={name!r}."
+    if name in elsewhere.STRATEGIES:
+        return elsewhere.STRATEGIES[name].message()
+    present = _present_accelerators()
+    known = dict.fromkeys((*present, "gpu", *_kinds()))
+    return _unknown(name, known, f"use one of {_listed(present)}.", {"nvidia": "cuda", "rocm": "cuda"})
+
+
+def _check_parallel_devices(devices: Sequence[torch.device], kind: type[Accelerator] | Accelerator, owner: str) -> None:
+    """Refuse a strategy's own devices that are not those of the accelerator."""
+    if wrong := next((device for device in devices if device.type != kind.device_type()), None):
+        raise MisconfigurationException(
+            f"{owner}(accelerator={kind.name()!r}) and a strategy with parallel_devices=[{wrong}]: both choose the "
+            "device. Leave one out."
+        )
+
+
+# -- devices
 
 
 def _num_nodes(num_nodes: Any, owner: str) -> int:
@@ -314,7 +345,7 @@ def _devices(
     """Return the devices of this machine, one for each process, and the number of machines."""
     devices = check.as_list(devices)
     if isinstance(devices, list) and devices and all(isinstance(device, torch.device) for device in devices):
-        _check_parallel_devices(devices, accelerator.name(), owner)
+        _check_parallel_devices(devices, accelerator, owner)
         return devices, num_nodes
     if devices is None or devices == "auto":
         # What has started the processes has set their number, also where an environment of Ray's is passed.
@@ -350,67 +381,57 @@ def _count_of_indices(devices: Any) -> int:
     return len(set(devices)) if is_index and len(set(devices)) == len(devices) else 0
 
 
-def _strategy(strategy: Any, devices: list[torch.device], num_nodes: int, owner: str) -> Strategy:
+# -- strategies
+
+
+def _strategy(
+    strategy: Any, accelerator: Accelerator, devices: list[torch.device], num_nodes: int, owner: str
+) -> Strategy:
     count = len(devices) * num_nodes
-    name = "auto" if strategy is None else strategy.lower() if isinstance(strategy, str) else ""
-    chosen: Strategy
-    on_xla = devices[0].type == "xla"
     if isinstance(strategy, Strategy):
         chosen = strategy
-    elif name in REGISTERED_STRATEGIES:
-        chosen = REGISTERED_STRATEGIES[name]()
-    elif name in XLA:
-        chosen = XLA[name]()
-    elif on_xla and name == "auto" and count > 1:
-        chosen = XLAStrategy(start_method="fork" if is_interactive() else "popen")
-    elif on_xla and name == "auto":
-        chosen = SingleDeviceXLAStrategy()
-    elif name == _SINGLE_DEVICE or (name == "auto" and count == 1):
-        chosen = SingleDeviceStrategy()
-    elif name == "auto":
-        chosen = DDPStrategy(start_method="fork" if is_interactive() else "popen")
-    elif name in STRATEGIES:
-        start_method, options = STRATEGIES[name]
-        chosen = DDPStrategy(start_method=start_method, **options)
-    elif name in SHARDED:
-        chosen = FSDPStrategy(**SHARDED[name])
-    elif name in DEEPSPEED:
-        chosen = DeepSpeedStrategy(**DEEPSPEED[name])
-    elif name and name in found("hasten.strategies"):
-        chosen = _added_strategy(name, owner)
-    elif name:
-        raise MisconfigurationException(f"{owner}(strategy={strategy!r}): {_why_no_strategy(name, len(devices))}")
+    elif strategy is None or isinstance(strategy, str):
+        chosen = _named_strategy(strategy, accelerator, count, len(devices), owner)
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise WrongType(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
     else:
         kind = type(strategy).__name__
         raise WrongType(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")
-    if on_xla and is_builtin(type(chosen)) and not isinstance(chosen, _XLA_STRATEGIES):
+    given = f"{owner}(strategy={strategy!r}"
+    _check_kind_of_device(chosen, accelerator, devices[0].type, given)
+    if isinstance(chosen, OneProcess) and not chosen.takes_all_devices and count > 1:
         raise MisconfigurationException(
-            f"{owner}(strategy={strategy!r}, accelerator='tpu'): on TPUs use one of 'auto', {_listed(XLA)}."
-        )
-    if isinstance(chosen, _XLA_STRATEGIES) and not on_xla:
-        raise MisconfigurationException(
-            f"{owner}(strategy={strategy!r}, accelerator={devices[0].type!r}): it trains on TPUs. "
-            "Use accelerator='tpu', or strategy='auto'."
-        )
-    if isinstance(chosen, OneProcess) and not isinstance(chosen, XLAFSDPStrategy) and count > 1:
-        raise MisconfigurationException(
-            f"{owner}(strategy={strategy!r}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be "
-            f"{count}. Use devices=1, or strategy='auto'."
-        )
-    if isinstance(chosen, ParallelStrategy) and devices[0].type == "mps":
-        raise MisconfigurationException(
-            f"{owner}(strategy={strategy!r}, accelerator='mps'): MPS has one device and no communication between "
-            "processes. Use strategy='auto', or accelerator='cpu'."
+            f"{given}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be {count}. Use devices=1, or "
+            "strategy='auto'."
         )
     return chosen
 
 
-def _added_strategy(name: str, owner: str) -> Strategy:
-    """Return the strategy that a package has added by an entry point."""
-    make = load("hasten.strategies", name, purpose=f"{owner}(strategy={name!r})")
-    made = make() if callable(make) else make
+def _named_strategy(
+    strategy: str | None, accelerator: Accelerator, count: int, on_this_machine: int, owner: str
+) -> Strategy:
+    """Return the strategy of a name; with "auto" that of the accelerator for ``count`` processes."""
+    name = "auto" if strategy is None else strategy.lower()
+    if name in REGISTERED_STRATEGIES:
+        return REGISTERED_STRATEGIES[name]()
+    if name != "auto":
+        return _make_strategy(name, strategy, on_this_machine, owner)
+    for_one, *others = accelerator.strategies or _USUAL
+    if count == 1 or not others:
+        return _make_strategy(for_one, strategy, on_this_machine, owner)
+    options = {"start_method": "fork"} if is_interactive() else {}
+    return _make_strategy(others[0], strategy, on_this_machine, owner, **options)
+
+
+def _make_strategy(name: str, written: object, devices: int, owner: str, **options: Any) -> Strategy:
+    """Return the strategy of a name, the core's or one that a package has added; ``written`` is for messages."""
+    if name in STRATEGIES:
+        made = STRATEGIES[name](**options)
+    elif name in found("hasten.strategies"):
+        make = load("hasten.strategies", name, purpose=f"{owner}(strategy={written!r})")
+        made = make(**options) if callable(make) else make
+    else:
+        raise MisconfigurationException(f"{owner}(strategy={written!r}): {_why_no_strategy(name, devices)}")
     if not isinstance(made, Strategy):
         place = found("hasten.strategies")[name].value
         raise WrongType(
@@ -420,13 +441,34 @@ def _added_strategy(name: str, owner: str) -> Strategy:
     return made
 
 
+def _check_kind_of_device(strategy: Strategy, accelerator: Accelerator, device: str, given: str) -> None:
+    """Refuse a strategy that does not train on a kind of device; ``given`` begins the message."""
+    kind, own = _kind_for_strategy(strategy), accelerator.strategies
+    if own and is_builtin(type(strategy)) and (kind is None or kind.device_type() != device):
+        name = accelerator.name()
+        raise MisconfigurationException(
+            f"{given}, accelerator={name!r}): on {name.upper()}s use one of 'auto', {_listed(own)}."
+        )
+    if kind is not None and kind.device_type() != device:
+        name = kind.name()
+        raise MisconfigurationException(
+            f"{given}, accelerator={device!r}): it trains on {name.upper()}s. Use accelerator={name!r}, or "
+            "strategy='auto'."
+        )
+    if isinstance(strategy, ParallelStrategy) and device == "mps":
+        raise MisconfigurationException(
+            f"{given}, accelerator='mps'): MPS has one device and no communication between processes. Use "
+            "strategy='auto', or accelerator='cpu'."
+        )
+
+
 def _why_no_strategy(name: str, devices: int) -> str:
     """Return why a name is no strategy, and what to write."""
     if name in elsewhere.STRATEGIES:
         return elsewhere.STRATEGIES[name].message(devices)
-    if name in _ACCELERATORS or name in elsewhere.ACCELERATORS or name == "gpu":
+    if name in elsewhere.ACCELERATORS or name == "gpu" or name in _kinds():
         return f"that is a kind of device. Write accelerator={name!r}."
-    allowed = {**accepted_strategies(), **found("hasten.strategies")}
+    allowed = _strategy_names()
     listed = _listed(one for one in allowed if "_find_unused" not in one)
     return unknown_word(
         name,
@@ -435,23 +477,27 @@ def _why_no_strategy(name: str, devices: int) -> str:
     )
 
 
+def _strategy_names() -> list[str]:
+    return ["auto", *STRATEGIES, *found("hasten.strategies")]
+
+
+def _call(make: Any) -> str:
+    """Return the call that a program would write for a class, or for a ``partial`` of one."""
+    arguments = make.keywords if isinstance(make, partial) else {}
+    kind = make.func if isinstance(make, partial) else make
+    return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+
 def accepted_strategies() -> dict[str, str]:
     """Return the names that ``strategy=`` takes, and what each stands for, as a program would write it."""
-
-    def written(kind: type[Strategy], arguments: Mapping[str, Any]) -> str:
-        return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-
-    single = written(SingleDeviceStrategy, {})
+    single, several = (_call(STRATEGIES[name]) for name in _USUAL)
     return {
-        "auto": f"{single} on one device, else {written(DDPStrategy, {})}",
-        _SINGLE_DEVICE: single,
+        "auto": f"{single} on one device, else {several}",
+        **{name: _call(make) for name, make in STRATEGIES.items()},
         **{
-            name: written(DDPStrategy, {**({} if method == "popen" else {"start_method": method}), **arguments})
-            for name, (method, arguments) in STRATEGIES.items()
+            name: _call(load("hasten.strategies", name, purpose=f"strategy={name!r}"))
+            for name in found("hasten.strategies")
         },
-        **{name: written(FSDPStrategy, arguments) for name, arguments in SHARDED.items()},
-        **{name: written(kind, {}) for name, kind in XLA.items()},
-        **{name: written(DeepSpeedStrategy, arguments) for name, arguments in DEEPSPEED.items()},
     }
 
 
@@ -460,13 +506,22 @@ def accepted_accelerators() -> dict[str, str]:
     return {
         "auto": "the fastest of these that the machine has",
         "gpu": "cuda or mps, whichever the machine has",
-        **{name: f"{kind.__name__}()" for name, kind in _ACCELERATORS.items()},
-        "xla": f"{XLAAccelerator.__name__}()",
+        **{name: f"{kind.__name__}()" for name, kind in _kinds().items()},
     }
 
 
+# -- precisions
+
+
 def _precision(
-    precision: Any, plugin: Precision | None, device: torch.device, owner: str, strategy: Strategy, *, check: bool
+    precision: Any,
+    plugin: Precision | None,
+    accelerator: Accelerator,
+    device: torch.device,
+    owner: str,
+    strategy: Strategy,
+    *,
+    check: bool,
 ) -> Precision:
     name = "32-true" if precision is None else _precision_name(precision, owner)
     if plugin is not None:
@@ -480,13 +535,8 @@ def _precision(
         return plugin
     if name == "32-true":
         return Precision()
-    if device.type == "xla" and name in ("bf16-true", "16-true"):
-        return XLAPrecision(name)  # type: ignore[arg-type]
-    if device.type == "xla" and name == "16-mixed":
-        raise MisconfigurationException(
-            f"{owner}(precision={precision!r}, accelerator='tpu'): TPUs compute in bfloat16, which needs no gradient "
-            "scaler. Use precision='bf16-mixed' or 'bf16-true'."
-        )
+    if (of_device := _prefix_owner(owner, accelerator.precision_of, name)) is not None:
+        return of_device
     if name == "64-true":
         if device.type == "mps":
             raise MisconfigurationException(

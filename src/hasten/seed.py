@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -72,7 +72,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
         numpy.random.seed(seed)
     torch.manual_seed(seed)
-    _seed_xla(seed)
+    _remember(seed)
+    for generator in _device_generators.values():
+        generator.seed(seed)
     return seed
 
 
@@ -120,7 +122,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """Return the states of all random generators of this process, as plain data.
 
     Args:
-        cuda: include the accelerators (CUDA, MPS, XLA) that are in use.
+        cuda: include the accelerators that are in use: CUDA, MPS, and those of ``add_generator``.
 
     Returns:
         A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
@@ -147,8 +149,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
             state["cuda_in_use"] = torch.cuda.current_device()
         if torch.backends.mps.is_available():
             state["mps"] = _bytes(torch.mps.get_rng_state())
-        if _uses_xla():
-            state["xla"] = _xla_model().get_rng_state(_xla_device())
+        state.update({name: generator.state() for name, generator in _device_generators.items()})
     return state
 
 
@@ -183,8 +184,9 @@ def restore_rng_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor(state["cuda"][used]), torch.cuda.current_device())
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(_tensor(state["mps"]))
-    if "xla" in state and _uses_xla():
-        _xla_model().set_rng_state(state["xla"], _xla_device())
+    for name, generator in _device_generators.items():
+        if name in state:
+            generator.restore(state[name])
 
 
 class RandomGenerators:
@@ -224,37 +226,46 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         restore_rng_state(state)
 
 
-# -- the generator of an XLA device, which torch.manual_seed does not reach
-
-_xla_is_seeded = True
+# -- generators of devices which torch.manual_seed does not reach
 
 
-def _uses_xla() -> bool:
-    # Do not start XLA only to save a checkpoint.
-    return "torch_xla" in sys.modules and bool(sys.modules["torch_xla"]._XLAC._xla_runtime_is_initialized())
+class DeviceGenerator(Protocol):
+    """The random generator of a device that is in use."""
+
+    def seed(self, seed: int) -> None:
+        """Begin with this seed."""
+
+    def state(self) -> Any:
+        """Return its state, as plain data."""
+
+    def restore(self, state: Any) -> None:
+        """Go back to a state from ``state``."""
 
 
-def _xla_model() -> Any:
-    return sys.modules["torch_xla.core.xla_model"]
+# By the name of their states in a checkpoint.
+_device_generators: dict[str, DeviceGenerator] = {}
+# That of ``seed_everything`` in this process.
+_last_seed: int | None = None
 
 
-def _xla_device() -> str:
-    return str(sys.modules["torch_xla"].device())
+def _remember(seed: int) -> None:
+    global _last_seed
+    _last_seed = seed
 
 
-def _seed_xla(seed: int) -> None:
-    global _xla_is_seeded
-    _xla_is_seeded = _uses_xla()
-    if _xla_is_seeded:
-        _xla_model().set_rng_state(seed, _xla_device())
+def add_generator(name: str, generator: DeviceGenerator) -> None:
+    """Seed, save and restore a generator too, from now on; the seed of an earlier ``seed_everything`` is its first.
 
+    Args:
+        name: of its state in a checkpoint; the first generator of a name stays.
+        generator: that of a device which is in use.
 
-def seed_xla_late() -> None:
-    """Seed the XLA device, which is in use now, if ``seed_everything`` was called before it was."""
-    global _xla_is_seeded
-    if not _xla_is_seeded:
-        _xla_is_seeded = True
-        _xla_model().set_rng_state(int(os.environ["PL_GLOBAL_SEED"]), _xla_device())
+    """
+    if name in _device_generators:
+        return
+    _device_generators[name] = generator
+    if _last_seed is not None:
+        generator.seed(_last_seed)
 
 
 # -- states as bytes: a tensor sent between processes would cost a file descriptor each

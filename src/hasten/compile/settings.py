@@ -195,8 +195,6 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
         ValueError: Trainer(compile={'mode': 'reduce-overhead'}) records CUDA graphs, which need a CUDA device; ...
 
     """
-    if device.type == "xla":
-        raise ValueError(f"{owner}(compile=...): XLA compiles each step itself. Leave compile out.")
     try:
         torch_private.check_compiler_supported()
     except RuntimeError as error:

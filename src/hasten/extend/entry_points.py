@@ -20,8 +20,10 @@ from hasten.extend.origin import FOLDERS, ROOTS
 
 # The groups of entry points, and what an entry of each is.
 GROUPS = {
+    "hasten.accelerators": "a subclass of Accelerator: Trainer(accelerator=NAME)",
     "hasten.commands": "a Command: `hasten NAME`",
     "hasten.levers": "a Lever, which the advisor and Trainer(speed=...) measure",
+    "hasten.profilers": "a Profiler, or a function without arguments that returns one: Trainer(profiler=NAME)",
     "hasten.strategies": "a Strategy, or a function without arguments that returns one: Trainer(strategy=NAME)",
     "hasten.trainer": "a function that the Trainer needs for a method or an argument",
 }

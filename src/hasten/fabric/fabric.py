@@ -436,6 +436,7 @@ class Fabric(RuntimeView):
             set_matmul_precision(self._speed.matmul_precision)
 
     def _compile_in_place(self, module: nn.Module, settings: CompileSettings) -> None:
+        self._runtime.engine.check_compile("Fabric")
         check_possible("Fabric", settings, self.device)
         from hasten.compile.model import compiled_model, for_strategy
 

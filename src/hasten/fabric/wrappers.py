@@ -27,7 +27,7 @@ from hasten.data.loaders import SideStream
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
     from hasten.strategies.base import Sharding
-    from hasten.xla.steps import XLASteps
+    from hasten.strategies.recorded_steps import RecordedSteps
 
 # Always run through the strategy: the steps of a LightningModule.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
@@ -315,7 +315,7 @@ class FabricDataLoader:
         loader: DataLoader[Any],
         device: torch.device | None,
         sharding: Sharding | None = None,
-        steps: XLASteps | None = None,
+        steps: RecordedSteps | None = None,
     ) -> None:
         self._dataloader = loader
         # Given where the device records operations, which run between two batches.

@@ -12,7 +12,7 @@ import torch
 
 from hasten import optim
 from hasten._lib import torch_private
-from hasten._lib.device import collect_earlier_models
+from hasten._lib.device import collect_earlier_models, is_host
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
@@ -203,7 +203,8 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
         return
     module, device = run.module, run.runtime.device.type
     normalizes = any(isinstance(part, torch_private.BatchNorm) for part in module.modules())
-    if isinstance(sync, TorchSyncBatchNorm) and device in ("cpu", "xla") and normalizes:
+    on_gpu = not is_host(run.runtime.device) and run.runtime.steps is None
+    if isinstance(sync, TorchSyncBatchNorm) and not on_gpu and normalizes:
         raise MisconfigurationException(
             f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on {device!r}. "
             "Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
@@ -530,6 +531,7 @@ def check_compile(run: Run) -> None:
             "tokens, and packed batches have another each time. Use compile=True with packed, or batching='length' in "
             "place of packed: its few widths are recorded once each."
         )
+    run.runtime.engine.check_compile("Trainer")
     check_possible("Trainer", settings, run.runtime.device)
 
 

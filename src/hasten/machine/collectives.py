@@ -296,7 +296,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     dist.init_process_group(backend, **options)
     global _own_group
     _own_group = weakref.ref(dist.group.WORLD)
-    if device.type in ("cpu", "xla"):
+    if is_host(device) or backend == "gloo":
         # gloo connects every pair of processes: one that left early would break the connections of the others.
         dist.barrier()
     # With a group that still exists, the destructors of the backend's threads may abort the process.

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.optional import installed, need
+from hasten.extend.entry_points import found, load
 
 if TYPE_CHECKING:
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.precision.base import Precision
     from hasten.types import Devices
 
 
 class Accelerator(ABC):
     """One kind of device.
 
-    Subclass it for other hardware: ``Trainer(accelerator=MyAccelerator())``.
+    Subclass it for other hardware: ``Trainer(accelerator=MyAccelerator())``. What follows ``name`` is for hardware on
+    which hasten's own strategies and number formats do not compute.
     """
+
+    # Names of the strategies that compute on such devices, where hasten's usual ones do not. With strategy="auto" the
+    # first one trains on one device, and the second one on several.
+    strategies: tuple[str, ...] = ()
 
     @abstractmethod
     def setup_device(self, device: torch.device) -> None:
@@ -67,6 +76,39 @@ class Accelerator(ABC):
     @abstractmethod
     def name() -> str:
         """Return the name users write, for instance ``"cuda"``."""
+
+    @classmethod
+    def device_type(cls) -> str:
+        """Return the ``type`` of its devices, ``name()`` by default."""
+        return cls.name()
+
+    @classmethod
+    def check_available(cls, purpose: str) -> None:
+        """Raise an error that says what is missing, if it is known why there is no such device.
+
+        Args:
+            purpose: what asks for one, ``"Trainer(accelerator='tpu')"``.
+
+        """
+        return
+
+    @staticmethod
+    def comes_first() -> bool:
+        """Return whether ``accelerator="auto"`` takes such devices before GPUs."""
+        return False
+
+    def default_cluster(self) -> ClusterEnvironment | None:
+        """Return what knows the machines of a run where nothing has started its processes; None for the usual one."""
+        return None
+
+    def precision_of(self, name: str) -> Precision | None:
+        """Return the precision for ``Trainer(precision=name)`` on such devices; None for that of the strategy.
+
+        Raises:
+            ValueError: they do not compute in it.
+
+        """
+        return None
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return statistics of ``device``: memory in bytes, use in percent."""
@@ -221,6 +263,24 @@ class MPSAccelerator(Accelerator):
 
 
 ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
+
+
+@cache
+def added_accelerators() -> dict[str, type[Accelerator]]:
+    """Return what packages have added by entry points, by the names for ``accelerator=``; found once.
+
+    Raises:
+        TypeError: an entry point names something else than a subclass of Accelerator.
+
+    """
+    added: dict[str, type[Accelerator]] = {}
+    for name, entry in found("hasten.accelerators").items():
+        kind = load("hasten.accelerators", name, purpose=f"accelerator={name!r}")
+        if not (isinstance(kind, type) and issubclass(kind, Accelerator)):
+            raise WrongType(f"The entry point {entry.value} of 'hasten.accelerators' is not a subclass of Accelerator.")
+        if name not in ACCELERATORS:
+            added[name] = kind
+    return added
 
 
 def best_accelerator() -> Accelerator:

@@ -17,6 +17,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only
 from hasten.elsewhere import conventions
+from hasten.extend.entry_points import found, load
 
 
 class Profiler(ABC):
@@ -189,8 +190,7 @@ class PassThroughProfiler(Profiler):
 
 
 # The names for Trainer(profiler=...).
-NAMED = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler", "xla": "XLAProfiler"}
-_CHOICES = list(NAMED)
+NAMED = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
 
 
 def resolve(profiler: object) -> Profiler:
@@ -211,17 +211,22 @@ def resolve(profiler: object) -> Profiler:
     """
     if profiler is None:
         return PassThroughProfiler()
-    if isinstance(profiler, str):
-        name = profiler.lower()
-        if name not in NAMED:
-            allowed, hint = f"one of {_CHOICES}, a Profiler, or None", did_you_mean(name, NAMED)
-            raise check.wrong("Trainer", "profiler", profiler, allowed, hint=hint, error=MisconfigurationException)
-        made: Profiler = getattr(importlib.import_module("hasten.profilers"), NAMED[name])()
-        return made
-    example = f"{profiler.__name__}()" if isinstance(profiler, type) else "SimpleProfiler()"
-    check.instance("Trainer", "profiler", profiler, Profiler, f"{example}, a name from {_CHOICES}, or None")
-    assert isinstance(profiler, Profiler)
-    return profiler
+    if isinstance(profiler, Profiler):
+        return profiler
+    names = [*NAMED, *found("hasten.profilers")]
+    if not isinstance(profiler, str):
+        example = f"{profiler.__name__}()" if isinstance(profiler, type) else "SimpleProfiler()"
+        check.instance("Trainer", "profiler", profiler, Profiler, f"{example}, a name from {names}, or None")
+    name = str(profiler).lower()
+    if name not in names:
+        allowed, hint = f"one of {names}, a Profiler, or None", did_you_mean(name, names)
+        raise check.wrong("Trainer", "profiler", profiler, allowed, hint=hint, error=MisconfigurationException)
+    if name in NAMED:
+        make = getattr(importlib.import_module("hasten.profilers"), NAMED[name])
+    else:
+        make = load("hasten.profilers", name, purpose=f"Trainer(profiler={profiler!r})")
+    made: Profiler = make()
+    return made
 
 
 def is_off(profiler: Profiler) -> bool:

@@ -27,14 +27,13 @@ from hasten.checkpoint.stored import StoredCheckpoint, StoredTensor
 from hasten.optim import fast_step
 from hasten.precision.base import Precision
 from hasten.strategies.program import ProgramMethods
-from hasten.xla.steps import on_host
 
 if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.strategies.recorded_steps import RecordedSteps
     from hasten.types import Group, MapLocation, PathLike, ReduceOperation, Tensors
-    from hasten.xla.steps import XLASteps
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class Strategy(ProgramMethods, ABC):
     # The name users write, for instance "ddp".
     name: str = ""
     # What runs the operations of a device that records them, once a step; None where they run at once.
-    steps: XLASteps | None = None
+    steps: RecordedSteps | None = None
 
     def __init__(
         self,
@@ -386,7 +385,8 @@ class Sharding(StrategyPart):
 
     def without_gradients(self) -> torch.inference_mode | torch.no_grad:
         """Return inference mode where this process computes alone, else ``torch.no_grad``."""
-        # DDP's broadcast of buffers needs tensors that may change outside of it, and torch_xla cannot make views in it.
+        # DDP's broadcast of buffers needs tensors that may change outside of it, and devices that record operations
+        # may not make views in it.
         alone = self.strategy.world_size == 1 and self.strategy.steps is None
         return torch.inference_mode() if alone else torch.no_grad()
 
@@ -530,6 +530,9 @@ class StepEngine(StrategyPart):
                 f"in_backward({optimizer_name}) and {processes} processes: each parameter would step before its "
                 f"gradients are averaged over them. Use one process, or torch.optim.{optimizer_name} as it is."
             )
+
+    def check_compile(self, owner: str) -> None:
+        """Raise ValueError if steps cannot be compiled by torch; ``owner`` is "Trainer" or "Fabric"."""
 
     def require_alone(self, owner: str, advice: str) -> None:
         """Raise where processes wait for each other inside of a forward: one that runs out of memory would not come.
@@ -783,7 +786,7 @@ class StateIO(StrategyPart):
             io.save_folder(contents, path, storage_options=storage_options)
             return
         if strategy.steps is not None and strategy.is_global_zero:
-            contents = on_host(contents)
+            contents = strategy.steps.to_host(contents)
         if strategy.world_size == 1:
             io.save_checkpoint(contents, path, storage_options=storage_options)
             return

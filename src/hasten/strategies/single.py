@@ -23,6 +23,9 @@ T = TypeVar("T")
 class OneProcess(Strategy):
     """The base of strategies with one process, which has nobody to exchange anything with."""
 
+    # Whether the process computes on all devices of the run, and not on one.
+    takes_all_devices: bool = False
+
     def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         operation_name(reduce_op)  # Refuses unknown ones.
         return tensor

@@ -70,6 +70,9 @@ class SingleDeviceXLAStrategy(OneProcess):
         self._device = None if given is None else torch.device(given)
         self.steps = XLASteps()
 
+    def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
+        return Sharding(self), XLAEngine(self), StateIO(self)
+
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
     ) -> None:
@@ -144,7 +147,7 @@ class XLAStrategy(ParallelStrategy):
         self._joined = False
 
     def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
-        return Sharding(self), XLAEngine(self), StateIO(self)
+        return Sharding(self), AveragingEngine(self), StateIO(self)
 
     @property
     def root_device(self) -> torch.device:
@@ -243,6 +246,14 @@ class XLAStrategy(ParallelStrategy):
 
 
 class XLAEngine(StepEngine):
+    """Autograd and optimizers record a step, which XLA compiles."""
+
+    def check_compile(self, owner: str) -> None:
+        """Refuse torch's compiler."""
+        raise ValueError(f"{owner}(compile=...): XLA compiles each step itself. Leave compile out.")
+
+
+class AveragingEngine(XLAEngine):
     """Gradients are averaged at the end of each backward."""
 
     syncs_gradients = True
@@ -331,6 +342,7 @@ class XLAFSDPStrategy(OneProcess):
     """
 
     name = "xla_fsdp"
+    takes_all_devices = True
 
     def __init__(
         self,
@@ -368,6 +380,9 @@ class XLAFSDPStrategy(OneProcess):
         self._steps = _ShardedSteps(self)
         self.steps = self._steps
         self._patched: list[nn.Module] = []
+
+    def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
+        return Sharding(self), XLAEngine(self), StateIO(self)
 
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int

@@ -9,8 +9,9 @@ from typing import Any, Self
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import unknown_word
-from hasten.machine.devices import ACCELERATORS
-from hasten.resolve import REGISTERED_ACCELERATORS, REGISTERED_STRATEGIES, SHARDED, STRATEGIES, XLA
+from hasten.extend.entry_points import found
+from hasten.machine.devices import ACCELERATORS, added_accelerators
+from hasten.resolve import REGISTERED_ACCELERATORS, REGISTERED_STRATEGIES, STRATEGIES
 
 
 class LightningEnum(StrEnum):
@@ -142,8 +143,12 @@ class Registry(dict[str, dict[str, Any]]):
         self._made.pop(name.lower(), None)
 
 
-AcceleratorRegistry = Registry("accelerator", sorted([*ACCELERATORS, "tpu"]), REGISTERED_ACCELERATORS)
-StrategyRegistry = Registry("strategy", ["single_device", *STRATEGIES, *SHARDED, *XLA], REGISTERED_STRATEGIES)
+AcceleratorRegistry = Registry(
+    "accelerator",
+    sorted({*ACCELERATORS, *(kind.name() for kind in added_accelerators().values())}),
+    REGISTERED_ACCELERATORS,
+)
+StrategyRegistry = Registry("strategy", [*STRATEGIES, *found("hasten.strategies")], REGISTERED_STRATEGIES)
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import install_line, installed
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.devices import Accelerator, whole_number
-from hasten.seed import seed_xla_late
+from hasten.precision.xla import XLAPrecision
+from hasten.seed import add_generator
+from hasten.xla.generator import XLAGenerator
 
 if TYPE_CHECKING:
     from hasten.types import Devices
@@ -101,6 +104,8 @@ class XLAAccelerator(Accelerator):
 
     """
 
+    strategies = ("single_xla", "xla", "xla_fsdp")
+
     def __init__(self) -> None:
         require_torch_xla("accelerator='tpu'")
 
@@ -111,7 +116,7 @@ class XLAAccelerator(Accelerator):
         import torch_xla
 
         torch_xla.device(device.index or 0)
-        seed_xla_late()
+        add_generator("xla", XLAGenerator())
 
     def teardown(self) -> None:
         """Do nothing: the runtime keeps its devices until the process ends."""
@@ -166,6 +171,54 @@ class XLAAccelerator(Accelerator):
     @staticmethod
     def name() -> str:
         return "tpu"
+
+    @classmethod
+    def device_type(cls) -> str:
+        """Return "xla", as torch calls them."""
+        return "xla"
+
+    @classmethod
+    def check_available(cls, purpose: str) -> None:
+        """Raise unless torch_xla is installed, fits torch and has a device to run on.
+
+        Args:
+            purpose: what asks for one, for the message.
+
+        Raises:
+            ModuleNotFoundError: torch_xla is not installed.
+            ImportError: it does not fit the installed torch.
+            MisconfigurationException: there is no device.
+
+        """
+        require_torch_xla(purpose)
+        if not cls.is_available():
+            raise MisconfigurationException(
+                f"{purpose}: this machine has no TPU. Use accelerator='auto'; to try a program out on the processor, "
+                "set the environment variable PJRT_DEVICE=CPU."
+            )
+
+    @staticmethod
+    def comes_first() -> bool:
+        """Return whether there are TPUs, and torch_xla for them."""
+        return finds_tpu()
+
+    def default_cluster(self) -> XLAEnvironment:
+        """Return the hosts of a TPU pod."""
+        return XLAEnvironment()
+
+    def precision_of(self, name: str) -> XLAPrecision | None:
+        """Return the precision of 16 bits; others are those of the strategy.
+
+        Raises:
+            MisconfigurationException: it needs a gradient scaler.
+
+        """
+        if name == "16-mixed":
+            raise MisconfigurationException(
+                "precision='16-mixed', accelerator='tpu': TPUs compute in bfloat16, which needs no gradient scaler. "
+                "Use precision='bf16-mixed' or 'bf16-true'."
+            )
+        return XLAPrecision(name) if name in ("bf16-true", "16-true") else None  # type: ignore[arg-type]
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return the memory in use and in all, in bytes, if the runtime reports it."""

@@ -131,6 +131,14 @@ class XLASteps:
         sent: list[Tensor] = send(tensors, device)
         return sent
 
+    def to_host(self, data: T) -> T:
+        """Return ``data`` with its XLA tensors copied to the CPU; see ``on_host``."""
+        return on_host(data)
+
+    def upload(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor of the host on the device; see the function of this name."""
+        return upload(tensor, device)
+
     def place(self, module: nn.Module, device: torch.device | str) -> nn.Module:
         """Move ``module`` to the device, or back to the CPU: its parameters stay the same objects, tied ones tied.
 
