@@ -44,6 +44,8 @@ _INTROSPECTION = {
     "get_instructions",
 }
 _KERNEL = {"loops", "module", "trainer", ""}
+# Roots beside the core that have strategies of their own, which may ask for facts of strategies.
+_STRATEGIES_TOO = {"hasten_deepspeed", "hasten_lightning", "hasten_xla"}
 
 Places = list[str]
 
@@ -69,7 +71,7 @@ def capability_questions(sources: list[Source]) -> Places:
     """Facts of strategies that other rooms ask for, and ``is_sharded``."""
     found = []
     for source in sources:
-        if source.room in ("strategies", "xla") or source.root == "hasten_lightning":
+        if source.room == "strategies" or source.root in _STRATEGIES_TOO:
             continue
         for node in ast.walk(source.tree):
             is_fact = isinstance(node, ast.Attribute) and node.attr in CAPABILITIES and isinstance(node.ctx, ast.Load)

@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"give these tests ids that do not change: {changing[:3]}")
     for item in items:
         if item.get_closest_marker("tpu"):
-            from hasten.xla.devices import finds_tpu
+            from hasten_xla.devices import finds_tpu
 
             if not finds_tpu():
                 item.add_marker(pytest.mark.skip(reason="needs a TPU"))

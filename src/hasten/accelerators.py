@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten._lib.errors import absent
+from hasten._lib.lazy import attach
 from hasten.machine.devices import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from hasten.xla.devices import XLAAccelerator
+
+if TYPE_CHECKING:
+    from hasten_xla.devices import XLAAccelerator as XLAAccelerator
 
 __all__ = [
     "Accelerator", "CPUAccelerator", "CUDAAccelerator", "HPUAccelerator", "IPUAccelerator",
     "MPSAccelerator", "TPUAccelerator", "XLAAccelerator", "find_usable_cuda_devices",
 ]  # fmt: skip
+
+# That of an engine beside the core is imported when it is used; ``extend.moved`` says where the module is.
+__getattr__, __dir__, _ = attach(
+    __name__,
+    {"hasten.xla.devices": "XLAAccelerator"},
+    also=__all__,
+)
 
 
 def _absent(name: str, **why: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
-from hasten.checkpoint.xla import XLACheckpointIO
 from hasten.machine.cluster import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -16,7 +18,6 @@ from hasten.machine.cluster import (
 )
 from hasten.precision import (
     BitsandbytesPrecision,
-    DeepSpeedPrecision,
     DoublePrecision,
     Float8Precision,
     FSDPPrecision,
@@ -24,10 +25,14 @@ from hasten.precision import (
     MixedPrecision,
     Precision,
     TransformerEnginePrecision,
-    XLAPrecision,
 )
 from hasten.strategies.parallel import LayerSync, TorchSyncBatchNorm
-from hasten.xla.devices import XLAEnvironment
+
+if TYPE_CHECKING:
+    from hasten_deepspeed.precision import DeepSpeedPrecision as DeepSpeedPrecision
+    from hasten_xla.checkpoint import XLACheckpointIO as XLACheckpointIO
+    from hasten_xla.devices import XLAEnvironment as XLAEnvironment
+    from hasten_xla.precision import XLAPrecision as XLAPrecision
 
 __all__ = [
     "AsyncCheckpointIO", "BitsandbytesPrecision", "CheckpointIO", "ClusterEnvironment",
@@ -37,3 +42,15 @@ __all__ = [
     "TorchSyncBatchNorm", "TransformerEnginePrecision", "XLACheckpointIO", "XLAEnvironment",
     "XLAPrecision",
 ]  # fmt: skip
+
+# Those of engines beside the core are imported when they are used; ``extend.moved`` says where the modules are.
+__getattr__, __dir__, _ = attach(
+    __name__,
+    {
+        "hasten.checkpoint.xla": "XLACheckpointIO",
+        "hasten.precision.deepspeed": "DeepSpeedPrecision",
+        "hasten.precision.xla": "XLAPrecision",
+        "hasten.xla.devices": "XLAEnvironment",
+    },
+    also=__all__,
+)

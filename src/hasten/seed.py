@@ -8,14 +8,16 @@ import logging
 import os
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten.extend.entry_points import found, load
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +74,10 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
         numpy.random.seed(seed)
     torch.manual_seed(seed)
-    _remember(seed)
-    for generator in _device_generators.values():
-        generator.seed(seed)
+    global _seedings
+    _seedings += 1
+    for generator in _device_generators():
+        generator.follow()
     return seed
 
 
@@ -122,7 +125,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """Return the states of all random generators of this process, as plain data.
 
     Args:
-        cuda: include the accelerators that are in use: CUDA, MPS, and those of ``add_generator``.
+        cuda: include the accelerators that are in use: CUDA, MPS, and those of packages (``DeviceGenerator``).
 
     Returns:
         A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
@@ -149,7 +152,8 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
             state["cuda_in_use"] = torch.cuda.current_device()
         if torch.backends.mps.is_available():
             state["mps"] = _bytes(torch.mps.get_rng_state())
-        state.update({name: generator.state() for name, generator in _device_generators.items()})
+        in_use = (generator for generator in _device_generators() if generator.is_in_use())
+        state.update({generator.name: generator.state() for generator in in_use})
     return state
 
 
@@ -184,9 +188,9 @@ def restore_rng_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor(state["cuda"][used]), torch.cuda.current_device())
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(_tensor(state["mps"]))
-    for name, generator in _device_generators.items():
-        if name in state:
-            generator.restore(state[name])
+    for generator in _device_generators():
+        if generator.name in state and generator.is_in_use():
+            generator.restore(state[generator.name])
 
 
 class RandomGenerators:
@@ -228,44 +232,56 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 # -- generators of devices which torch.manual_seed does not reach
 
+# How often ``seed_everything`` was called in this process.
+_seedings = 0
 
-class DeviceGenerator(Protocol):
-    """The random generator of a device that is in use."""
 
+class DeviceGenerator(ABC):
+    """The random generator of a kind of device, for an entry point of the group ``hasten.generators``.
+
+    The entry point has the name of the library that such a device needs: the generator is loaded when a program has
+    imported that.
+    """
+
+    # That of its state in a checkpoint.
+    name: str = ""
+
+    def __init__(self) -> None:
+        self._seeding = 0
+
+    @abstractmethod
+    def is_in_use(self) -> bool:
+        """Return whether this process uses such a device; it is not started only to save a checkpoint."""
+
+    @abstractmethod
     def seed(self, seed: int) -> None:
         """Begin with this seed."""
 
+    @abstractmethod
     def state(self) -> Any:
         """Return its state, as plain data."""
 
+    @abstractmethod
     def restore(self, state: Any) -> None:
         """Go back to a state from ``state``."""
 
-
-# By the name of their states in a checkpoint.
-_device_generators: dict[str, DeviceGenerator] = {}
-# That of ``seed_everything`` in this process.
-_last_seed: int | None = None
-
-
-def _remember(seed: int) -> None:
-    global _last_seed
-    _last_seed = seed
+    def follow(self) -> None:
+        """Take the last seed of ``seed_everything``, once, if the device is in use; called again when it is."""
+        if self._seeding != _seedings and self.is_in_use():
+            self._seeding = _seedings
+            self.seed(int(os.environ["PL_GLOBAL_SEED"]))
 
 
-def add_generator(name: str, generator: DeviceGenerator) -> None:
-    """Seed, save and restore a generator too, from now on; the seed of an earlier ``seed_everything`` is its first.
+def _device_generators() -> Iterator[DeviceGenerator]:
+    """Yield the generators of libraries that the program has imported."""
+    for library in _libraries():
+        if library in sys.modules:
+            yield load("hasten.generators", library, purpose="seed_everything")
 
-    Args:
-        name: of its state in a checkpoint; the first generator of a name stays.
-        generator: that of a device which is in use.
 
-    """
-    if name in _device_generators:
-        return
-    _device_generators[name] = generator
-    if _last_seed is not None:
-        generator.seed(_last_seed)
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    return tuple(found("hasten.generators"))
 
 
 # -- states as bytes: a tensor sent between processes would cost a file descriptor each

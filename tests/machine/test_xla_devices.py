@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hasten.strategies import XLAStrategy
-from hasten.xla import devices
+from hasten_xla import devices
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 AT_MOST = {
     "capabilities": 30,
     "world_size": 24,
-    "device": 40,
-    "introspection": 65,
+    "device": 33,
+    "introspection": 64,
     "Strategy": 35,
     "Run": 25,
     "batch loop": 10,
-    "complex": 66,
-    "very complex": 2,
+    "complex": 64,
+    "very complex": 0,
     "type: ignore": 129,
 }
 

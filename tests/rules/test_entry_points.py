@@ -12,6 +12,7 @@ import pytest
 
 import hasten as L
 from hasten.extend import GROUPS, Command, found, load, moved
+from hasten.machine.devices import added_accelerators
 from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,48 @@ def test_a_command_of_another_package_is_one_of_hasten(tmp_path: Path, monkeypat
     assert main(["hello", "one", "two"]) == 2
 
 
+def test_an_accelerator_of_another_package_brings_its_strategies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = "[hasten.accelerators]\ntoy = extra:Toy\n[hasten.strategies]\nfor_toy = extra:ForToy\n"
+    install(tmp_path, monkeypatch, entries, TOY)
+    added_accelerators.cache_clear()
+    try:
+        assert type(L.Trainer(accelerator="toy", logger=False).strategy).__name__ == "ForToy"
+        by_strategy = L.Trainer(strategy="for_toy", logger=False)
+        assert (type(by_strategy.accelerator).__name__, by_strategy.precision) == ("Toy", "32-true")
+        with pytest.raises(
+            ValueError, match=r"Trainer\(strategy='ddp', accelerator='toy'\): on TOYs use one of 'auto'"
+        ):
+            L.Trainer(accelerator="toy", strategy="ddp", logger=False)
+        with pytest.raises(ValueError, match=r"Trainer\(accelerator='toi'\).*Did you mean 'toy'"):
+            L.Trainer(accelerator="toi", logger=False)
+        with pytest.raises(ValueError, match=r"Trainer\(precision='64-true'\): a toy has none"):
+            L.Trainer(accelerator="toy", precision="64-true", logger=False)
+    finally:
+        added_accelerators.cache_clear()
+
+
+TOY = """
+from hasten.accelerators import CPUAccelerator
+from hasten.strategies import SingleDeviceStrategy
+
+
+class Toy(CPUAccelerator):
+    strategies = ("for_toy",)
+    name = staticmethod(lambda: "toy")
+    device_type = classmethod(lambda cls: "cpu")
+
+    def precision_of(self, name):
+        if name == "64-true":
+            raise ValueError("precision='64-true': a toy has none.")
+
+
+class ForToy(SingleDeviceStrategy):
+    name = "for_toy"
+"""
+
+
 def test_a_missing_tool_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten.extend.entry_points.found", lambda group: {})
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -87,3 +130,20 @@ def test_old_and_new_name_are_one_module() -> None:
     assert pickle.loads(named) is importlib.import_module("hasten_tools.speed.safety").Safety
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("hasten.speed.nothing")
+
+
+@pytest.mark.parametrize(
+    ("package", "old", "name"),
+    [
+        ("hasten.strategies", "hasten.strategies.deepspeed", "DeepSpeedStrategy"),
+        ("hasten.strategies", "hasten.strategies.xla", "XLAStrategy"),
+        ("hasten.precision", "hasten.precision.xla", "XLAPrecision"),
+        ("hasten.plugins", "hasten.checkpoint.xla", "XLACheckpointIO"),
+        ("hasten.accelerators", "hasten.xla.devices", "XLAAccelerator"),
+        ("hasten.profilers", "hasten.profilers.xla", "XLAProfiler"),
+    ],
+)
+def test_public_names_of_engines_stay_in_the_packages_of_the_core(package: str, old: str, name: str) -> None:
+    public = getattr(importlib.import_module(package), name)
+    assert public is getattr(importlib.import_module(old), name)
+    assert name in importlib.import_module(package).__all__

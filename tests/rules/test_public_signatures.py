@@ -68,14 +68,14 @@ def signature_of(function: Any) -> str:
         if one.name not in ("self", "cls")
     ]
     text = str(inspect.Signature(parameters))
-    return re.sub(r" at 0x[0-9a-f]+|\bhasten\.[\w.]*\.(?=\w)", "", text)
+    return re.sub(r" at 0x[0-9a-f]+|\bhasten(?:_\w+)?\.[\w.]*\.(?=\w)", "", text)
 
 
 def members_of(cls: type) -> dict[str, str]:
     """Return the signatures of the public members that a class has from this package; "" for what is no function."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        if base.__module__.split(".")[0] == "hasten":
+        if base.__module__.split(".")[0] in ROOTS - {"hasten_lightning"}:
             found |= vars(base)
     plain = {
         name: member.__func__ if isinstance(member, classmethod | staticmethod | Unlisted) else member

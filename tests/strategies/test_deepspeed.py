@@ -29,7 +29,7 @@ from hasten.optim import in_backward
 from hasten.plugins import DeepSpeedPrecision, HalfPrecision
 from hasten.report import summarize
 from hasten.strategies import DeepSpeedStrategy
-from hasten.strategies.zero.config import CONFIG_VARIABLE, EngineSettings, read_config
+from hasten_deepspeed.config import CONFIG_VARIABLE, EngineSettings, read_config
 from hasten_tools.commands.consolidate import consolidate
 
 needs_deepspeed = pytest.mark.skipif(not installed("deepspeed"), reason="needs deepspeed: make deepspeed")
@@ -491,14 +491,14 @@ def test_one_process_and_what_the_engine_cannot_do(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.strategies.deepspeed.installed", lambda name: False)
+    monkeypatch.setattr("hasten_deepspeed.strategy.installed", lambda name: False)
     with pytest.raises(ImportError, match=r"pip install '[^']+\[deepspeed\]'"):
         L.Trainer(strategy="deepspeed_stage_2_offload", accelerator="cpu")
 
 
 @pytest.fixture
 def _as_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.strategies.deepspeed.installed", lambda name: True)
+    monkeypatch.setattr("hasten_deepspeed.strategy.installed", lambda name: True)
 
 
 TWO, FP16 = {"zero_optimization": {"stage": 2}}, {"fp16": {"enabled": True}}

@@ -22,6 +22,7 @@ from hasten.extend.origin import FOLDERS, ROOTS
 GROUPS = {
     "hasten.accelerators": "a subclass of Accelerator: Trainer(accelerator=NAME)",
     "hasten.commands": "a Command: `hasten NAME`",
+    "hasten.generators": "the random generator of a device, a DeviceGenerator, by the name of the library it needs",
     "hasten.levers": "a Lever, which the advisor and Trainer(speed=...) measure",
     "hasten.profilers": "a Profiler, or a function without arguments that returns one: Trainer(profiler=NAME)",
     "hasten.strategies": "a Strategy, or a function without arguments that returns one: Trainer(strategy=NAME)",

@@ -1,4 +1,8 @@
-"""Modules under the names that they had before they moved to a package of their own; for one version."""
+"""Modules under the names that they had before they moved to a package of their own.
+
+Most are there for one version. Those of engines stay: the core shows public names of theirs under the old names, and
+imports them when they are used (``hasten.strategies.DeepSpeedStrategy``).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,15 @@ MOVED = {
         for name in ("compare", "curves", "page", "page_curves", "page_run", "plots")
     },
     "hasten.record.read": "hasten_tools.report.read",
+    "hasten.strategies.deepspeed": "hasten_deepspeed.strategy",
+    "hasten.strategies.zero": "hasten_deepspeed",
+    "hasten.optim.deepspeed_offload": "hasten_deepspeed.offload",
+    "hasten.precision.deepspeed": "hasten_deepspeed.precision",
+    "hasten.xla": "hasten_xla",
+    "hasten.strategies.xla": "hasten_xla.strategies",
+    "hasten.precision.xla": "hasten_xla.precision",
+    "hasten.profilers.xla": "hasten_xla.profiler",
+    "hasten.checkpoint.xla": "hasten_xla.checkpoint",
 }
 
 

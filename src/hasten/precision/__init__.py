@@ -1,13 +1,20 @@
 """Precisions: the number formats of parameters, inputs and computation."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 from hasten.precision.base import Precision
 from hasten.precision.bitsandbytes import BitsandbytesPrecision
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
-from hasten.precision.deepspeed import DeepSpeedPrecision
 from hasten.precision.float8 import Float8Precision
 from hasten.precision.fsdp import FSDPPrecision
 from hasten.precision.transformer_engine import TransformerEnginePrecision
-from hasten.precision.xla import XLAPrecision
+
+if TYPE_CHECKING:
+    from hasten_deepspeed.precision import DeepSpeedPrecision as DeepSpeedPrecision
+    from hasten_xla.precision import XLAPrecision as XLAPrecision
 
 __all__ = [
     "BitsandbytesPrecision",
@@ -21,3 +28,10 @@ __all__ = [
     "TransformerEnginePrecision",
     "XLAPrecision",
 ]
+
+# Those of engines beside the core are imported when they are used; ``extend.moved`` says where the modules are.
+__getattr__, __dir__, _ = attach(
+    __name__,
+    {"hasten.precision.deepspeed": "DeepSpeedPrecision", "hasten.precision.xla": "XLAPrecision"},
+    also=__all__,
+)

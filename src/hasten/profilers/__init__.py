@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hasten.profilers.base import Profiler as Profiler
     from hasten.profilers.pytorch import PyTorchProfiler as PyTorchProfiler
     from hasten.profilers.simple import SimpleProfiler as SimpleProfiler
-    from hasten.profilers.xla import XLAProfiler as XLAProfiler
+    from hasten_xla.profiler import XLAProfiler as XLAProfiler
 
 __getattr__, __dir__, __all__ = attach(
     __name__,

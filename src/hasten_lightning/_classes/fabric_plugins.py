@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.precision import builtin, deepspeed, fsdp, xla
+from hasten.precision import builtin, fsdp
+from hasten_deepspeed import precision as deepspeed
 from hasten_lightning.facades import Facade, exactly, forward
 from hasten_lightning.machine.precision import ShardedMethods, UnconvertedIfMixed
+from hasten_xla import precision as xla
 
 if TYPE_CHECKING:
     import torch

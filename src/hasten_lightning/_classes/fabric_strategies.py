@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
+from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
+from hasten_deepspeed import strategy as deepspeed
 from hasten_lightning._classes.strategies import HALF_AN_HOUR, options_of_ddp
 from hasten_lightning.facades import Facade, accepted, annotate, exactly, forward
 from hasten_lightning.machine.strategy_methods import FabricMethods, FabricShardedMethods
+from hasten_xla import strategies as xla
 
 if TYPE_CHECKING:
     import os

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.precision import base, builtin, deepspeed, fsdp, transformer_engine
+from hasten.precision import base, builtin, fsdp, transformer_engine
+from hasten_deepspeed import precision as deepspeed
 from hasten_lightning._classes.fabric_plugins import sharded_scaler
 from hasten_lightning.facades import Facade, exactly, forward
 from hasten_lightning.machine.precision import ShardedMethods, TrainerPrecisionMethods, UnconvertedIfMixed

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.strategies import base, ddp, deepspeed, fsdp, model_parallel, parallel, single, xla
+from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
+from hasten_deepspeed import strategy as deepspeed
 from hasten_lightning.facades import Facade, accepted, annotate, exactly, forward
 from hasten_lightning.machine.strategy_methods import TrainerFolderMethods, TrainerMethods, TrainerShardedMethods
+from hasten_xla import strategies as xla
 
 if TYPE_CHECKING:
     import os

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from hasten.checkpoint.files import TorchCheckpointIO
-from hasten.xla.steps import on_host
+from hasten_xla.steps import on_host
 
 if TYPE_CHECKING:
     from hasten.types import PathLike

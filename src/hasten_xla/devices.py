@@ -19,9 +19,9 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import install_line, installed
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.devices import Accelerator, whole_number
-from hasten.precision.xla import XLAPrecision
-from hasten.seed import add_generator
-from hasten.xla.generator import XLAGenerator
+from hasten_xla.generator import GENERATOR
+from hasten_xla.generator import runtime_started as runtime_started
+from hasten_xla.precision import XLAPrecision
 
 if TYPE_CHECKING:
     from hasten.types import Devices
@@ -84,15 +84,6 @@ def finds_tpu() -> bool:
     return runtime_kind() == "TPU" and installed("torch_xla")
 
 
-def runtime_started() -> bool:
-    """Return whether this process uses XLA devices already, so that its topology is fixed."""
-    if "torch_xla" not in sys.modules:
-        return False
-    import torch_xla
-
-    return bool(torch_xla._XLAC._xla_runtime_is_initialized())
-
-
 class XLAAccelerator(Accelerator):
     """TPUs, through torch_xla; with the environment variable ``PJRT_DEVICE=CPU`` the processor, for trying it out.
 
@@ -116,7 +107,7 @@ class XLAAccelerator(Accelerator):
         import torch_xla
 
         torch_xla.device(device.index or 0)
-        add_generator("xla", XLAGenerator())
+        GENERATOR.follow()
 
     def teardown(self) -> None:
         """Do nothing: the runtime keeps its devices until the process ends."""

@@ -21,8 +21,8 @@ from hasten.machine import collectives
 from hasten.strategies.base import Sharding, StateIO, StepEngine
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import OneProcess
-from hasten.xla.devices import runtime_kind, runtime_started
-from hasten.xla.steps import XLASteps, upload
+from hasten_xla.devices import runtime_kind, runtime_started
+from hasten_xla.steps import XLASteps, upload
 
 if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO

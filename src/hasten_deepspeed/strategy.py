@@ -28,13 +28,11 @@ from hasten.extend.origin import comes_from, is_builtin
 from hasten.machine.host import LockWatch
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.backward import InBackward
-from hasten.optim.deepspeed_offload import as_cpu_adam, check_offloaded, check_resumed, is_cpu_adam
 from hasten.precision.base import Precision, to_floating
-from hasten.precision.deepspeed import DeepSpeedPrecision
 from hasten.strategies.base import StepEngine
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.sharded import PartialSharding, PartialState
-from hasten.strategies.zero.config import (
+from hasten_deepspeed.config import (
     OF_CONFIG,
     EngineSettings,
     config_of,
@@ -44,7 +42,9 @@ from hasten.strategies.zero.config import (
     read_config,
     stage_of,
 )
-from hasten.strategies.zero.state import (
+from hasten_deepspeed.offload import as_cpu_adam, check_offloaded, check_resumed, is_cpu_adam
+from hasten_deepspeed.precision import DeepSpeedPrecision
+from hasten_deepspeed.state import (
     EngineState,
     groups_of,
     is_divided,

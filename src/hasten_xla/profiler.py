@@ -6,7 +6,7 @@ from typing import Any
 
 from hasten._lib import check
 from hasten.profilers.base import Profiler
-from hasten.xla.devices import require_torch_xla
+from hasten_xla.devices import require_torch_xla
 
 _BATCH = "run_training_batch"
 

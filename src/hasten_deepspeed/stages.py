@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from hasten.strategies.deepspeed import DeepSpeedStrategy
+from hasten_deepspeed.strategy import DeepSpeedStrategy
 
 stage_1 = partial(DeepSpeedStrategy, stage=1)
 stage_1_offload = partial(DeepSpeedStrategy, stage=1, offload_optimizer=True)

@@ -1,0 +1,5 @@
+"""XLA as an engine of hasten: the accelerator ``"tpu"`` and the strategies ``"xla"``, ``"single_xla"``, ``"xla_fsdp"``.
+
+It uses public names of the core (``hasten``), which finds it by entry points and imports nothing from here. torch_xla
+itself is imported when an XLA device is asked for.
+"""
