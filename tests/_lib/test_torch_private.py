@@ -20,7 +20,7 @@ from hasten._lib import torch_private
 # Files that use private names of torch themselves, and why.
 ELSEWHERE = {
     "hasten/optim/fast_step.py": "compares torch's wrappers with what it knows, and calls torch where they differ",
-    "hasten/strategies/xla.py": "runs when a backward ends, for XLA alone",
+    "hasten_xla/strategies.py": "runs when a backward ends, for XLA alone",
     "hasten_tools/plan/paper.py": "replaces functions of torch to simulate processes and GPUs",
     "hasten_tools/plan/step.py": "names the errors of fake tensors",
     "hasten_tools/speed/trial.py": "asks whether CUDA can be used after a fork",
