@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,6 +28,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str, module:
     (info / "entry_points.txt").write_text(entries, encoding="utf-8")
     (folder / "extra.py").write_text(module, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "extra", raising=False)  # That of another test.
 
 
 @pytest.mark.parametrize("group", DECLARED)
