@@ -392,7 +392,7 @@ def _check_same(by_rank: Sequence[Collection[str]]) -> None:
         present = [rank for rank, found in enumerate(by_rank) if name in found]
         absent = [rank for rank, found in enumerate(by_rank) if name not in found]
         if absent:
-            logged = f"logged on {agreement.ranks(present)} and not on {agreement.ranks(absent)}. "
+            logged = f"logged on {agreement.format_ranks(present)} and not on {agreement.format_ranks(absent)}. "
             logged += "Log it on all processes"
             if name.endswith(_OPERATION_NAMES):
                 raise RuntimeError(f"self.log({name}, sync_dist=True): {logged}, or leave sync_dist out.")

@@ -21,7 +21,7 @@ from hasten._lib import torch_private
 ELSEWHERE = {
     "hasten/optim/fast_step.py": "compares torch's wrappers with what it knows, and calls torch where they differ",
     "hasten_xla/strategies.py": "runs when a backward ends, for XLA alone",
-    "hasten_tools/plan/paper.py": "replaces functions of torch to simulate processes and GPUs",
+    "hasten_tools/plan/simulated.py": "replaces functions of torch to simulate processes and GPUs",
     "hasten_tools/plan/step.py": "names the errors of fake tensors",
     "hasten_tools/speed/trial.py": "asks whether CUDA can be used after a fork",
     "hasten_lightning/internals/compiled.py": "has a class of torch in a signature of Lightning's",

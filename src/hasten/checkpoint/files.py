@@ -535,7 +535,7 @@ def _check(value: Any, place: str, above: set[int]) -> None:
 
 
 def _check_other(value: Any, place: str) -> None:
-    """Raise unless an object that is no number, string, tensor, dict or list can be read back."""
+    """Raise if a value that is not a number, string, tensor, dict or list cannot be read back."""
     kind = type(value)
     if is_sharded(value):
         raise TypeError(

@@ -255,7 +255,7 @@ def _differing_part(dataset: Any, name: str) -> str | None:
     absent = [rank for rank, each in enumerate(found) if each is None]
     if absent:
         raise RuntimeError(
-            f"{name}: {agreement.ranks(absent)} did not set it up within {_PATIENCE_SECONDS:.0f} s, so "
+            f"{name}: {agreement.format_ranks(absent)} did not set it up within {_PATIENCE_SECONDS:.0f} s, so "
             f"{type(dataset).__name__} cannot be divided. Set it up on all processes, or pass "
             "use_distributed_sampler=False."
         )

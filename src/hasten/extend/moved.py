@@ -61,7 +61,7 @@ def new_name(name: str) -> str | None:
 class OldNames:
     """A finder for ``sys.meta_path``: the old name of a module gives the same module object as the new one.
 
-    A package has an object of its own, without folders: what is below it is looked for here as well.
+    A package gets a separate module object without a search path, so that this finder also finds its submodules.
     """
 
     def __init__(self) -> None:

@@ -358,7 +358,7 @@ def after_batch(run: Run) -> None:
     # A run that is interrupted within this validation repeats it when resumed.
     run.resume.earlier = before_validation(run)
     # Checkpoints and early stopping act in the last hook, after the schedulers have stepped.
-    aside = run.observers.pace.step_aside()
+    aside = run.observers.pace.pause()
     run.observers.watch("run_evaluation", evaluate)(run, run.data.validation, before_last_hooks=finish)
     run.observers.pace.end_validation(aside)
     run.state.stage = RunningStage.TRAINING

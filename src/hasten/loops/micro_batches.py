@@ -52,7 +52,7 @@ def enabled(run: Run) -> bool:
 
 def exchanges_afterwards(run: Run) -> bool:
     """Return whether a process computes without the others, which it would leave waiting if it ran out of memory."""
-    return enabled(run) and _memory_plan(run).may_fail and run.runtime.syncs_gradients
+    return enabled(run) and _memory_limits(run).may_fail and run.runtime.syncs_gradients
 
 
 def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
@@ -60,7 +60,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
 
     ``once`` computes one part; it neither exchanges gradients nor calls ``on_after_backward``.
     """
-    plan, hooks, window, parts = _memory_plan(run), run.hooks, run.window, _Splitter(run, once)
+    plan, hooks, window, parts = _memory_limits(run), run.hooks, run.window, _Splitter(run, once)
 
     def forward_backward(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         outputs = parts.compute(batch, batch_idx, keep_outputs, plan.samples)
@@ -104,10 +104,10 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     return forward_backward_again
 
 
-def _memory_plan(run: Run) -> MemoryPlan:
-    if run.memory_plan is None:
-        run.memory_plan = MemoryPlan(run)
-    return run.memory_plan
+def _memory_limits(run: Run) -> MemoryLimits:
+    if run.memory_limits is None:
+        run.memory_limits = MemoryLimits(run)
+    return run.memory_limits
 
 
 class _Splitter:
@@ -127,7 +127,7 @@ class _Splitter:
         names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         owners = [owner for owner in (run.data.train.datamodule, run.module) if owner is not None]
         changes = any(overrides(owner, DataHooks, name) for owner in owners for name in names)
-        return _memory_plan(run).fields_of(run.data.train, changes)
+        return _memory_limits(run).fields_of(run.data.train, changes)
 
     def attempt(self, *step: Any) -> tuple[Any, Exception | None]:
         """Compute the parts; return (outputs, None), or (None, error) where memory ran out."""
@@ -362,7 +362,7 @@ def _kept_is_changed(error: BaseException) -> bool:
     return "cached during selective activation checkpoint has been mutated" in str(error)
 
 
-def _nothing_left(plan: MemoryPlan, attempted: int, error: Exception | None) -> Exception:
+def _nothing_left(plan: MemoryLimits, attempted: int, error: Exception | None) -> Exception:
     at_once = f"samples at once: {attempted}"
     if error is None:
         return RuntimeError(f"Memory ran out on another process ({at_once}). {plan.advice()}")
@@ -444,7 +444,7 @@ def prepare_module(run: Run) -> None:
         run.undo.enter_context(recomputed(module, speed.memory))
     if speed.memory == "auto":
         rank_zero_debug("Trainer(memory='auto'): nothing is computed twice until memory runs out.")
-    run.memory_plan = MemoryPlan(run)
+    run.memory_limits = MemoryLimits(run)
 
 
 def _check_processes(run: Run, asked: str) -> None:
@@ -460,7 +460,7 @@ def _check_processes(run: Run, asked: str) -> None:
     )
 
 
-class MemoryPlan:
+class MemoryLimits:
     """How many samples were found to fit into memory at once, and what is computed twice; it only ever gets smaller."""
 
     def __init__(self, run: Run) -> None:

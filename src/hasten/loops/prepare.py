@@ -112,7 +112,7 @@ def _check_arguments(run: Run) -> None:
 
 
 def _find_data_and_loggers(run: Run) -> None:
-    """Raise where there is no data, or a logger cannot write."""
+    """Find the data and start the loggers; raise if data is missing or a logger cannot write."""
     if run.state.fn == TrainerFn.FITTING:
         collect_earlier_models(run.module)
         warn_about_missing_parts(run.data.validation, run.module, wanted=run.arguments.limit_val_batches != 0)

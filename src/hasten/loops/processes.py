@@ -181,7 +181,7 @@ def check_steps(run: Run) -> None:
 def _say_steps(run: Run) -> None:
     counts = run.runtime.strategy.gather_objects(run.progress.global_step)
     found = same_program.by_value(counts)
-    told = " and ".join(f"{count} on {agreement.ranks(ranks)}" for count, ranks in found[:_MOST_RANKS])
+    told = " and ".join(f"{count} on {agreement.format_ranks(ranks)}" for count, ranks in found[:_MOST_RANKS])
     raise RuntimeError(
         f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their weights "
         "are not the same any more. Call optimizer.step() for the same batches on all processes."
@@ -382,7 +382,7 @@ def _text_of(counts: Sequence[int], at_least: Sequence[bool] = ()) -> str:
         by_count.setdefault((count, bool(at_least) and at_least[rank]), []).append(rank)
     parts: list[str] = []
     for (count, more), members in by_count.items():
-        named = agreement.ranks(members[:_MOST_RANKS]) + (" and others" if len(members) > _MOST_RANKS else "")
+        named = agreement.format_ranks(members[:_MOST_RANKS]) + (" and others" if len(members) > _MOST_RANKS else "")
         number = f"{'at least ' if more else ''}{count}" + ("" if parts else " batch" if count == 1 else " batches")
         parts.append(f"{named} {'has' if len(members) == 1 else 'have'} {number}")
     return ", ".join(parts)

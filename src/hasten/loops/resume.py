@@ -214,7 +214,7 @@ class RunState:
             "metrics": move_to(metrics, "cpu") if run.runtime.several_processes else metrics,
             "guard": None if run.observers.guard is None else run.observers.guard.state_dict(),
             "batch_size": run.arguments.speed.batch_size,
-            "fits": None if run.memory_plan is None else run.memory_plan.state_dict(),
+            "fits": None if run.memory_limits is None else run.memory_limits.state_dict(),
             "loggers": _states_of_loggers(run) if earlier.loggers is None else earlier.loggers,
             "evaluations": {run.data.validation.stage: evaluations} if evaluations else {},
         }
@@ -233,8 +233,8 @@ class RunState:
         run.resume.guard = state.get("guard")
         ToggledParameters(run.module).load_state_dict(state.get("toggled") or {})
         run.module_changes.load_state_dict(state.get("changes") or {})
-        if run.memory_plan is not None and state.get("fits") is not None:
-            run.memory_plan.load_state_dict(state["fits"])
+        if run.memory_limits is not None and state.get("fits") is not None:
+            run.memory_limits.load_state_dict(state["fits"])
         for logger, kept in zip(run.logged.loggers, state.get("loggers", ()), strict=False):
             if isinstance(logger, Logger):
                 logger.load_state_dict(kept)

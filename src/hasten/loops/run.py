@@ -30,7 +30,7 @@ from hasten.record.pace import Pace
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
     from hasten.loops.bad_loss import Guard
-    from hasten.loops.micro_batches import MemoryPlan
+    from hasten.loops.micro_batches import MemoryLimits
     from hasten.loops.resume import BatchStart
     from hasten.runtime import Runtime
 
@@ -287,7 +287,7 @@ class Run:
     # Something was changed that the loop had decided upon: it decides again before the next batch.
     changed: bool = False
     # What micro_batch="auto" and memory="auto" found to fit into memory.
-    memory_plan: MemoryPlan | None = None
+    memory_limits: MemoryLimits | None = None
     # What the compiler made of the module; None where nothing is compiled.
     compiled: CompiledModel | None = None
     # Takes back what was changed about the user's module for this run.

@@ -279,12 +279,12 @@ class Limits:
 
     @property
     def max_epochs(self) -> float:
-        """Epochs to train for; infinite when there is no limit."""
+        """The number of epochs to train; ``inf`` without a limit."""
         return _limit(self.run.arguments.max_epochs)
 
     @property
     def max_steps(self) -> float:
-        """Optimizer steps to train for; infinite when there is no limit."""
+        """The number of optimizer steps to train; ``inf`` without a limit."""
         return _limit(self.run.arguments.max_steps)
 
     def may_stop_early(self) -> bool:

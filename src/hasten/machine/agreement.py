@@ -69,7 +69,7 @@ def begin_run() -> None:
         own.set(f"word/{dist.get_rank()}", "")
 
 
-def leave_word(error: BaseException) -> None:
+def publish_exit_error(error: BaseException) -> None:
     """Publish the error that ends this process, so that other ranks can report it."""
     first_line = next(iter(str(error).strip().splitlines()), "")
     with suppress(RuntimeError):
@@ -77,7 +77,7 @@ def leave_word(error: BaseException) -> None:
         store().set(f"word/{dist.get_rank()}", f"{name}: {first_line}"[:300] if first_line else name)
 
 
-def why_lost(seconds: float) -> str | None:
+def find_dead_peer(seconds: float) -> str | None:
     """Return which process has ended in the middle of the run, and how; None if that does not show within a time."""
     found: list[str] = []
 
@@ -138,8 +138,8 @@ def explain_missing(call: str, error: RuntimeError) -> None:
     if gone:
         verb = "has" if len(gone) == 1 else "have"
         raise RuntimeError(
-            f"{call} is called on {ranks([dist.get_rank()])}, and {ranks(gone)} {verb} ended the program without it. "
-            "Call it on all processes."
+            f"{call} is called on {format_ranks([dist.get_rank()])}, and {format_ranks(gone)} {verb} ended the program "
+            "without it. Call it on all processes."
         ) from error
 
 
@@ -182,7 +182,7 @@ def exchange(
             noticed = True
             absent = [other for other, key in enumerate(keys) if not messages.check([key])]
             log.warning(
-                f"rank {rank} has waited {NOTICE_SECONDS:.0f} s for {ranks(absent)} ({what or place}), and "
+                f"rank {rank} has waited {NOTICE_SECONDS:.0f} s for {format_ranks(absent)} ({what or place}), and "
                 f"gives up after {patience_seconds:.0f} s."
             )
         time.sleep(_POLL_SECONDS)
@@ -238,16 +238,16 @@ def require_all(place: str, what: str, own: object, advice: str) -> list[Any]:
     absent = [rank for rank, value in enumerate(values) if value is None]
     if absent:
         present = [rank for rank, value in enumerate(values) if value is not None]
-        raise RuntimeError(f"{what} on {ranks(present)} and not on {ranks(absent)}. {advice}")
+        raise RuntimeError(f"{what} on {format_ranks(present)} and not on {format_ranks(absent)}. {advice}")
     return values
 
 
-def ranks(numbers: list[int]) -> str:
+def format_ranks(numbers: list[int]) -> str:
     """Return ranks as text.
 
     Example::
 
-        >>> ranks([0]), ranks([1, 2])
+        >>> format_ranks([0]), format_ranks([1, 2])
         ('rank 0', 'ranks 1, 2')
 
     """

@@ -363,9 +363,9 @@ def naming_who_ended() -> Iterator[None]:
         yield
     except BaseException as error:
         if not _lost_connection(error):
-            agreement.leave_word(error)
+            agreement.publish_exit_error(error)
             raise
-        if (why := agreement.why_lost(_WORD_SECONDS)) is None:
+        if (why := agreement.find_dead_peer(_WORD_SECONDS)) is None:
             raise
         if file := os.environ.get(CAUSE_VARIABLE):
             with suppress(OSError):

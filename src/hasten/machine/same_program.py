@@ -27,7 +27,7 @@ _POLL_SECONDS = (0.001, 0.05)
 # How often processes that have left are looked for.
 _LOOK_SECONDS = 1.0
 _MOST_NAMED = 3
-# Backends of groups without a store: MPI meets by itself, and a group on paper has no other processes.
+# Backends of groups without a store: MPI meets by itself, and a simulated group has no other processes.
 _WITHOUT_STORE = ("mpi", "fake")
 _ABSENT = "absent"
 
@@ -101,15 +101,15 @@ def _wait(store: Any, keys: list[str], place: str, call: str) -> None:
         if gone:
             verb = "has" if len(gone) == 1 else "have"
             raise RuntimeError(
-                f"{call} is called on rank {torch.distributed.get_rank()}, and {agreement.ranks(gone)} {verb} ended "
-                f"the program without it. {_ALIKE}"
+                f"{call} is called on rank {torch.distributed.get_rank()}, and {agreement.format_ranks(gone)} {verb} "
+                f"ended the program without it. {_ALIKE}"
             )
 
 
 def _difference(call: str, by_rank: list[Facts]) -> str:
     calls = by_value([facts["call"] for facts in by_rank])
     if len(calls) > 1:
-        told = " and ".join(f"{value} is called on {agreement.ranks(ranks)}" for value, ranks in calls)
+        told = " and ".join(f"{value} is called on {agreement.format_ranks(ranks)}" for value, ranks in calls)
         return f"{told}. {_ALIKE}"
     names = list(dict.fromkeys(name for facts in by_rank for name in facts))
     different = [name for name in names if len(by_value([facts.get(name, _ABSENT) for facts in by_rank])) > 1]
@@ -118,11 +118,11 @@ def _difference(call: str, by_rank: list[Facts]) -> str:
         orders = by_value([list(facts) for facts in by_rank])
         (first, _), (second, ranks) = orders[:2]
         name, other = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
-        return f"{call}: {name} of rank 0 has the place of {other} on {agreement.ranks(ranks)}. {_START}"
+        return f"{call}: {name} of rank 0 has the place of {other} on {agreement.format_ranks(ranks)}. {_START}"
     told = "; ".join(
         f"{name} is "
         + " and ".join(
-            f"{_shown(value)} on {agreement.ranks(ranks)}"
+            f"{_shown(value)} on {agreement.format_ranks(ranks)}"
             for value, ranks in by_value([facts.get(name, _ABSENT) for facts in by_rank])
         )
         for name in different[:_MOST_NAMED]

@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from hasten._lib import torch_private
 from hasten.machine import collectives, host, launch, signals, stacks
-from hasten.machine.agreement import announce_leaving
-from hasten.machine.agreement import ranks as text_of_ranks
+from hasten.machine.agreement import announce_leaving, format_ranks
 
 # How long a stop that was asked for may wait for a step to complete; less where a rank waits for another, so that the
 # run has ended within 12 seconds.
@@ -170,7 +169,7 @@ def _judge_standstill(
 def _never_ends(beats: dict[int, Beat], late: list[int], ended: Sequence[int]) -> str:
     """Return why a standstill cannot end by itself, "" if it may."""
     if ended and any(beat.waits or beat.in_backward for rank, beat in beats.items() if rank not in ended):
-        text = f"{text_of_ranks(list(ended))} {'has' if len(ended) == 1 else 'have'} ended in the middle of the run."
+        text = f"{format_ranks(list(ended))} {'has' if len(ended) == 1 else 'have'} ended in the middle of the run."
         return text[0].upper() + text[1:]
     # A rank that is behind may still be in a collective of a checkpoint that the others have completed.
     return "" if late or not all(beat.waits for beat in beats.values()) else _saved_on_some(beats)
@@ -182,7 +181,7 @@ def _saved_on_some(beats: dict[int, Beat]) -> str:
     if not saving or not others:
         return ""
     return (
-        f"Trainer.save_checkpoint() is called on {text_of_ranks(saving)} and not on {text_of_ranks(others)}. "
+        f"Trainer.save_checkpoint() is called on {format_ranks(saving)} and not on {format_ranks(others)}. "
         "Call it on all processes."
     )
 
@@ -214,10 +213,10 @@ def _grace_seconds(beats: dict[int, Beat], timeout_seconds: float, *, stalled: b
 def _standstill(beats: dict[int, Beat], late: list[int], seconds: float, *, capital: bool = False) -> str:
     if late:
         others = [rank for rank in beats if rank not in late]
-        text = f"{text_of_ranks(late)} did not come for {seconds:.0f} s, and {text_of_ranks(others)} wait"
+        text = f"{format_ranks(late)} did not come for {seconds:.0f} s, and {format_ranks(others)} wait"
         text += "s" if len(others) == 1 else ""
     elif len(beats) == 1:
-        text = f"{text_of_ranks(list(beats))} has waited for {seconds:.0f} s"
+        text = f"{format_ranks(list(beats))} has waited for {seconds:.0f} s"
     elif any(beat.waits for beat in beats.values()):
         text = f"all ranks have waited for each other for {seconds:.0f} s"
     else:
@@ -455,7 +454,7 @@ class Watchdog:
         text = self.position().text
         doing = stacks.activity_of(frames).doing
         if late and self.rank not in late and doing.startswith(("waits in ", "in ")):
-            doing = f"waits for {text_of_ranks(late)} {doing.removeprefix('waits ')}"
+            doing = f"waits for {format_ranks(late)} {doing.removeprefix('waits ')}"
         return f"{text}: {doing}" if text else doing, frames
 
     def _print(self, order: dict[str, Any]) -> list[int]:

@@ -107,7 +107,7 @@ class Pace:
         self._samples = self._tokens = self._counted = self._size = 0
         self._sizes_known = False
         self._history: deque[_Totals] = deque()
-        self._told: _Totals | None = None
+        self._last_written: _Totals | None = None
         self._batches_of_epoch = math.inf
         self._says = False
         # Of the device's waiting, among the host's: a busy device does not wait.
@@ -260,7 +260,7 @@ class Pace:
             if clock is not None:
                 clock.leave()
 
-    def step_aside(self) -> _Aside:
+    def pause(self) -> _Aside:
         """Pause step timing while a validation or checkpoint runs."""
         aside = _Aside(time.perf_counter(), self.saved, self._aside_since)
         if self._aside_since is None:
@@ -269,7 +269,7 @@ class Pace:
             self._times.clock.enter(ASIDE)
         return aside
 
-    def _come_back(self, aside: _Aside) -> float:
+    def _resume(self, aside: _Aside) -> float:
         """Return the seconds of a validation or checkpoint that is over, without those of checkpoints within it."""
         self._aside_since = aside.outer
         if self._times is not None and self._times.running:
@@ -277,23 +277,23 @@ class Pace:
         return time.perf_counter() - aside.began - (self.saved - aside.saved)
 
     def end_validation(self, aside: _Aside) -> None:
-        """The validation is over that began when ``step_aside`` was called."""
-        seconds = self._come_back(aside)
+        """Count a validation that has ended; ``aside`` is what ``pause`` returned when it began."""
+        seconds = self._resume(aside)
         self.validated += seconds
         self._last_validation = seconds
         if self._run is not None:
             self._run.observers.record.add("validation", **self._position(self._run), seconds=seconds)
 
     def end_checkpoint(self, aside: _Aside, path: object, facts: Callable[[], dict[str, Any]]) -> None:
-        """The checkpoint is saved, or being written, that began when ``step_aside`` was called.
+        """Count a checkpoint that was saved, or is being written in the background.
 
         Args:
-            aside: what that returned.
+            aside: what ``pause`` returned when it began.
             path: of the checkpoint.
             facts: returns what it is saved for.
 
         """
-        seconds, run = self._come_back(aside), self._run
+        seconds, run = self._resume(aside), self._run
         self.saved += seconds
         if run is not None and run.observers.record.writes:
             facts_of_it = {"monitor": None, "best": False, "bytes": _size_bytes(path, seconds)} | facts()
@@ -371,7 +371,7 @@ class Pace:
             self._size, self._sizes_known = (0, False) if batch is None else batch_size_of(batch)
         self._counted = run.progress.total_batches
         self._history.append(self._totals())
-        self._told = self._history[0]
+        self._last_written = self._history[0]
         self._sample_before = self._counters(run)
 
     def count_last(self) -> None:
@@ -439,13 +439,13 @@ class Pace:
         return {"step": max(0, run.progress.logged_step - 1), "epoch": run.progress.epoch}
 
     def _write_speed(self, run: Run) -> None:
-        if not run.observers.record.writes or self._told is None:
+        if not run.observers.record.writes or self._last_written is None:
             return
-        before, now = self._told, self._totals()
+        before, now = self._last_written, self._totals()
         batches = now.batches - before.batches
         if batches <= 0:
             return
-        self._told = now
+        self._last_written = now
         replicas, factor = _replicas(run), self._waiting_factor(run)
         tokens = None if not self.counts else (now.tokens - before.tokens) * replicas
         useful = self._useful_tokens(run)

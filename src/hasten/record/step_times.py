@@ -160,7 +160,7 @@ class StepTimes:
 
     def possible(self) -> bool:
         """Return whether steps can be timed: not where operations are recorded, or an engine steps."""
-        runtime, memory = self._run.runtime, self._run.memory_plan
+        runtime, memory = self._run.runtime, self._run.memory_limits
         return (
             runtime.device.type in ("cpu", "cuda")
             and runtime.steps is None

@@ -50,7 +50,7 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class ShardingPlan:
+class ShardLayout:
     """How a module was divided.
 
     Args:
@@ -160,7 +160,7 @@ class FSDPStrategy(ShardedStrategy):
         self._recompute_policy = _checked_policy(which, recomputes)
         self._options = _checked_options(kwargs)
         self.device_mesh: DeviceMesh | None = None
-        self.plan: ShardingPlan | None = None
+        self.plan: ShardLayout | None = None
         self._recomputes: list[AbstractContextManager[Any]] = []
 
     def _checked_mesh(self, mesh: Any) -> Any:
@@ -295,7 +295,7 @@ class FSDPStrategy(ShardedStrategy):
         ]
         in_blocks = {id(parameter) for name in inner for parameter in module.get_submodule(name).parameters()}
         root = [name for name, parameter in module.named_parameters() if id(parameter) not in in_blocks]
-        self.plan = ShardingPlan(tuple(inner), tuple(root), tuple(mesh.shape))
+        self.plan = ShardLayout(tuple(inner), tuple(root), tuple(mesh.shape))
 
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -480,7 +480,7 @@ class Trainer(TrainerView):
                 "validate, test or predict first."
             )
         off = type(self.profiler) is PassThroughProfiler
-        aside = run.observers.pace.step_aside() if run.observers.pace.measures else None
+        aside = run.observers.pace.pause() if run.observers.pace.measures else None
         with nullcontext() if off else self.profiler.profile("save_checkpoint"):
             try:
                 checkpoint = self._checkpoint(run, weights_only=bool(weights_only))

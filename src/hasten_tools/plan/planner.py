@@ -17,7 +17,7 @@ from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.host import usable_cores
 from hasten.machine.launch import end_when
 from hasten.resolve import PRECISIONS
-from hasten_tools.plan import paper
+from hasten_tools.plan import simulated
 from hasten_tools.plan.report import Change, FitPlan, Measured
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def _start(trainer: Trainer, order: Order, fit: Callable[[], None]) -> _Copy:
     """Start ``measure(...)`` in a copy of this process."""
     if not hasattr(os, "fork"):
         raise RuntimeError("a plan runs in copies of this process (os.fork), which this system does not have.")
-    paper.load()
+    simulated.load()
     reads, writes = os.pipe()
     with warnings.catch_warnings():
         # Python warns of threads: the copy uses none of them.

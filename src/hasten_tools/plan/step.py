@@ -24,7 +24,7 @@ from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
 from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.model_parallel import ModelParallelStrategy
-from hasten_tools.plan import paper
+from hasten_tools.plan import simulated
 from hasten_tools.plan.ledger import (
     ACTIVATIONS,
     BATCH,
@@ -105,7 +105,7 @@ def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured
 
     """
     torch.set_num_threads(1)
-    paper.join(order.devices)
+    simulated.join(order.devices)
     changes = {**_OFF, **order.changes}
     plugins = changes.pop("plugins", None) or []
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, _left_out())]
@@ -115,10 +115,10 @@ def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured
         accelerator="cpu",
         devices=order.devices // order.nodes,
         num_nodes=order.nodes,
-        plugins=[*plugins, paper.PaperCluster(order.devices)],
+        plugins=[*plugins, simulated.SimulatedCluster(order.devices)],
         accumulate_grad_batches=trainer.accumulate_grad_batches * order.batch_parts,
     )
-    paper.prepare_strategy(trainer.strategy, on_gpu=order.on_gpu)
+    simulated.prepare_strategy(trainer.strategy, on_gpu=order.on_gpu)
     planned = _PlannedFit(order)
     trainer.redirect_fit(planned.take, planned.steps)
     try:
@@ -138,7 +138,7 @@ class _PlannedFit:
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.mode = paper.fake_mode()
+        self.mode = simulated.fake_mode()
         self.ledger = Ledger()
         self.modes = ExitStack()
         self.measured: Measured | None = None
@@ -158,8 +158,8 @@ class _PlannedFit:
             return stack
 
         def shard_without_data(module: nn.Module, stored: Any = ()) -> None:
-            paper.leave_out_metrics(module)
-            paper.without_data(module, self.mode)
+            simulated.leave_out_metrics(module)
+            simulated.without_data(module, self.mode)
             self.modes.enter_context(self.mode)
             self.modes.enter_context(self.ledger)
             self.ledger.phase = EXCHANGE
@@ -168,7 +168,7 @@ class _PlannedFit:
             shard(module, stored)
 
         def load_data() -> Any:
-            with paper.on_real_tensors():
+            with simulated.on_real_tensors():
                 return load()
 
         own_runtime: Any = runtime
@@ -198,7 +198,7 @@ class _PlannedFit:
                     ledger.restart()
                 for index in range(size):
                     ledger.phase = BATCH
-                    own = paper.batch_without_data(batch, self.mode, parts=self.order.batch_parts)
+                    own = simulated.batch_without_data(batch, self.mode, parts=self.order.batch_parts)
                     for leaf in leaves(own):
                         if isinstance(leaf, Tensor):
                             ledger.see(leaf, BATCH)
@@ -213,7 +213,7 @@ class _PlannedFit:
         raise Done
 
     def _first_batch(self, run: Run) -> Any:
-        with paper.on_real_tensors():
+        with simulated.on_real_tensors():
             run.data.train.stream.finish()
             for batch, _ in run.data.train.start_epoch():
                 return batch

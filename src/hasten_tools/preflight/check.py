@@ -35,7 +35,7 @@ from hasten_tools.preflight import cost, loaders, machine, methods, monitors, tr
 from hasten_tools.preflight.plan import Length
 from hasten_tools.preflight.report import CheckReport, Rows
 from hasten_tools.preflight.said import listening, row_of_error
-from hasten_tools.preflight.watch import TRAIN_BATCHES, NotFinite, Seen, StepWatch
+from hasten_tools.preflight.watch import TRAIN_BATCHES, NotFinite, Observations, StepWatch
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
@@ -124,7 +124,7 @@ class Check:
         rows: Rows,
     ) -> None:
         self.trainer, self.arguments, self.module, self.given = trainer, arguments, module, given
-        self.datamodule, self.rows, self.seen = datamodule, rows, Seen()
+        self.datamodule, self.rows, self.seen = datamodule, rows, Observations()
         self.callbacks: list[Callback] = list(trainer.callbacks)
         self.logged: set[str] = set()
         self.length: Length | None = None

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten.trainer import Trainer
     from hasten_tools.preflight.plan import Length
-    from hasten_tools.preflight.watch import Seen
+    from hasten_tools.preflight.watch import Observations
 
 # Of the memory of a device; above it, other batches or fragments may not fit.
 _NEARLY_FULL = 0.92
 
 
-def check_memory(run: Run, seen: Seen, rows: Rows) -> None:
+def check_memory(run: Run, seen: Observations, rows: Rows) -> None:
     """Compare the memory of the checked steps with what is available."""
     device = run.runtime.device
     if is_cuda(device):
@@ -56,7 +56,7 @@ def check_memory(run: Run, seen: Seen, rows: Rows) -> None:
         rows.ok("memory", f"a step needs about {amount(need)} ({shown}); {amount(free)} are free")
 
 
-def check_resident(trainer: Trainer, run: Run, seen: Seen, rows: Rows) -> None:
+def check_resident(trainer: Trainer, run: Run, seen: Observations, rows: Rows) -> None:
     """Compare the size of the training data with the memory that ``resident`` would hold it in."""
     asked = trainer.given_arguments.get("resident")
     samples, size = sum(_samples(loader) for loader in run.data.train.streams()), seen.sizes.get("train", 0)
@@ -79,7 +79,7 @@ def _samples(loader: Any) -> int:
         return 0
 
 
-def step_bytes(run: Run, seen: Seen) -> dict[str, int]:
+def step_bytes(run: Run, seen: Observations) -> dict[str, int]:
     """Return what a step holds, in bytes: weights, gradients, states of the optimizers, and what backward needs."""
     weights = {id(tensor): tensor for tensor in (*run.module.parameters(), *run.module.buffers())}
     trained = [p for p in parameters_of(*run.optimizers) if p.requires_grad]
@@ -98,7 +98,7 @@ def step_bytes(run: Run, seen: Seen) -> dict[str, int]:
     }
 
 
-def say_time(length: Length, seen: Seen, rows: Rows) -> None:
+def say_time(length: Length, seen: Observations, rows: Rows) -> None:
     """Say about how long an epoch will take, from the last batch that was trained."""
     if seen.trained < 2:
         return

@@ -32,7 +32,7 @@ from hasten_tools.preflight.said import innermost, row_of_error, split_advice
 if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten_tools.preflight.plan import Length
-    from hasten_tools.preflight.watch import Seen
+    from hasten_tools.preflight.watch import Observations
 
 # How long the first batch of worker processes is waited for.
 WORKER_SECONDS = 60
@@ -185,7 +185,7 @@ def _divides(dataset: object) -> bool:
     return bool(names & {"get_worker_info", "worker_info"})
 
 
-def check_last_batch(run: Run, seen: Seen, length: Length, rows: Rows) -> None:
+def check_last_batch(run: Run, seen: Observations, length: Length, rows: Rows) -> None:
     """Check that batch norm can train on the last batch of an epoch."""
     norms = [
         (name, layer)
@@ -387,7 +387,7 @@ def bad_row(batch: object) -> str:
 # -- labels
 
 
-def check_labels(run: Run, seen: Seen, rows: Rows) -> None:
+def check_labels(run: Run, seen: Observations, rows: Rows) -> None:
     """Compare all labels of the training data, where they are in memory, with the outputs of the last layer."""
     if seen.targets is None or seen.first_batch is None:
         return

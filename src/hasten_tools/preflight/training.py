@@ -19,7 +19,7 @@ from hasten_tools.preflight.report import Rows
 if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten_tools.preflight.plan import Length
-    from hasten_tools.preflight.watch import Seen
+    from hasten_tools.preflight.watch import Observations
 
 # Names listed in a row.
 _NAMED = 3
@@ -203,7 +203,7 @@ def _check_factors(name: str, scheduler: Any, calls: int, by_step: bool, rows: R
 # -- after the first steps
 
 
-def check_step(run: Run, seen: Seen, rows: Rows) -> None:
+def check_step(run: Run, seen: Observations, rows: Rows) -> None:
     """Check loss and gradients of the first steps."""
     if seen.bad_input:
         for stage, path in seen.bad_input.items():
@@ -228,7 +228,7 @@ def check_step(run: Run, seen: Seen, rows: Rows) -> None:
         rows.ok("loss", f"{value:.4g} on the first batch{chance}; layers, loss and gradients are finite")
 
 
-def _check_loss(run: Run, seen: Seen, rows: Rows) -> bool:
+def _check_loss(run: Run, seen: Observations, rows: Rows) -> bool:
     loss = seen.loss
     if loss is None or bool(torch.isfinite(loss).all()):
         return True
@@ -251,13 +251,13 @@ def _check_loss(run: Run, seen: Seen, rows: Rows) -> bool:
     return False
 
 
-def _layer(seen: Seen) -> str:
+def _layer(seen: Observations) -> str:
     assert seen.bad_layer is not None
     name, kind, is_fine = seen.bad_layer
     return f"First not finite: the {'output' if is_fine else 'input'} of {name} ({kind})."
 
 
-def _check_gradients(run: Run, seen: Seen, rows: Rows) -> bool:
+def _check_gradients(run: Run, seen: Observations, rows: Rows) -> bool:
     held = {id(p) for p in parameters_of(*run.optimizers)}
     named = [(name, p) for name, p in run.module.named_parameters() if p.requires_grad and id(p) in held]
     if not named or run.runtime.engine.owns_step or (not seen.with_gradient and not seen.trained):
@@ -279,7 +279,7 @@ def _check_gradients(run: Run, seen: Seen, rows: Rows) -> bool:
     return finite
 
 
-def _check_gradient_values(run: Run, seen: Seen, rows: Rows, *, finite: bool, all_have_one: bool) -> None:
+def _check_gradient_values(run: Run, seen: Observations, rows: Rows, *, finite: bool, all_have_one: bool) -> None:
     if not finite:
         rows.error(
             "gradients",
@@ -294,7 +294,7 @@ def _check_gradient_values(run: Run, seen: Seen, rows: Rows, *, finite: bool, al
         )
 
 
-def _report_no_gradient(run: Run, seen: Seen, rows: Rows) -> None:
+def _report_no_gradient(run: Run, seen: Observations, rows: Rows) -> None:
     manual = not run.module.automatic_optimization
     if manual or seen.loss is not None:
         rows.error(
@@ -309,7 +309,7 @@ def _report_no_gradient(run: Run, seen: Seen, rows: Rows) -> None:
 # -- the same batch twice
 
 
-def check_repeatable(run: Run, seen: Seen, rows: Rows) -> None:
+def check_repeatable(run: Run, seen: Observations, rows: Rows) -> None:
     """Call layers twice in eval mode with the same input: what they return should not depend on chance."""
     calls = {name: call for name, call in seen.calls.items() if not is_metric(call[0])}
     restore = remember_modes(run.module)

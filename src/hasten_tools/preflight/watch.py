@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TRAIN_BATCHES = 3
 
 
-class Seen:
+class Observations:
     """What a checked run has shown so far.
 
     Attributes:
@@ -91,7 +91,9 @@ class StepWatch(Callback):
 
     """
 
-    def __init__(self, seen: Seen, name_function: Callable[[Any, int], str] = lambda batch, batch_idx: "") -> None:
+    def __init__(
+        self, seen: Observations, name_function: Callable[[Any, int], str] = lambda batch, batch_idx: ""
+    ) -> None:
         self._seen = seen
         self.name_function = name_function
         self.has_scaler = False
@@ -277,7 +279,7 @@ class StepWatch(Callback):
                 self._block.callback(after.remove)
 
 
-def _remembering(seen: Seen, name: str) -> Callable[..., None]:
+def _remembering(seen: Observations, name: str) -> Callable[..., None]:
     def note(layer: nn.Module, args: Any, kwargs: Any) -> None:
         # The call in eval mode, where there is one, is the one to repeat.
         if name not in seen.calls or (not layer.training and seen.calls[name][0].training):
@@ -286,7 +288,7 @@ def _remembering(seen: Seen, name: str) -> Callable[..., None]:
     return note
 
 
-def _finding(seen: Seen, name: str) -> Callable[..., None]:
+def _finding(seen: Observations, name: str) -> Callable[..., None]:
     def look(layer: nn.Module, args: Any, output: Any) -> None:
         # Calls that end first are looked at first: a part before the whole.
         if seen.bad_layer is None and first_bad_place(output, "") is not None:
@@ -358,7 +360,7 @@ _CROSS_ENTROPY = {_F.cross_entropy, _F.nll_loss}
 class _Losses(TorchFunctionMode):
     """Looks at the arguments of loss functions and embeddings before they are called."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Observations) -> None:
         super().__init__()
         self._seen = seen
 
@@ -384,7 +386,7 @@ def _two(args: Any, kwargs: Mapping[str, Any], second: str) -> tuple[Any, Any]:
     return (given[0], given[1]) if len(given) > 1 else (None, None)
 
 
-def _look_at_labels(seen: Seen, name: str, values: Any, labels: Any, ignored: int) -> None:
+def _look_at_labels(seen: Observations, name: str, values: Any, labels: Any, ignored: int) -> None:
     if not isinstance(values, Tensor) or not isinstance(labels, Tensor) or values.dim() == 0:
         return
     classes = int(values.shape[1] if values.dim() > 1 else values.shape[0])
@@ -403,7 +405,7 @@ def _look_at_labels(seen: Seen, name: str, values: Any, labels: Any, ignored: in
         seen.targets = labels, classes, ignored
 
 
-def _look_at_scores(seen: Seen, name: str, values: Tensor) -> None:
+def _look_at_scores(seen: Observations, name: str, values: Tensor) -> None:
     """Note scores that are not what a loss function takes."""
     if name == "cross_entropy" and _made_by(values, "Softmax"):
         seen.losses.append(

@@ -543,7 +543,7 @@ class _Position:
     exhausted: bool = False
     # A batch to yield once more.
     repeated: Any = _END
-    # A batch that was fetched before its turn, and the position before it. ``_END`` if there is no further one.
+    # The prefetched batch and the position before it; ``_END`` after the last batch.
     prefetched: Any = _END
     prefetched_state: dict[str, Any] | None = None
     # The number of the batch that is fetched, for messages.
@@ -572,7 +572,7 @@ class _RestOfEpoch:
     # The random state in which the epoch began, and what is left of its batches.
     start: dict[str, Any] | None = None
     batches: Iterator[Any] = field(init=False)
-    # A batch that had been fetched before its turn, and the position before it.
+    # The prefetched batch, and the position before it.
     prefetched: Any = _END
     prefetched_state: dict[str, Any] | None = None
 

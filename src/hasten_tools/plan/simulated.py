@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hasten.types import Batch
 
 
-class PaperCluster(ClusterEnvironment):
+class SimulatedCluster(ClusterEnvironment):
     """A cluster of which this process is the first, and the others do not exist.
 
     Args:
