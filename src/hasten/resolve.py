@@ -275,12 +275,8 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if isinstance(accelerator, Accelerator):
         return accelerator
     given = f"{owner}(accelerator={accelerator!r})"
-    if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
-        name = accelerator.__name__
-        raise WrongType(f"{owner}(accelerator={name}): that is a class. Write {name}().")
     if accelerator is not None and not isinstance(accelerator, str):
-        allowed = _listed(_present_accelerators())
-        raise WrongType(f"{given}: use one of {allowed}, or an Accelerator, not {type(accelerator).__name__}.")
+        raise WrongType(_why_wrong_accelerator(accelerator, owner))
     name = "auto" if accelerator is None else accelerator.lower()
     if name in REGISTERED_ACCELERATORS:
         return REGISTERED_ACCELERATORS[name]()
@@ -305,6 +301,15 @@ def _present_accelerators() -> list[str]:
     """Return the names for ``accelerator=`` that this machine has devices for."""
     present = [name for name, kind in _kinds().items() if kind.is_available() and kind.name() == name]
     return ["auto", *present, *(["gpu"] if {"cuda", "mps"} & set(present) else [])]
+
+
+def _why_wrong_accelerator(accelerator: object, owner: str) -> str:
+    """Return what to write in place of something that is neither a name nor an Accelerator."""
+    if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
+        name = accelerator.__name__
+        return f"{owner}(accelerator={name}): that is a class. Write {name}()."
+    allowed, kind = _listed(_present_accelerators()), type(accelerator).__name__
+    return f"{owner}(accelerator={accelerator!r}): use one of {allowed}, or an Accelerator, not {kind}."
 
 
 def _why_no_accelerator(name: str) -> str:
@@ -524,15 +529,31 @@ def _precision(
     check: bool,
 ) -> Precision:
     name = "32-true" if precision is None else _precision_name(precision, owner)
-    if plugin is not None:
-        if precision is not None and name != plugin.precision:
-            raise MisconfigurationException(
-                f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision. "
-                "Leave one out."
-            )
-        if check:
-            _prefix_owner(owner, plugin.check_device, device)
-        return plugin
+    if plugin is None:
+        made = _named_precision(name, precision, accelerator, device, owner, strategy, check=check)
+    elif precision is None or name == plugin.precision:
+        made = plugin
+    else:
+        raise MisconfigurationException(
+            f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision. "
+            "Leave one out."
+        )
+    if check:
+        _prefix_owner(owner, made.check_device, device)
+    return made
+
+
+def _named_precision(
+    name: str,
+    written: object,
+    accelerator: Accelerator,
+    device: torch.device,
+    owner: str,
+    strategy: Strategy,
+    *,
+    check: bool,
+) -> Precision:
+    """Return the precision of a name: the accelerator's, the strategy's or the usual one."""
     if name == "32-true":
         return Precision()
     if (of_device := _prefix_owner(owner, accelerator.precision_of, name)) is not None:
@@ -540,31 +561,26 @@ def _precision(
     if name == "64-true":
         if device.type == "mps":
             raise MisconfigurationException(
-                f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'."
+                f"{owner}(precision={written!r}): MPS has no 64-bit floats. Use precision='32-true'."
             )
         return DoublePrecision()
-    made: Precision
     if (of_strategy := strategy.precision_of(name, device.type)) is not None:
-        made = of_strategy
-    elif name in ("16-true", "bf16-true"):
-        made = HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)  # type: ignore[arg-type]
-    elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
+        return of_strategy
+    if name in ("16-true", "bf16-true"):
+        return HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)  # type: ignore[arg-type]
+    if name in ("fp8", "transformer-engine", "transformer-engine-float16"):
         # Before the package is imported: the device may not support it at all.
         if check:
             _prefix_owner(owner, check_float8, device, name)
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
-        made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
-    elif name == "16-mixed" and device.type == "cpu":
+        return Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
+    if name == "16-mixed" and device.type == "cpu":
         rank_zero_warn(
-            f"{owner}(precision={precision!r}, accelerator='cpu'): 16-bit floats with a gradient scaler need a GPU. "
+            f"{owner}(precision={written!r}, accelerator='cpu'): 16-bit floats with a gradient scaler need a GPU. "
             "Using precision='bf16-mixed'."
         )
-        made = MixedPrecision("bf16-mixed", device.type)
-    else:
-        made = MixedPrecision(name, device.type)  # type: ignore[arg-type]
-    if check:
-        _prefix_owner(owner, made.check_device, device)
-    return made
+        name = "bf16-mixed"
+    return MixedPrecision(name, device.type)  # type: ignore[arg-type]
 
 
 def _precision_name(precision: Any, owner: str) -> str:

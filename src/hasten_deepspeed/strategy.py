@@ -54,10 +54,12 @@ from hasten_deepspeed.state import (
     set_parameter,
     shape_of,
 )
+from hasten_deepspeed.summary import DeepSpeedSummary
 
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.report.summary import LayerTable
 
 # Optimizers that compute with whole parameters or their dimensions: the engine steps flat buffers.
 _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "SparseAdam")
@@ -488,6 +490,10 @@ class ZeroSharding(PartialSharding):
     def wrap_for_evaluation(self, module: nn.Module) -> nn.Module:
         """Return the engine: stage 3 divides a module that is only evaluated, too."""
         return self.strategy.wrap(module)
+
+    def layer_table(self, module: nn.Module) -> type[LayerTable] | None:
+        """Return the table with the parameters on each device, where they are divided."""
+        return DeepSpeedSummary if any(map(is_divided, module.parameters())) else None
 
     def forward_order(self, module: nn.Module) -> tuple[str, ...]:
         """Return in which order the parts of a module begin (">name") and end ("<name") their forwards."""

@@ -133,6 +133,17 @@ def test_the_core_imports_no_other_root(module: str) -> None:
     assert [name for _, name in IMPORTS[module] if name.partition(".")[0] != "hasten"] == []
 
 
+@pytest.mark.parametrize("engine", ["hasten_deepspeed", "hasten_xla"])
+def test_an_engine_imports_the_core_alone(engine: str) -> None:
+    imported = {
+        name.partition(".")[0]
+        for module, names in IMPORTS.items()
+        if module.partition(".")[0] == engine
+        for _, name in names
+    }
+    assert imported <= {"hasten", engine}
+
+
 def private_imports(module: str) -> list[str]:
     """Return the private names and modules of other roots that a module imports."""
     root = module.partition(".")[0]

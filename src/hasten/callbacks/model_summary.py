@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.module.callback import Callback
-from hasten.report.summary import DeepSpeedSummary, LayerTable, check_depth, format_table, totals
+from hasten.report.summary import LayerTable, check_depth, format_table, totals
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
@@ -57,7 +57,7 @@ class ModelSummary(Callback):
 
     def _summary(self, trainer: Trainer, pl_module: LightningModule) -> LayerTable:
         """Return the table, for subclasses that show another one."""
-        kind = DeepSpeedSummary if any(hasattr(p, "ds_numel") for p in pl_module.parameters()) else LayerTable
+        kind = trainer.strategy.sharding.layer_table(pl_module) or LayerTable
         return kind(pl_module, max_depth=self._max_depth)
 
     @staticmethod

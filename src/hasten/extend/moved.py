@@ -28,6 +28,7 @@ MOVED = {
         for name in ("compare", "curves", "page", "page_curves", "page_run", "plots")
     },
     "hasten.record.read": "hasten_tools.report.read",
+    "hasten.report.deepspeed": "hasten_deepspeed.summary",  # Its class was in hasten.report.summary.
     "hasten.strategies.deepspeed": "hasten_deepspeed.strategy",
     "hasten.strategies.zero": "hasten_deepspeed",
     "hasten.optim.deepspeed_offload": "hasten_deepspeed.offload",

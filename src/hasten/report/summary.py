@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hasten._lib import check
+from hasten._lib.lazy import attach
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, preserve_modes
 from hasten.elsewhere import conventions
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
     from hasten.types import Batch
+    from hasten_deepspeed.summary import DeepSpeedSummary as DeepSpeedSummary
 
 UNKNOWN_SIZE = "?"
 NOT_APPLICABLE = "n/a"
@@ -81,7 +83,7 @@ class LayerSummary:
     @property
     def num_parameters(self) -> int:
         """Number of parameters, those of nested layers included; lazy ones count when they have a shape."""
-        return sum(_elements(parameter) for parameter in _with_shape(self._module.parameters()))
+        return sum(elements_of(parameter) for parameter in _with_shape(self._module.parameters()))
 
     @property
     def has_lazy_parameters(self) -> bool:
@@ -183,12 +185,12 @@ class LayerTable:
                 "The total number of parameters detected may be inaccurate: some of them get their shape in the first "
                 "forward pass."
             )
-        return sum(map(_elements, known))
+        return sum(map(elements_of, known))
 
     @property
     def trainable_parameters(self) -> int:
         """Number of parameters that require gradients."""
-        return sum(_elements(p) for p in _with_shape(self._model.parameters()) if p.requires_grad)
+        return sum(elements_of(p) for p in _with_shape(self._model.parameters()) if p.requires_grad)
 
     @property
     def flop_counts(self) -> list[int]:
@@ -205,17 +207,21 @@ class LayerTable:
         """Number of parameters of the layers in the table."""
         return sum(self.param_nums)
 
+    def sum_by_layer(self, number: Callable[[Tensor], int]) -> list[int]:
+        """Return for each layer the sum of a number of its parameters."""
+        return [sum(map(number, layer._module.parameters())) for layer in self._layers.values()]
+
     @property
     def model_size(self) -> float:
         """Size of the parameters in MB (10**6 bytes), in the precision they are in."""
-        return sum(_elements(p) * p.element_size() for p in _with_shape(self._model.parameters())) / 1e6
+        return sum(elements_of(p) * p.element_size() for p in _with_shape(self._model.parameters())) / 1e6
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return the table as columns: heading and cells."""
         layers = list(self._layers.values())
         # A module that is used in several places counts once in the model, and so for "other params".
         listed = {id(p): p for layer in layers for p in layer._module.parameters()}
-        leftover = self.total_parameters - sum(_elements(p) for p in _with_shape(listed.values()))
+        leftover = self.total_parameters - sum(elements_of(p) for p in _with_shape(listed.values()))
         params = [
             UNKNOWN_SIZE if layer.has_lazy_parameters else human_readable(layer.num_parameters) for layer in layers
         ]
@@ -308,36 +314,6 @@ class LayerTable:
 
 # The name that programs import; the callback of this name is in hasten.callbacks.
 ModelSummary = LayerTable
-
-
-class DeepSpeedSummary(LayerTable):
-    """The layers of a model whose parameters DeepSpeed's stage 3 has divided, with the part on each device.
-
-    Args:
-        model: a LightningModule, or any module.
-        max_depth: how many levels of nested modules to list; -1 for all, 0 for none.
-
-    Example::
-
-        >>> summary = DeepSpeedSummary(nn.Sequential(nn.Linear(4, 8)))
-        >>> summary.parameters_per_layer  # Not divided: all of them.
-        [40]
-
-    """
-
-    @property
-    def parameters_per_layer(self) -> list[int]:
-        """Number of parameters of each layer on one device."""
-        return [sum(map(_on_device, layer._module.parameters())) for layer in self._layers.values()]
-
-    def columns(self) -> list[tuple[str, list[str]]]:
-        """Return the table as columns: heading and cells."""
-        columns = super().columns()
-        names = [heading for heading, _ in columns]
-        cells = list(map(human_readable, self.parameters_per_layer))
-        cells += [NOT_APPLICABLE] * (len(columns[0][1]) - len(cells))
-        columns.insert(names.index("Params") + 1, ("Params per Device", cells))
-        return columns
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
@@ -467,16 +443,15 @@ def check_depth(max_depth: int) -> int:
     return check.whole("ModelSummary", "max_depth", max_depth, at_least=-1, allowed=allowed, error=ValueError)
 
 
-def _elements(parameter: Tensor) -> int:
-    """Return the number of elements of a whole parameter; DeepSpeed's stage 3 leaves an empty one in each module."""
+def elements_of(parameter: Tensor) -> int:
+    """Return the number of elements of a whole parameter; ``ds_numel``, where an engine has divided it in place."""
     elements: int = getattr(parameter, "ds_numel", parameter.numel())
     return elements
 
 
-def _on_device(parameter: Tensor) -> int:
-    partition: Any = getattr(parameter, "partition_numel", None)
-    return _elements(parameter) if partition is None else partition()
-
-
 def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:
     return (parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter))
+
+
+# That of an engine beside the core is imported when it is used; ``extend.moved`` says where the module is.
+__getattr__ = attach(__name__, {"hasten.report.deepspeed": "DeepSpeedSummary"})[0]

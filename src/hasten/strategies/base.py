@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.report.summary import LayerTable
     from hasten.strategies.recorded_steps import RecordedSteps
     from hasten.types import Group, MapLocation, PathLike, ReduceOperation, Tensors
 
@@ -400,6 +401,10 @@ class Sharding(StrategyPart):
     def wrap_for_evaluation(self, module: nn.Module) -> nn.Module:
         """Return the module to call where nothing trains."""
         return module
+
+    def layer_table(self, module: nn.Module) -> type[LayerTable] | None:
+        """Return the table of layers that shows what this process has of each; None where it has all of them."""
+        return None
 
     def forward_order(self, module: nn.Module) -> tuple[str, ...]:
         """Return what a step exchanges with other processes, in its order; nothing where processes compute alone."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from hasten._lib.lazy import attach
 from hasten._lib.optional import need
 from hasten._lib.tree import whole
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
-from hasten.report.summary import DeepSpeedSummary as DeepSpeedSummary
+
+if TYPE_CHECKING:
+    from hasten_deepspeed.summary import DeepSpeedSummary as DeepSpeedSummary
+
+# That of an engine beside the core is imported when it is used; ``extend.moved`` says where the module is.
+__getattr__ = attach(__name__, {"hasten.report.deepspeed": "DeepSpeedSummary"})[0]
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
