@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """An argument as an attribute of a Trainer or one of its loops; what is assigned is checked as in ``Trainer(...)``.
+    """An argument as an attribute of a Trainer or of a view of it; what is assigned is checked as in ``Trainer(...)``.
 
     Args:
         doc: what the argument means.

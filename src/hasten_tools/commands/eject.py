@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hasten.commands.parser import Parser
-from hasten_tools.commands import run
+from hasten_lightning.commands import run
 from hasten_tools.eject.source import PACKAGES, EjectError
 
 
