@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from jsonargparse import _util as jsonargparse_util
 
 from hasten import cli
-from hasten.cli import ArgsType, LightningArgumentParser, SaveConfigCallback
+from hasten.cli import LightningArgumentParser
 from hasten.elsewhere import conventions
 from hasten.extend.origin import is_builtin
-from hasten.module import LightningModule
-from hasten.module.datamodule import LightningDataModule
 from hasten_lightning._classes import originals
 from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.modules import TABLE
 from hasten_lightning.names import VERSION
-from hasten_lightning.trainer import Trainer
 
 # Whose classes a command line or a config may name.
 _PACKAGES = ("callbacks", "loggers", "profilers", "strategies", "plugins", "accelerators", "demos", "cli")
@@ -27,25 +23,7 @@ _PACKAGES = ("callbacks", "loggers", "profilers", "strategies", "plugins", "acce
 
 class LightningCLI(cli.LightningCLI, metaclass=Facade):
     @exactly
-    def __init__(
-        self,
-        model_class: type[LightningModule] | Callable[..., LightningModule] | None = None,
-        datamodule_class: type[LightningDataModule] | Callable[..., LightningDataModule] | None = None,
-        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
-        save_config_kwargs: dict[str, Any] | None = None,
-        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
-        trainer_defaults: dict[str, Any] | None = None,
-        seed_everything_default: bool | int = True,
-        parser_kwargs: dict[str, Any] | dict[str, dict[str, Any]] | None = None,
-        parser_class: type[LightningArgumentParser] = LightningArgumentParser,
-        subclass_mode_model: bool = False,
-        subclass_mode_data: bool = False,
-        args: ArgsType = None,
-        run: bool = True,
-        auto_configure_optimizers: bool = True,
-        load_from_checkpoint_support: bool = True,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+    def __init__(self, given: dict[str, Any]) -> None:
         name_classes()
         super().__init__(**given)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from hasten._lib.names import defined_by_program
 from hasten.fabric import fabric
 from hasten.fabric.wrappers import unwrapped
-from hasten.loggers.base import Logger
 from hasten.precision import MixedPrecision
 from hasten.strategies.base import Strategy
-from hasten.types import AcceleratorLike, Devices, PathLike, Plugin, PrecisionName, StrategyLike
+from hasten.types import PathLike
 from hasten_lightning import environment
-from hasten_lightning._classes.fabric_strategies import dress
+from hasten_lightning._classes.fabric_strategies import FACADES
+from hasten_lightning._classes.strategies import dress
 from hasten_lightning.facades import Facade, exactly
 
 
@@ -38,22 +38,10 @@ class Fabric(fabric.Fabric, metaclass=Facade):
     """
 
     @exactly
-    def __init__(
-        self,
-        *,
-        accelerator: AcceleratorLike = "auto",
-        strategy: StrategyLike = "auto",
-        devices: Devices = "auto",
-        num_nodes: int = 1,
-        precision: PrecisionName | None = None,
-        plugins: Plugin | list[Plugin] | None = None,
-        callbacks: object = None,
-        loggers: Logger | Iterable[Logger] | None = None,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+    def __init__(self, given: dict[str, Any]) -> None:
         super().__init__(**given, **environment.of("Fabric"))
-        if not isinstance(strategy, Strategy):
-            dress(self._runtime.strategy)
+        if not isinstance(given["strategy"], Strategy):
+            dress(self._runtime.strategy, FACADES)
         if isinstance(self._runtime.precision, MixedPrecision):
             self._runtime.precision.convert_inputs_to_16_bits()
 

@@ -1,7 +1,8 @@
 """Facades: hasten's classes with the parameters that Lightning's classes of the same names have.
 
 Packages read ``inspect.signature(Trainer)`` and forward the arguments that it names, or let a command line list them,
-so parameters of hasten's own would receive what was meant for a model. A facade is a subclass without them.
+so parameters of hasten's own would receive what was meant for a model. A facade is a subclass without them, with the
+signature that ``signatures.txt`` has for it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ import functools
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, refuse_unknown
-from hasten.extend.origin import comes_from
+from hasten.extend.origin import comes_from, full_name
 from hasten_lightning import environment
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
+from hasten_lightning.signatures import signature_of
 
 _ABSENT = object()
 # (facade, name) -> what the class behind it had there before a program replaced it.
@@ -28,8 +27,8 @@ _replaced: dict[tuple[type, str], object] = {}
 class Facade(ABCMeta):
     """The class of facades: what is an instance or a subclass of the class behind one is one of the facade, too.
 
-    The class behind a facade is its first base outside of this package. Subclasses of facades, which programs write,
-    are ordinary classes.
+    The class behind a facade is its first base outside of this package. A facade with a signature and without an
+    ``__init__`` passes its arguments on. Subclasses of facades, which programs write, are ordinary classes.
     """
 
     # The class that a facade stands for; None in subclasses of facades.
@@ -40,8 +39,16 @@ class Facade(ABCMeta):
         cls.behind = None
         if not any(isinstance(base, Facade) for base in bases):
             cls.behind = next(base for base in bases if not comes_from(base, "hasten_lightning"))
-        if cls.behind is not None and cls.__doc__ is None:
+        if cls.behind is None:
+            return
+        if cls.__doc__ is None:
             cls.__doc__ = cls.behind.__doc__
+        if "__init__" not in space and (signature := signature_of(full_name(cls))) is not None:
+
+            def __init__(self: Any, given: dict[str, Any], **_: Any) -> None:  # noqa: N807
+                forward(cls, self, given)
+
+            type.__setattr__(cls, "__init__", _taking(signature, __init__, name))
 
     def __setattr__(cls, name: str, value: Any) -> None:
         """Set an attribute; what a program replaces on a facade is replaced for all classes of that kind."""
@@ -76,15 +83,24 @@ def original(kind: type) -> type:
     return kind if behind is None else behind
 
 
-def exactly(init: Function) -> Function:
-    """Make ``__init__`` of a facade refuse arguments that its signature does not have, and say what to write instead.
+def exactly(init: Callable[..., None]) -> Callable[..., None]:
+    """Make ``__init__`` of a facade take the arguments that Lightning's class has, and refuse others.
+
+    Args:
+        init: a function of the object, the named arguments by name, and further ones as keywords.
 
     Raises:
-        TypeError: an argument is missing, unknown, or one of hasten's own.
+        TypeError: an argument is missing, unknown, or one of hasten's own; the message says what to write instead.
 
     """
-    signature = inspect.signature(init)
-    facade = init.__qualname__.partition(".")[0]
+    name = full_name(init).removesuffix(".__init__")
+    signature = signature_of(name)
+    assert signature is not None
+    return _taking(signature, init, name.rpartition(".")[2])
+
+
+def _taking(signature: inspect.Signature, init: Callable[..., None], facade: str) -> Callable[..., None]:
+    rest = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), "")
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,20 +110,19 @@ def exactly(init: Function) -> Function:
             behind = next(kind.behind for kind in kinds if kind.behind is not None)
             dropped = _refuse(behind, checked, unknown)
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
-        init(self, *args, **kwargs)
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{facade}.__init__() {error}") from None
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        init(self, given, **given.pop(rest, {}))
 
     checked.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.getfullargspec` looks no further.
-    return checked  # type: ignore[return-value]
-
-
-def annotate(init: Callable[..., None], **types: object) -> None:
-    """Put types in place of their names in the signature of an ``__init__``: programs and command lines read them."""
-    signature = inspect.signature(init)
-    parameters = [
-        each.replace(annotation=types.get(name, each.annotation)) for name, each in signature.parameters.items()
-    ]
-    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    inspect.unwrap(init).__annotations__.update(types)
+    checked.__annotations__ = {
+        name: each.annotation for name, each in signature.parameters.items() if each.annotation is not each.empty
+    }
+    return checked
 
 
 def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]) -> set[str]:
@@ -136,25 +151,23 @@ def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]
     )
 
 
-def accepted(behind: type, given: Mapping[str, Any], **renamed: str) -> dict[str, Any]:
-    """Return the arguments of a facade's ``__init__`` that the class behind it has.
+def accepted(facade: Facade, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a facade that the class behind it has, by their names there.
 
     Those that it does not have must have their defaults.
 
     Args:
-        behind: the class.
-        given: ``locals()`` of the facade's ``__init__``.
-        renamed: names that arguments have in the class, by their names in the facade.
+        facade: the class.
+        given: the named arguments of its ``__init__``.
 
     Raises:
         MisconfigurationException: an argument that hasten does not have is given.
 
     """
-    takes = inspect.signature(behind).parameters
-    facade = next(kind for kind in type(given["self"]).__mro__ if isinstance(kind, Facade) and kind.behind is behind)
+    takes = inspect.signature(original(facade)).parameters
     found = {}
     for name, each in inspect.signature(facade).parameters.items():
-        there = renamed.get(name, name)
+        there = name if name in takes else _OTHER_NAMES.get(name, name)
         if each.kind is each.VAR_KEYWORD:
             continue
         if there in takes and takes[there].kind is not each.VAR_KEYWORD:
@@ -166,6 +179,10 @@ def accepted(behind: type, given: Mapping[str, Any], **renamed: str) -> dict[str
     return found
 
 
-def forward(behind: type, given: Mapping[str, Any], **renamed: str) -> None:
+def forward(facade: Facade, instance: object, given: Mapping[str, Any]) -> None:
     """Call ``__init__`` of the class behind a facade with what ``accepted`` returns, and nothing else."""
-    behind.__init__(given["self"], **accepted(behind, given, **renamed))  # type: ignore[misc]
+    original(facade).__init__(instance, **accepted(facade, given))  # type: ignore[misc]
+
+
+# What an argument is called in classes that do not have it under its own name.
+_OTHER_NAMES = {"precision": "precision_plugin", "precision_plugin": "precision"}

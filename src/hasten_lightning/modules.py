@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import inspect
 import itertools
 import re
 import sys
@@ -17,7 +18,6 @@ from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
 from hasten._lib.names import did_you_mean
-from hasten_lightning.facades import annotate
 from hasten_lightning.names import PRODUCTS, VERSION, alternative_to, read_table
 
 # Lightning's packages, and where each begins in the table: pytorch_lightning is lightning.pytorch.
@@ -46,7 +46,13 @@ def with_types(value: object) -> object:
         # Names that are imported for type checkers only have no type here.
         with suppress(NameError, AttributeError, TypeError):
             hints = get_type_hints(init, include_extras=True)
-            annotate(init, **{name: hints[name] for name in init.__annotations__ if name != "return"})
+            types = {name: hints[name] for name in init.__annotations__ if name != "return"}
+            signature = inspect.signature(init)
+            parameters = [
+                each.replace(annotation=types.get(name, each.annotation)) for name, each in signature.parameters.items()
+            ]
+            init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+            inspect.unwrap(init).__annotations__.update(types)
     return value
 
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from hasten._lib.optional import installed
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn, TrainerStatus
-from hasten.module.callback import Callback
-from hasten.profilers.base import Profiler
 from hasten.strategies.base import Strategy
 from hasten.trainer import trainer
-from hasten.types import (
-    AcceleratorLike,
-    Devices,
-    Duration,
-    LoggerLike,
-    PathLike,
-    Plugin,
-    PrecisionName,
-    StrategyLike,
-)
+from hasten.types import PathLike
 from hasten_lightning import environment
 from hasten_lightning._classes.plugins import dress_precision
 from hasten_lightning._classes.strategies import dress
@@ -59,52 +48,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
 
     @environment.with_variables
     @exactly
-    def __init__(
-        self,
-        *,
-        accelerator: AcceleratorLike = "auto",
-        strategy: StrategyLike = "auto",
-        devices: Devices = "auto",
-        num_nodes: int = 1,
-        precision: PrecisionName | None = None,
-        logger: LoggerLike | None = None,
-        callbacks: list[Callback] | Callback | None = None,
-        fast_dev_run: int | bool = False,
-        max_epochs: int | str | None = None,
-        min_epochs: int | str | None = None,
-        max_steps: int | str = -1,
-        min_steps: int | str | None = None,
-        max_time: Duration | None = None,
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | Duration | None = None,
-        check_val_every_n_epoch: int | str | None = 1,
-        num_sanity_val_steps: int | None = None,
-        log_every_n_steps: int | str | None = None,
-        enable_checkpointing: bool | None = None,
-        enable_progress_bar: bool | None = None,
-        enable_model_summary: bool | None = None,
-        accumulate_grad_batches: int = 1,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: Literal["norm", "value"] | None = None,
-        deterministic: bool | Literal["warn"] | None = None,
-        benchmark: bool | None = None,
-        inference_mode: bool = True,
-        use_distributed_sampler: bool = True,
-        profiler: Profiler | str | None = None,
-        detect_anomaly: bool = False,
-        barebones: bool = False,
-        plugins: Plugin | list[Plugin] | None = None,
-        sync_batchnorm: bool = False,
-        reload_dataloaders_every_n_epochs: int | str = 0,
-        default_root_dir: PathLike | None = None,
-        enable_autolog_hparams: bool = True,
-        model_registry: str | None = None,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+    def __init__(self, given: dict[str, Any]) -> None:
         # A config may say null for what is on or off.
         given.update({name: False for name in _SWITCHES if given[name] is None})
         super().__init__(**given, **environment.of("Trainer"))

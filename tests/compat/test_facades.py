@@ -23,6 +23,7 @@ from hasten_lightning import environment
 from hasten_lightning.commands.run import OWN_ARGUMENTS
 from hasten_lightning.facades import Facade, original
 from hasten_lightning.modules import TABLE
+from hasten_lightning.signatures import sections
 
 SIGNATURES = Path(__file__).parent / "signatures.txt"
 QUIETLY = {"accelerator": "cpu", "logger": False}
@@ -80,6 +81,42 @@ def test_classes_have_the_parameters_of_lightning() -> None:
         if ours != parameters:
             wrong[full_name] = f"{ours}\n    instead of\n{parameters}"
     assert wrong == {}
+
+
+def test_each_signature_of_the_table_is_that_of_a_facade_and_has_types() -> None:
+    kinds = {f"{kind.__module__}.{kind.__qualname__}".partition(".")[2]: kind for kind in facades().values()}
+    found: set[str] = set()
+    texts: dict[str, str] = {}
+    for name in sections()["signatures"]:
+        parameters = inspect.signature(kinds[name]).parameters.values()
+        assert not [each.name for each in parameters if each.annotation is each.empty], name
+        texts |= {each.name: each.annotation for each in parameters if isinstance(each.annotation, str)}
+        found |= {each.name for each in parameters}
+    # To import these takes a second.
+    assert texts == {"cpu_offload": "bool | CPUOffloadPolicy | None", "mixed_precision": "MixedPrecisionPolicy | None"}
+    assert {name for names in sections()["types"].values() for name in names.split()} <= found, "no class has it"
+
+
+def test_command_lines_find_types_that_take_long_to_import() -> None:
+    from jsonargparse import ArgumentParser
+    from lightning.pytorch.strategies import FSDPStrategy
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    parser = ArgumentParser()
+    parser.add_class_arguments(FSDPStrategy, "strategy")
+    policy = {"class_path": "torch.distributed.fsdp.CPUOffloadPolicy", "init_args": {"pin_memory": False}}
+    made = parser.instantiate(parser.parse_object({"strategy": {"cpu_offload": policy}}))
+    assert made.strategy.kwargs["use_orig_params"]
+    assert isinstance(made.strategy.cpu_offload, CPUOffloadPolicy)
+
+
+def test_a_missing_or_further_argument_names_the_class() -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    with pytest.raises(TypeError, match=r"^MixedPrecision\.__init__\(\) missing a required argument: 'device'$"):
+        MixedPrecision("16-mixed")
+    with pytest.raises(TypeError, match=r"^MixedPrecision\.__init__\(\) too many positional arguments$"):
+        MixedPrecision("16-mixed", "cpu", None, 3)
 
 
 def test_a_facade_refuses_what_only_hasten_has_and_says_how_to_pass_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hasten.precision import builtin, fsdp
 from hasten_deepspeed import precision as deepspeed
@@ -14,42 +14,34 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from hasten.precision.fsdp import Name
 
-
-def sharded_scaler(precision: str, scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
-    """Return a scaler, or torch's for sharded gradients where one is needed and none is given."""
-    if scaler is not None or precision != "16-mixed":
-        return scaler
+def with_sharded_scaler(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a precision, with torch's scaler for sharded gradients if one is needed and missing."""
+    if given["scaler"] is not None or given["precision"] != "16-mixed":
+        return given
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    return ShardedGradScaler()
+    return {**given, "scaler": ShardedGradScaler()}
 
 
 class HalfPrecision(builtin.HalfPrecision, metaclass=Facade):
     @exactly
-    def __init__(self, precision: Literal["bf16-true", "16-true"] = "16-true") -> None:
-        forward(builtin.HalfPrecision, locals())
+    def __init__(self, given: dict[str, Any]) -> None:
+        forward(HalfPrecision, self, given)
         self.keep_small_updates = False
 
 
 class MixedPrecision(builtin.MixedPrecision, metaclass=Facade):
     @exactly
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        device: str,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        forward(builtin.MixedPrecision, locals())
+    def __init__(self, given: dict[str, Any]) -> None:
+        forward(MixedPrecision, self, given)
         self.convert_inputs_to_16_bits()
 
 
 class FSDPPrecision(ShardedMethods, fsdp.FSDPPrecision, metaclass=Facade):
     @exactly
-    def __init__(self, precision: Name, scaler: torch.amp.GradScaler | None = None) -> None:
-        scaler = sharded_scaler(precision, scaler)
-        forward(fsdp.FSDPPrecision, locals())
+    def __init__(self, given: dict[str, Any]) -> None:
+        forward(FSDPPrecision, self, with_sharded_scaler(given))
 
 
 class DeepSpeedPrecision(UnconvertedIfMixed, deepspeed.DeepSpeedPrecision, metaclass=Facade):
@@ -60,6 +52,4 @@ class DeepSpeedPrecision(UnconvertedIfMixed, deepspeed.DeepSpeedPrecision, metac
 
 
 class XLAPrecision(xla.XLAPrecision, metaclass=Facade):
-    @exactly
-    def __init__(self, precision: Literal["32-true", "bf16-true", "16-true"]) -> None:
-        forward(xla.XLAPrecision, locals())
+    pass

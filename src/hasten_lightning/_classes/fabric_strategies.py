@@ -2,242 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
-
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING, Any
 
 from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
 from hasten_deepspeed import strategy as deepspeed
-from hasten_lightning._classes.strategies import HALF_AN_HOUR, options_of_ddp
-from hasten_lightning.facades import Facade, accepted, annotate, exactly, forward
+from hasten_lightning._classes.strategies import options_of_ddp
+from hasten_lightning.facades import Facade, accepted, exactly
 from hasten_lightning.machine.strategy_methods import FabricMethods, FabricShardedMethods
 from hasten_xla import strategies as xla
 
 if TYPE_CHECKING:
-    import os
-    from datetime import timedelta
-
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    from hasten.checkpoint.files import CheckpointIO
-    from hasten.machine.cluster import ClusterEnvironment
-    from hasten.machine.devices import Accelerator
-    from hasten.precision.base import Precision
-    from hasten.strategies.fsdp import WrapPolicy
-    from hasten.strategies.model_parallel import Size
+    # Command lines look here for the names of types that ``signatures.txt`` does not look up.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # noqa: F401
 
 
 class Strategy(FabricMethods, base.Strategy, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        forward(base.Strategy, locals(), precision="precision_plugin")
+    pass
 
 
 class ParallelStrategy(FabricMethods, parallel.ParallelStrategy, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        forward(parallel.ParallelStrategy, locals(), precision="precision_plugin")
+    pass
 
 
 class SingleDeviceStrategy(FabricMethods, single.SingleDeviceStrategy, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        forward(single.SingleDeviceStrategy, locals(), precision="precision_plugin")
+    pass
 
 
 class DDPStrategy(FabricMethods, ddp.DDPStrategy, metaclass=Facade):
     @exactly
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = HALF_AN_HOUR,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            **accepted(ddp.DDPStrategy, locals(), precision="precision_plugin"), **options_of_ddp(**kwargs)
-        )
+    def __init__(self, given: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(**accepted(DDPStrategy, given), **options_of_ddp(**kwargs))
 
 
 class FSDPStrategy(FabricShardedMethods, fsdp.FSDPStrategy, metaclass=Facade):
     @exactly
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = HALF_AN_HOUR,
-        cpu_offload: bool | CPUOffloadPolicy | None = None,
-        mixed_precision: MixedPrecisionPolicy | None = None,
-        auto_wrap_policy: WrapPolicy | None = None,
-        activation_checkpointing: type[nn.Module] | Collection[type[nn.Module]] | None = None,
-        activation_checkpointing_policy: WrapPolicy | None = None,
-        sharding_strategy: str = "FULL_SHARD",
-        state_dict_type: Literal["full", "sharded"] = "sharded",
-        device_mesh: tuple[int, int] | DeviceMesh | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = dict(locals())
-        kwargs = self.take_arguments(precision, mixed_precision, cpu_offload, kwargs)
-        super().__init__(**accepted(fsdp.FSDPStrategy, given, precision="precision_plugin"), **kwargs)
-
-
-annotate(FSDPStrategy.__init__, device_mesh=tuple[int, int] | DeviceMesh | None)
+    def __init__(self, given: dict[str, Any], **kwargs: Any) -> None:
+        kwargs = self.take_arguments(given["precision"], given["mixed_precision"], given["cpu_offload"], kwargs)
+        super().__init__(**accepted(FSDPStrategy, given), **kwargs)
 
 
 class ModelParallelStrategy(FabricMethods, model_parallel.ModelParallelStrategy, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        parallelize_fn: Callable[[Any, DeviceMesh], nn.Module],
-        data_parallel_size: Size = "auto",
-        tensor_parallel_size: Size = "auto",
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = HALF_AN_HOUR,
-    ) -> None:
-        forward(model_parallel.ModelParallelStrategy, locals())
+    pass
 
 
 class DeepSpeedStrategy(FabricMethods, deepspeed.DeepSpeedStrategy, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        zero_optimization: bool = True,
-        stage: int = 2,
-        remote_device: str | None = None,
-        offload_optimizer: bool = False,
-        offload_parameters: bool = False,
-        offload_params_device: str = "cpu",
-        nvme_path: str = "/local_nvme",
-        params_buffer_count: int = 5,
-        params_buffer_size: int = 100_000_000,
-        max_in_cpu: int = 1_000_000_000,
-        offload_optimizer_device: str = "cpu",
-        optimizer_buffer_count: int = 4,
-        block_size: int = 1048576,
-        queue_depth: int = 8,
-        single_submit: bool = False,
-        overlap_events: bool = True,
-        thread_count: int = 1,
-        pin_memory: bool = False,
-        sub_group_size: int = 1_000_000_000_000,
-        contiguous_gradients: bool = True,
-        overlap_comm: bool = True,
-        allgather_partitions: bool = True,
-        reduce_scatter: bool = True,
-        allgather_bucket_size: int = 200_000_000,
-        reduce_bucket_size: int = 200_000_000,
-        zero_allow_untested_optimizer: bool = True,
-        logging_batch_size_per_gpu: str | int | None = None,
-        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        logging_level: int = 30,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        loss_scale: float = 0,
-        initial_scale_power: int = 16,
-        loss_scale_window: int = 1000,
-        hysteresis: int = 2,
-        min_loss_scale: int = 1,
-        partition_activations: bool = False,
-        cpu_checkpointing: bool = False,
-        contiguous_memory_optimization: bool = False,
-        synchronize_checkpoint_boundary: bool = False,
-        load_full_weights: bool = False,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = HALF_AN_HOUR,
-        exclude_frozen_parameters: bool = False,
-    ) -> None:
-        forward(deepspeed.DeepSpeedStrategy, locals())
+    pass
 
 
 class SingleDeviceXLAStrategy(FabricMethods, xla.SingleDeviceXLAStrategy, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        device: torch.device | int,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-    ) -> None:
-        forward(xla.SingleDeviceXLAStrategy, locals())
+    pass
 
 
 class XLAStrategy(FabricMethods, xla.XLAStrategy, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        sync_module_states: bool = True,
-    ) -> None:
-        forward(xla.XLAStrategy, locals())
+    pass
 
 
 class XLAFSDPStrategy(FabricMethods, xla.XLAFSDPStrategy, metaclass=Facade):
     @exactly
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        auto_wrap_policy: None = None,
-        activation_checkpointing_policy: type[nn.Module] | Collection[type[nn.Module]] | None = None,
-        state_dict_type: Literal["full", "sharded"] = "sharded",
-        sequential_save: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if state_dict_type == "sharded":
-            state_dict_type = "full"  # One process saves whole files: there are no shards.
-        super().__init__(**accepted(xla.XLAFSDPStrategy, locals()), **kwargs)
+    def __init__(self, given: dict[str, Any], **kwargs: Any) -> None:
+        if given["state_dict_type"] == "sharded":
+            given["state_dict_type"] = "full"  # One process saves whole files: there are no shards.
+        super().__init__(**accepted(XLAFSDPStrategy, given), **kwargs)
 
 
-_BY_ORIGINAL = {
-    kind.behind: kind
-    for kind in (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-}
-
-
-def dress(strategy: base.Strategy) -> None:
-    """Make a strategy that was chosen by its name one of these classes, as if the program had made it.
-
-    Its processes then wait for each other half an hour, as in Lightning.
-    """
-    facade: Any = _BY_ORIGINAL.get(type(strategy))
-    if facade is not None:
-        strategy.__class__ = facade
-        if isinstance(strategy, parallel.ParallelStrategy):
-            strategy._timeout = HALF_AN_HOUR
+FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)

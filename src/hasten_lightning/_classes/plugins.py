@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from hasten.precision import base, builtin, fsdp, transformer_engine
 from hasten_deepspeed import precision as deepspeed
-from hasten_lightning._classes.fabric_plugins import sharded_scaler
+from hasten_lightning._classes.fabric_plugins import with_sharded_scaler
 from hasten_lightning.facades import Facade, exactly, forward
 from hasten_lightning.machine.precision import ShardedMethods, TrainerPrecisionMethods, UnconvertedIfMixed
-
-if TYPE_CHECKING:
-    import torch
-
-    from hasten.precision.fsdp import Name
 
 
 class Precision(TrainerPrecisionMethods, base.Precision, metaclass=Facade):
@@ -26,27 +21,19 @@ class DoublePrecision(TrainerPrecisionMethods, builtin.DoublePrecision, metaclas
 
 class HalfPrecision(TrainerPrecisionMethods, builtin.HalfPrecision, metaclass=Facade):
     @exactly
-    def __init__(self, precision: Literal["bf16-true", "16-true"] = "16-true") -> None:
-        forward(builtin.HalfPrecision, locals())
+    def __init__(self, given: dict[str, Any]) -> None:
+        forward(HalfPrecision, self, given)
         self.keep_small_updates = False
 
 
 class MixedPrecision(TrainerPrecisionMethods, builtin.MixedPrecision, metaclass=Facade):
-    @exactly
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        device: str,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        forward(builtin.MixedPrecision, locals())
+    pass
 
 
 class FSDPPrecision(ShardedMethods, TrainerPrecisionMethods, fsdp.FSDPPrecision, metaclass=Facade):
     @exactly
-    def __init__(self, precision: Name, scaler: torch.amp.GradScaler | None = None) -> None:
-        scaler = sharded_scaler(precision, scaler)
-        forward(fsdp.FSDPPrecision, locals())
+    def __init__(self, given: dict[str, Any]) -> None:
+        forward(FSDPPrecision, self, with_sharded_scaler(given))
 
 
 class DeepSpeedPrecision(UnconvertedIfMixed, TrainerPrecisionMethods, deepspeed.DeepSpeedPrecision, metaclass=Facade):
