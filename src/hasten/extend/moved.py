@@ -28,8 +28,9 @@ MOVED = {
         for name in ("compare", "curves", "page", "page_curves", "page_run", "plots")
     },
     **{f"hasten.commands.{name}": f"hasten_lightning.commands.{name}" for name in ("migrate", "run")},
-    # Stay: public names, to which stubs lead type checkers (``hasten/demos``, ``hasten/utilities``).
+    # These stay: public names, to which stubs beside the core's modules lead type checkers.
     **{f"hasten.{name}": f"hasten_lightning.{name}" for name in ("demos", "utilities")},
+    "hasten.fabric.loggers": "hasten_lightning._classes.fabric_loggers",
     "hasten.trainer.loop_counts": "hasten_lightning.loops.counts",
     "hasten.trainer.loop_views": "hasten_lightning.loops.views",
     "hasten.record.read": "hasten_tools.report.read",

@@ -1,0 +1,1 @@
+from hasten_lightning._classes.fabric_loggers import *
