@@ -266,8 +266,8 @@ def redefines(owner: object, base: type, name: str) -> bool:
 def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str) -> None:
     """Let the loop call hooks of ``callback`` only if its configuration uses them.
 
-    Unused ones are replaced by those of ``Callback``, which are not called. A subclass of ``owner`` that overrides a
-    hook keeps it.
+    Unused hooks are replaced by the hooks of ``Callback``, which are not called. A subclass of ``owner`` that overrides
+    a hook keeps it.
     """
     for name in names:
         default = getattr(Callback, name)

@@ -220,7 +220,7 @@ class LoggedValue:
         return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
 
     def published(self, value: float) -> float:
-        """Return a value as it is shown: in the precision in which it was logged, also where processes reduced it."""
+        """Return a value for display: in the precision in which it was logged, also if processes have reduced it."""
         if self.metric is not None or not math.isfinite(value):
             return value
         logged = self.value
@@ -306,7 +306,7 @@ def _first(value: Any, weight: Any, reduce: str) -> Any:
 
 
 def _rounded(value: Any) -> Any:
-    """Return a float as single precision keeps it; counts and tensors stay as they are."""
+    """Return a float rounded to single precision; return counts and tensors unchanged."""
     return ctypes.c_float(value).value if type(value) is float else value
 
 

@@ -85,7 +85,7 @@ class LoggedValues:
         # Whether the loggers' row of the step that is over is still to be written.
         self.row_is_due = False
         self.logs_evaluation_steps = False
-        # By dataloader: steps of the evaluations before, which come before those of this one on the loggers' x axis.
+        # By dataloader: steps of earlier evaluations, after which this one continues on the loggers' x axis.
         self.steps_before: dict[int, int] = {}
         # The one that runs; its metrics are among its parts.
         self.module: nn.Module | None = None
@@ -147,7 +147,7 @@ class LoggedValues:
             name: the name.
             value: a number, a tensor of one element or a metric.
             options: the fields of a ``LogOptions``; the first call for a name in a hook decides them.
-            batch_size: the weight in the epoch's mean; None for that of the batch.
+            batch_size: the weight in the epoch's mean; None for the size of the batch.
 
         Returns:
             the ``LoggedValue``; None while an observer is there.
@@ -350,7 +350,7 @@ class LoggedValues:
             logged = of_loader.setdefault(each.name, LoggedValue(each.name, self, each.row))
             logged.take_from_others(each.settings, each.neutral, metric)
             if each.metric is not None and uses[id(metric)] > 1:
-                # The metric itself is that of another dataloader.
+                # The metric object itself belongs to another dataloader.
                 logged.stand_in = self.shared.without_batches(metric, each.metric)
         self.deliver(wait=True)
         for batch_idx, values in rows:
@@ -522,7 +522,7 @@ class LoggedValues:
             logged.reset()
 
     def enter_loader(self, stage: str, loader_idx: int | None) -> None:
-        """Take the next values as those of one of several dataloaders; None when there is one."""
+        """Record the next values for this one of several dataloaders; None if there is only one."""
         if loader_idx is not None and self._loader_idx not in (None, loader_idx):
             self._several_loaders = True
             self._start_metrics_again(stage)
@@ -536,7 +536,7 @@ class LoggedValues:
     def _start_metrics_again(self, stage: str) -> None:
         """Keep what the metrics of the dataloader that has ended have gathered: the next one may log the same objects.
 
-        Those that are logged under one name for all dataloaders go on.
+        Values logged under one name for all dataloaders continue.
         """
         found = [
             logged

@@ -117,7 +117,7 @@ def argument_names(operator: Any) -> list[str]:
 
 
 def forget_that_it_was_sharded(module: nn.Module) -> None:
-    """Let ``fully_shard`` take a module again, which torch notes beside the module."""
+    """Remove torch's note that a module is sharded, so that ``fully_shard`` accepts it again."""
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     states.pop(module, None)
 
@@ -234,7 +234,7 @@ def default_store() -> Any:
 
 
 def part_of_store(name: str, store: Any) -> Any:
-    """Return a store whose keys are apart from those of ``store`` itself."""
+    """Return a store with its own keys on the connection of ``store``."""
     return _c10d.PrefixStore(name, store)
 
 

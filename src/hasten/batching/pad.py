@@ -59,7 +59,7 @@ class PadCollator:
             ``default_collate``.
         keys: the fields that are padded; by default those described above.
         padding: the padding value by field; by default -100 for fields that begin with ``label``, else 0, with a
-            warning for whole numbers beside the sequence, which may be classes.
+            warning for fields of whole numbers other than the sequence, which may be classes.
         multiple_of: pad to a multiple of so many tokens, or to the next of several widths. Few widths keep
             compiled programs and CUDA graphs usable; multiples of 8 suit tensor cores.
         mask_key: the field of the mask, int64 ``(batch, time)`` with 0 for padding; added to dicts that have none.

@@ -42,7 +42,7 @@ def sample_lengths(dataset: object, key: Hashable = None, *, name: str = "the da
 
     Looked for in this order: the result of an earlier call; an attribute ``lengths`` of the dataset; tensors of a
     ``TensorDataset``; columns of a Hugging Face dataset; else every sample is read once. The random state does not
-    change. A sample's length is that of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
+    change. A sample's length is the length of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
     sequence, or the number of characters of its text.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Callbacks: code that runs at the hooks of a run, beside the module."""
+"""Callbacks: objects whose hooks run during a run, in addition to the hooks of the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Write checkpoints in the background, while training continues."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Phase(Enum):
     RANDOM = "random"
 
 
-# -- entries: those of Lightning are converted, and all are checked before any is restored
+# -- entries: Lightning's are converted, and all are checked before any is restored
 
 _DAMAGED = "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
 
@@ -141,7 +141,7 @@ _TRAINING: dict[Any, Any] = {
 
 
 class WeightsOnly(ValueError, KeyError):
-    """Training cannot go on from a checkpoint, because it has no states of optimizers."""
+    """Training cannot resume from a checkpoint, because it has no states of optimizers."""
 
     __str__ = Exception.__str__  # A KeyError shows its message in quotation marks.
 
@@ -236,7 +236,7 @@ def for_hooks(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_hooks(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint as it is in files, after hooks have seen and maybe changed it."""
+    """Return a checkpoint in the form in which files hold it, after hooks have seen and maybe changed it."""
     loops = checkpoint.get("loops")
     if not isinstance(loops, Mapping) or not any(key in loops for key in _OWN):
         return checkpoint
@@ -269,7 +269,7 @@ def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[st
     epochs = (loop.get("epoch_progress") or {}).get("current") or {}
     ended = epochs.get("processed", 0) > epoch
     if epoch > 0 and epochs.get("ready", epoch + 1) <= epoch:
-        # Saved after fit: the epoch has not begun, and the batches are those of the one before.
+        # Saved after fit: the next epoch has not begun, and the counts of batches belong to the last one.
         epoch, ended = epoch - 1, True
     return counters | {
         "epoch": epoch,
@@ -318,7 +318,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
 
     Args:
         module: where the weights go.
-        state: names to tensors; those of a checkpoint folder are read whole.
+        state: names to tensors; sharded tensors of a checkpoint folder are read whole.
         strict: ask for exactly the same names; None means True, as the ``strict_loading`` of a module.
         source: where ``state`` comes from, for messages.
 
@@ -429,7 +429,7 @@ def _as_data(value: Any) -> Any:
 
 
 def load_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Restore a scheduler from ``scheduler_state``; functions it was made with stay as they are."""
+    """Restore a scheduler from ``scheduler_state``; functions it was made with are not replaced."""
     present = scheduler.state_dict()
     if "last_epoch" in present and "last_epoch" not in state:
         raise ValueError(
@@ -457,7 +457,7 @@ def collect_gradients(
 
     Args:
         module: the user's module.
-        optimizers: those of the run.
+        optimizers: the optimizers of the run.
         gather: returns the objects of all processes.
         world_size: the number of processes.
         whole: returns a gradient of which each process has a part as the checkpoint holds it; None where each process
@@ -498,7 +498,7 @@ def restore_gradients(
 
     Args:
         module: the user's module.
-        optimizers: those of the run.
+        optimizers: the optimizers of the run.
         stored: that.
         rank: the index of this process.
         world_size: the number of processes.

@@ -166,7 +166,7 @@ def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
 
     Args:
         tensors: by the key under which they are stored.
-        writer: writes those of this process.
+        writer: writes the tensors of this process.
         group: the processes; None for all.
 
     Raises:
@@ -323,7 +323,7 @@ def read_foreign(place: Place, contents: Any) -> tuple[Layout, dict[str, Any]]:
 
     Args:
         place: the folder.
-        contents: of its file beside the tensors.
+        contents: the contents of the checkpoint other than the tensors.
 
     Raises:
         ValueError: another program wrote it.
@@ -378,7 +378,8 @@ def _with_lists(value: Any) -> Any:
 
 
 def _with_numbers(part: Any) -> Any:
-    """Return the state of an optimizer by numbers of parameters in place of their names; other things as they are."""
+    """Return the state of an optimizer with numbers of parameters in place of their names; return other values
+    unchanged."""
     if not isinstance(part, dict) or "param_groups" not in part:
         return part
     numbers: dict[str, int] = {}

@@ -113,7 +113,7 @@ def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, stora
     At any moment ``path`` is the old checkpoint or the new one, whole. An error of one process is raised by all.
 
     Args:
-        contents: as for ``save``, and DTensors. Of what is not sharded, that of the first process counts.
+        contents: as for ``save``, and DTensors. Unsharded values are taken from the first process.
         path: a path or a URL that all machines share.
         storage_options: passed to fsspec.
 
@@ -182,13 +182,13 @@ def load(
     if place is None:
         return _load_file(path, map_location, weights_only=weights_only)
     device = map_location if isinstance(map_location, (str, torch.device)) else None
-    # The CPU: what is not stored beside the contents is small, and differs between the devices of a run.
+    # On the CPU: tensors that are not stored in other files are small, and the devices of a run differ.
     read = functools.partial(_load_file, map_location="cpu", weights_only=weights_only)
     return Folder(place, read, device=device).contents()
 
 
 def load_open(file: IO[bytes], *, map_location: MapLocation = "cpu", weights_only: bool = True) -> Any:
-    """Read an open file of ``torch.save``; the arguments are those of ``load``."""
+    """Read an open file of ``torch.save``; the arguments are the same as of ``load``."""
     try:
         with numpy_allowed():
             return torch.load(file, map_location=cast("Any", map_location), weights_only=weights_only)

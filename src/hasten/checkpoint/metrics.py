@@ -78,7 +78,7 @@ class ModuleMetrics:
         return found
 
     def joined(self, states: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-        """Return one state of those of several processes, and the names of metrics that cannot be joined.
+        """Join the states of several processes into one; also return the names of metrics that cannot be joined.
 
         These start again. What a metric declares as its ``dist_reduce_fx`` joins the others.
         """

@@ -158,7 +158,7 @@ def read(file: IO[bytes], map_location: Any, *, data: bool = True, leaves_out: b
 
 
 def _key(key: Any, refused: dict[str, None]) -> Any:
-    """Return the name of a class of callbacks, which is all that is needed of it, or another key as it is."""
+    """Return the name of a class of callbacks, or another key unchanged."""
     if isinstance(key, type) and issubclass(key, NotRead) and ".callbacks." in key.name:
         refused.pop(key.name, None)
         return key.name.rpartition(".")[2]

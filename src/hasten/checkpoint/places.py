@@ -38,7 +38,7 @@ class Place(ABC):
 
     @abstractmethod
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the bytes of those of the named files that are in it."""
+        """Return the contents of the named files that exist in the folder."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:

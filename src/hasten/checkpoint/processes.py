@@ -20,7 +20,7 @@ def joined(shares: Sequence[State], share: tuple[int, int], join_metrics: Callab
     """Return the state of a process that reads a share of the data, of another number of shares than before.
 
     What the interrupted epoch has gathered is divided among the processes, so that together they have all of it.
-    Everything else is that of one of the processes.
+    Everything else is taken from one of the processes.
 
     Args:
         shares: from ``by_share``.

@@ -36,7 +36,7 @@ from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, is_checkpoint_folder, missing
 from hasten.machine.collectives import joined
 
-# Entries whose tensors are stored beside the contents, whether they are sharded or not.
+# Entries whose tensors are stored in files of their own, whether they are sharded or not.
 _TENSOR_ENTRIES = ("state_dict", "optimizer_states")
 # The folder of a save behind a URL, and what a writer that was killed leaves there.
 _OF_A_SAVE = re.compile(rf"shards-[0-9a-f]{{8}}|{re.escape(CONTENTS_FILE)}\..*{re.escape(TEMPORARY)}")
@@ -183,8 +183,8 @@ def save(contents: dict[str, Any], target: _Target, files: FileFunctions) -> Non
     At any moment there is the old checkpoint or the new one, whole; see ``recover`` in ``_lib/files.py``.
 
     Args:
-        contents: nested dicts, lists and tuples with tensors and DTensors. Of what is not sharded, that of the first
-            process counts.
+        contents: nested dicts, lists and tuples with tensors and DTensors. Unsharded values are taken from the first
+            process.
         target: the folder. A checkpoint there is replaced.
         files: how files are written.
 
@@ -207,7 +207,7 @@ def save(contents: dict[str, Any], target: _Target, files: FileFunctions) -> Non
 class BackgroundSaves:
     """Writes folders in a thread, one after the other; ``save`` returns when the tensors are copied.
 
-    Processes agree over a group of their own, so that training goes on beside it.
+    Processes agree over a separate process group, so that training continues meanwhile.
     """
 
     def __init__(self) -> None:
@@ -391,7 +391,7 @@ class _Save:
 
 
 def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return ``contents`` with placeholders for the tensors that are stored beside them, and these tensors.
+    """Return ``contents`` with placeholders for the tensors that are stored in files of their own, and these tensors.
 
     That is every DTensor and flat part and, in the first process, the tensors of weights and optimizers. Others stay:
     what restores them expects tensors, and does not read them from a folder.

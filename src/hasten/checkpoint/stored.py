@@ -21,7 +21,7 @@ CONTENTS_FILE = "meta.pt"
 SHARD_ENDING = ".distcp"
 # The version of the format, under this key of the contents file.
 FORMAT = "hasten_folder"
-# The folder in it that holds the other files; "" if they are beside the contents.
+# The folder in it that holds the other files; "" if they are in the same folder as the contents.
 SHARDS = "shards"
 
 _FOREIGN = (
@@ -319,7 +319,7 @@ def _with_tensors(value: Any, folder: Folder) -> Any:
 
 
 def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a dict, list or tuple with ``function`` applied to what is in it; other values as they are."""
+    """Return a dict, list or tuple with ``function`` applied to its items; return other values unchanged."""
     if isinstance(value, dict):
         items = {key: function(each) for key, each in value.items()}
         return items if type(value) is dict else type(value)(items)

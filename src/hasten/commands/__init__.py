@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: without the program's name; default: those of this process.
+        arguments: without the program's name; by default the arguments of this process.
 
     Returns:
         The exit code: 0 done, 1 it could not be done (the message says why), 2 wrong use, 130 interrupted.

@@ -99,7 +99,7 @@ class CombinedLoader:
         return length
 
     def __iter__(self) -> Self:
-        # Workers start now: in sequential mode those of the first loader, else those of all.
+        # Workers start now: in sequential mode only for the first loader, else for all.
         if self._mode == "sequential":
             self._running = self._sequential(iter(self._leaves[0]) if self._leaves else None)
         else:

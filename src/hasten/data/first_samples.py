@@ -39,7 +39,7 @@ _compared: set[str] = set()
 
 
 def compare_first(first: FirstSample) -> None:
-    """Warn if a process beside this one has begun the first epoch with another sample."""
+    """Warn if another process has begun the first epoch with another sample."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     place = f"first/{first.loader}/{first.setup}/{first.worker}"

@@ -57,7 +57,7 @@ def prepare(
         name: what to call the loader in messages.
         num_replicas: the number of processes that share the data.
         rank: which of them this is, from 0.
-        seed: of the shuffling, the same on all processes; by default that of ``seed_everything``.
+        seed: seed of the shuffling, the same on all processes; by default the seed of ``seed_everything``.
         overfit: read the samples in the same order each epoch.
         shuffle: shuffle on several processes also where the loader does not, as Lightning's Trainer does in training.
         allow_empty: accept a loader without batches.
@@ -183,7 +183,7 @@ class SideStream:
     """Moves batches to a CUDA device on a second stream.
 
     A copy on the stream that computes begins when all work before it is done, and from memory that is not pinned it
-    makes the host wait as long. On a second stream it begins at once, beside the steps that are still being computed.
+    makes the host wait as long. On a second stream it begins at once, while earlier steps are still being computed.
     No batch is fetched early for that: the host is ahead of the device already. From pinned memory
     (``DataLoader(pin_memory=True)``) the host does not wait either.
 

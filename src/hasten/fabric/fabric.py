@@ -414,7 +414,7 @@ class Fabric(RuntimeView):
         return wrapped
 
     def _check_same(self, module: nn.Module, method: str) -> None:
-        # One without parameters to train may be that of a process alone.
+        # A module without parameters to train may exist on one process only.
         if self._runtime.several_processes and any(parameter.requires_grad for parameter in module.parameters()):
             same_program.require_same_module(f"Fabric.{method}()", module)
 

@@ -444,7 +444,7 @@ def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str
         optimizer: the user's optimizer.
         modules: the modules that were set up.
         method: "setup" or "setup_optimizers".
-        exchanges: whether gradients are averaged over the processes, those of the modules only.
+        exchanges: whether gradients are averaged over the processes: only for parameters of the modules.
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

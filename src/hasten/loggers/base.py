@@ -92,7 +92,7 @@ class Logger(ABC):
 
         Args:
             params: names and values.
-            args: what a logger takes besides, such as metrics to show beside them.
+            args: further arguments of a logger, such as metrics to show with the hyper-parameters.
             kwargs: the same by name.
 
         """

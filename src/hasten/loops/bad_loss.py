@@ -75,7 +75,7 @@ class Guard:
     """Lets an optimizer step only if loss and gradients are finite.
 
     Before each step one number is read from the device, and with several processes one is exchanged, so that all skip
-    the same steps. A skipped step counts as one: schedules, limits and loggers go on.
+    the same steps. A skipped step counts as a step: schedules, limits and loggers continue.
 
     Args:
         run: the run.
@@ -265,7 +265,7 @@ class Guard:
         self._in_a_row += 1
         run.window.weight = None
         if optimizer is not None:
-            # Schedulers go on, and torch would warn them of an optimizer that never steps.
+            # Schedulers continue, and torch would warn that their optimizer never steps.
             torch_private.note_step(optimizer)
         self._last = self._describe(here, bad)
         place = ""
@@ -316,7 +316,7 @@ class Guard:
 
 
 class _SavedTraining:
-    """Weights, buffers, optimizer states and the scaler's, to return to. Schedules and counters go on."""
+    """Weights, buffers, optimizer states and the scaler's, to return to. Schedules and counters continue."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -430,7 +430,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
     ]
     step = with_batch_idx_if_taken(run.module.training_step)
     step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
-    # Compiled layers run as they were written, and so call their hooks.
+    # Compiled layers run uncompiled, so that their hooks are called.
     as_written = torch.compiler.set_stance("force_eager")
     try:
         # Anomaly mode also during forward, to have the line of the function shown.

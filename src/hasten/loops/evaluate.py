@@ -90,13 +90,13 @@ def evaluate(
     if sanity:
         logged.loggers = ()
     logged.start_epoch(stage)
-    # Within a fit, the x axis of steps goes on from one validation to the next.
+    # Within a fit, the x axis of steps continues from one validation to the next.
     logged.steps_before = run.evaluation.steps_before if fitting and not sanity else {}
     run.evaluation.stage, run.evaluation.began_at = stage, progress.evaluated
     try:
         with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
             if fitting and several_processes:
-                # Each process has updated its own running statistics; those of the first are saved.
+                # Each process has updated its own running statistics; a checkpoint saves the first process's.
                 run.runtime.engine.share_buffers(run.wrapped, 0)
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
@@ -381,7 +381,7 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
     step = _step(run, "predict_step", loader_idx if takes_loader else None)
     transfer = make_transfer(run, run.data.predict, loader_idx)
     suffix = (loader_idx,) if several else ()
-    # Those of a whole data set rarely fit on a device.
+    # The predictions for a whole data set rarely fit on a device.
     on_host = is_host(run.runtime.device)
     # Callbacks that write predictions read in these two hooks of which samples a batch is made.
     keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing

@@ -114,7 +114,7 @@ def fit(run: Run) -> None:
 
 
 def _check_and_load(run: Run) -> None:
-    """Run the sanity check, then load the training data, and that of validation if the first epoch validates."""
+    """Run the sanity check, then load the training data, and the validation data if the first epoch validates."""
     run.observers.first_epoch.before_start(run)
     sanity_check(run)
     run.state.stage = RunningStage.TRAINING
@@ -400,7 +400,7 @@ class EpochSettings:
         # Batches of an accumulation; batches of the epoch's last accumulation, and the index of its first batch.
         self.accumulation_size, self.tail_size, self.tail_start = schedule.plan_windows(run)
         self.train_step = _train_step(run)
-        # Brings a batch to the device; None where it stays as it is.
+        # Moves a batch to the device; None if batches need not be moved.
         self.transfer = None if takes_iterator(run.module.training_step) else make_transfer(run, run.data.train)
         self.step_schedulers = run.observers.watch("lr_scheduler_step", schedule.step)
         # 0 means never: ``step % inf`` is never 0.
@@ -479,7 +479,7 @@ def _needs_closure(run: Run) -> bool:
         or run.runtime.engine.steps_by_program
         or needs_closure(run.optimizers[0])
         or "step" in vars(run.wrapped_optimizers[0])
-        # What watches a step of Lightning finds the gradients before and after it.
+        # Code that hooks optimizer.step expects Lightning's order: gradients are computed inside the step.
         or (run.conventions.optimizer_computes_gradients and is_watched(run.optimizers[0]))
     )
 

@@ -220,7 +220,7 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
 
 @contextmanager
 def _explained_mesh(module: LightningModule) -> Iterator[None]:
-    """Say with an error of ``configure_model`` that there is no device mesh, if that is what it has used."""
+    """If ``configure_model`` failed because it used a device mesh that does not exist, say so in the error."""
     try:
         yield
     except TypeError as error:
@@ -330,7 +330,7 @@ def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSc
 
 
 def _optimizers_changed(run: Run) -> None:
-    """Go on with the optimizers that are in the list now."""
+    """Continue with the optimizers that are in the list now."""
     before = {id(wrapped.optimizer): wrapped for wrapped in run.wrapped_optimizers}
     optim.check_assigned(run.optimizers, automatic=run.module.automatic_optimization)
     new = change_optimizers(run, [one for one in run.optimizers if id(one) not in before])

@@ -128,7 +128,7 @@ def nothing_to_train(run: Run) -> bool:
 def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     """Agree on how the epoch to come ends, where processes may have different numbers of batches; all call it.
 
-    Returns what the batches of the epoch have to be read by; None where all end together as they are.
+    Returns the object through which the batches of the epoch must be read; None if all processes end together anyway.
 
     Raises:
         ValueError: with ``uneven="error"``, processes have different numbers of batches.
@@ -295,7 +295,7 @@ def host_group(run: Run) -> Group:
 
 
 def agree_after_batch(run: Run, *, validated: bool = False) -> None:
-    """Agree, after a batch, on a signal that arrived at any process; ``should_stop`` is that of all, or put off.
+    """Agree, after a batch, on a signal that arrived at any process; ``should_stop`` is agreed on, or postponed.
 
     Where one process wants to stop alone, all stop at the next agreement, about a second later.
     """
@@ -325,7 +325,7 @@ def skip_epoch(run: Run) -> None:
 def exchange_without_loss(run: Run) -> None:
     """Exchange the gradients of a window whose last batch has no loss on this process: it contributes none.
 
-    Where no process has any, they stay None, as alone: an optimizer leaves such parameters as they are.
+    If no process has a gradient, it stays None, as in one process: an optimizer does not change such parameters.
     """
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     place = f"no-loss/{run.limits.number}/{run.progress.total_batches}"

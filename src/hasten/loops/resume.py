@@ -44,7 +44,7 @@ _SCALER_KEY = "MixedPrecision"
 class RunState:
     """What a checkpoint of a run holds: ``collect`` returns it, and ``restore`` restores it phase by phase.
 
-    The keys are those of Lightning's checkpoints, and ``"hasten"`` for what makes a resumed run exact.
+    The keys are the keys of Lightning's checkpoints, and ``"hasten"`` for what makes a resumed run exact.
 
     Args:
         run: the run.
@@ -164,7 +164,7 @@ class RunState:
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
         own = checkpoint.get("hasten") or {}
-        # Not that of an earlier fit, of which this one is no continuation.
+        # Not the state of an earlier fit that this one does not continue.
         run.observers.history = History()
         if own.get("history") is not None:
             run.observers.history.load_state_dict(own["history"])

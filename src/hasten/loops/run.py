@@ -75,7 +75,7 @@ class Progress:
 
     # Between the first and the last hook of an epoch; no counter, since checkpoints do not need it.
     in_epoch = False
-    # Batches that were evaluated or predicted: what watches the run sees that it goes on.
+    # Batches that were evaluated or predicted, from which the watchdog sees that the run makes progress.
     evaluated = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class Evaluation:
     stage: str = ""
     began_at: int = 0
     batches: dict[str, int] = field(default_factory=dict)
-    # Steps on the loggers' x axis of the validations before, by loader, where it goes on from one to the next.
+    # Steps of earlier validations on the loggers' x axis, by loader; the next validation continues from there.
     steps_before: dict[int, int] = field(default_factory=dict)
     kept_predictions: Any = None
     keeps_predictions: bool = False
@@ -306,7 +306,7 @@ class Run:
             self.changed = True
 
     def change_arguments(self, arguments: Arguments) -> None:
-        """Go on with other arguments from the next batch, and with another limit of batches from the next epoch."""
+        """Use changed arguments from the next batch on, and another limit of batches from the next epoch on."""
         before, self.arguments = self.arguments, arguments
         data = self.data
         if arguments.limit_train_batches is not before.limit_train_batches:

@@ -327,7 +327,7 @@ class StageData:
 
         Args:
             states: of this process.
-            moved: another number of processes shared the data, and the states are those of the first.
+            moved: another number of processes shared the data, and the states are the first process's.
 
         Returns:
             how many batches of its epoch each loader has behind it.
@@ -458,7 +458,7 @@ def _is_all(limit: int | float) -> bool:
 
 
 def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Return the function that moves a batch, or None when batches stay as they are."""
+    """Return the function that moves a batch, or None if batches need not be moved."""
     device, owners = run.runtime.device, (source.datamodule, run.module)
 
     def hook(name: str) -> Callable[..., Any] | None:
@@ -495,7 +495,7 @@ class DataloaderIterator:
 
     Args:
         run: the run.
-        batches: (batch, whether it is the last, its index, that of its loader).
+        batches: (batch, whether it is the last, its index, the index of its loader).
         is_empty: whether there are no batches.
 
     """

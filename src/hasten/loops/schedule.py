@@ -181,7 +181,7 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     metrics = run.logged.callback_metrics()
     value = metrics.get(name)
     if several:
-        # Without sync_dist it is another one on each process, which would train apart: that of the first counts.
+        # Without sync_dist each process has another value and their weights would diverge: all use the first process's.
         value = run.runtime.broadcast(None if value is None else value.detach().cpu())
     if value is not None:
         return value
@@ -204,7 +204,7 @@ def plan_windows(run: Run) -> tuple[int, int, float]:
     """Return (size of an accumulation, size of the last one, index of the last one's first batch).
 
     A resumed run completes the accumulation that its checkpoint has open, and counts the others from there: the sizes
-    may differ from those of the run before. What is accumulated already is scaled to the new size.
+    may differ from the interrupted run. What is accumulated already is scaled to the new size.
     """
     progress, size, length = run.progress, run.window.accumulate_grad_batches, run.data.train.limit
     index = progress.accumulation_index

@@ -432,7 +432,7 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
         else:
             # One or two letters of twenty differ.
             hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
-        # Beside the hook itself it is a helper.
+        # If the hook itself is defined too, the method is a helper.
         if hook in hooks and not overrides(owner, base, hook):
             arguments = ", ".join(
                 ("self", *_STEPS[hook]) if hook in _STEPS else inspect.signature(getattr(base, hook)).parameters
@@ -666,7 +666,8 @@ def loss_is_missing(run: Run) -> RuntimeError:
 
 
 def weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
-    """Return the share of a loss in its accumulation, whose gradient is to be that of the mean over all its batches."""
+    """Return a loss scaled to its share, so that the accumulated gradient is the gradient of the mean over all
+    batches."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
     if run.window.is_start:
         run.window.weight, run.window.is_unweighed = None, False
@@ -691,7 +692,7 @@ def counts_for_nothing(output: Any) -> bool:
 
 def check_some_loss(run: Run) -> None:
     """Raise if a whole epoch passed in which every batch was skipped."""
-    # Lightning warns at the first of them and goes on.
+    # Lightning warns at the first of them and continues.
     skipped_all = run.window.skipped_batches and run.window.skipped_batches >= run.progress.total_batches
     if run.optimizers and skipped_all and not run.conventions.mistakes_are_warnings:
         raise MisconfigurationException(

@@ -190,7 +190,7 @@ def rest_of(
 
     Args:
         order: from ``state_of``, or of an earlier ``Rest``; None if the state has none.
-        loader: the loader that goes on.
+        loader: the loader that continues the epoch.
         done: the batches that each process had done, counted as the saved run did.
         begins: returns a context with the random state in which an epoch began.
         moved: another number of processes shared the data.
@@ -208,7 +208,7 @@ def rest_of(
     except NotKnown:
         if moved:
             raise
-        # As far as it is known, nothing has changed.
+        # As far as is known, nothing has changed.
         return None
     drawn, division = order["drawn"], order["division"]
     is_first = "before" not in order
@@ -289,7 +289,7 @@ def _drawn_again(drawn: State, loader: DataLoader[Any]) -> tuple[list[Any], list
     if epoch is not None and hasattr(order, "set_epoch"):
         order.set_epoch(epoch)
     if drawn["unit"] == "samples":
-        # Draws nothing before the first batch, as that of the loader.
+        # Like the loader's own iterator, it draws nothing before the first batch.
         order = BatchSampler(order, 1024, drop_last=False)
     drawing = iter(order)
     _draw_seed(loader, drawn)

@@ -472,8 +472,8 @@ class CountingSampler:
 
 # About 5 KB each. A loader that chooses by draws further back than these cannot be replayed.
 _KEPT_NOTES = 1000
-# A loader that draws nothing for so many batches in a row, and most draw nothing at all, is no longer watched in
-# this epoch: reading the generators costs some 20 us a batch.
+# Stop watching a loader for this epoch after this many batches without a draw. Most loaders draw nothing at all, and
+# reading the generators costs some 20 us a batch.
 _QUIET = 64
 
 

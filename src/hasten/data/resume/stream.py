@@ -101,7 +101,7 @@ class Stream:
         self._start: dict[str, Any] | None = None
         # Whether fetching draws from random generators that training draws from too.
         self._draws = False
-        # The iterator at a loaded position, the one that ``batches`` reads, and that of an epoch begun early.
+        # The iterators at a loaded position, of the current epoch, and of an epoch begun early.
         self._resumed: Iterator[Any] | None = None
         self._current: Iterator[Any] | None = None
         self._next_epoch: NextEpoch | None = None
@@ -322,7 +322,7 @@ class Stream:
         return [] if None in found else list(found)
 
     def finish(self) -> None:
-        """Give up the rest of the epoch of a loaded state; the next batches are those of a new epoch."""
+        """Give up the rest of the epoch of a loaded state; the next batches begin a new epoch."""
         if self._loaded is not None:
             self.open()
             self._position.repeated, self._position.finished = _END, True
@@ -394,7 +394,8 @@ class Stream:
         self._position.drop_prefetched()
 
     def _continued(self, state: dict[str, Any], moved: bool) -> dict[str, Any]:
-        """Return the state at which this process goes on; of the rest of an epoch, if that is divided anew."""
+        """Return the state from which this process continues; for an epoch that is divided again, the state of its
+        rest."""
         again = "again" in state
         if state["ended"] and not again:
             return {**state, "rebuild": False, "source": {}} if moved else state
@@ -598,7 +599,7 @@ class _RestOfEpoch:
 
 
 def _set_random_state(generators: list[torch.Generator], state: dict[str, Any]) -> None:
-    """Set the user's generators, and those of this process if the state has them."""
+    """Set the user's generators, and the generators of this process if the state has them."""
     restore_rng_state(state.get("rng") or {})
     for generator, saved in zip(generators, state["generators"], strict=False):
         set_generator_state(generator, saved)
@@ -625,7 +626,7 @@ def ends_at_its_length(loader: object) -> bool:
 
 
 def _has_known_order(loader: DataLoader[Any]) -> bool:
-    """Return whether all samplers of a loader are those of torch or hasten."""
+    """Return whether all samplers of a loader belong to torch or hasten."""
     return all(
         type(each) in _SAMPLERS or package_of(type(each)) in {"torchdata", *ROOTS} for each in _orders_of(loader)
     )
@@ -819,7 +820,7 @@ class CombinedStream:
         self._loaded = state if state["ended"] else self._recounted(state)
 
     def _recounted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state counted in batches as large as those of the streams now, which may have changed."""
+        """Return a state counted in batches of the streams' present size, which may have changed."""
         saved, streams = state["readers"], [reader.stream for reader in self._readers]
         counts = [one["count"] if one["at_end"] else each.position for one, each in zip(saved, streams, strict=True)]
         if counts == [one["count"] for one in saved]:
@@ -902,7 +903,8 @@ class _Reader:
         self.took, self.was_done = not self.at_end, self.done
         if not self.at_end:
             if self.batches is None:
-                # The joint epoch may end before this stream's own: the limit makes its state that of an end.
+                # The joint epoch may end before this stream's own: with the limit, its state says that the epoch has
+                # ended.
                 left = None if end is None else end - (consumed - self.count)
                 length = self.stream.certain_length
                 cuts = left is not None and (length is None or left < length)

@@ -73,7 +73,7 @@ class BatchWithState:
 
 @dataclass(eq=False)
 class StateCollate:
-    """The collate function of a worker: the user's, with the worker's state put beside the batch.
+    """The collate function of a worker: returns the user's batch together with the worker's state.
 
     A list of fewer samples than ``batch_size`` is the last batch of the worker's part of an ``IterableDataset``.
     """
