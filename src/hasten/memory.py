@@ -74,8 +74,8 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
     """Recompute the repeated blocks of a module in backward instead of keeping their activations, inside the block.
 
     Results do not change, with dropout, too. For the recomputation, what the forward changes is restored: random
-    generators (of torch, Python and numpy, and those of the blocks), buffers such as running statistics, and attributes
-    such as counters. Keys of ``state_dict`` and classes do not change.
+    generators (of torch, Python, numpy and the blocks), buffers such as running statistics, and attributes such as
+    counters. Keys of ``state_dict`` and classes do not change.
 
     Args:
         module: the module, on its device.
@@ -232,11 +232,11 @@ def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
 
 
 class _Before:
-    """What a forward may change, as it was before: buffers, attributes, generators of random numbers.
+    """The state that a forward may change, saved before it: buffers, attributes, generators of random numbers.
 
     Args:
         block: the module.
-        arguments: those of its forward.
+        arguments: the arguments of its forward.
 
     """
 
@@ -250,7 +250,7 @@ class _Before:
         }
 
     def keep_what_changed(self) -> None:
-        """Forget what the forward has left as it was: the recomputation finds it so."""
+        """Forget what the forward has not changed: the recomputation needs no copy of it."""
         kept = []
         for thing, always, contents in self._held:
             changed = not _same(contents, _contents(thing))

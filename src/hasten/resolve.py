@@ -81,7 +81,7 @@ _FIND_UNUSED: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"find_unused_parameters": True},
     "_find_unused_parameters_false": {"find_unused_parameters": False},
 }
-# Names of the core's strategies, and what makes them. Packages beside it add others, see docs/extend/package.md.
+# Names of the core's strategies, and what makes them. Other packages add more, see docs/extend/package.md.
 STRATEGIES: dict[str, partial[Any]] = {
     _SINGLE_DEVICE: partial(SingleDeviceStrategy),
     **{
@@ -313,7 +313,7 @@ def _why_wrong_accelerator(accelerator: object, owner: str) -> str:
 
 
 def _why_no_accelerator(name: str) -> str:
-    """Return why a name is no accelerator, and what to write."""
+    """Return why a name is not an accelerator, and what to write."""
     if name in elsewhere.ACCELERATORS:
         return elsewhere.ACCELERATORS[name].message()
     if name in _strategy_names():
@@ -326,7 +326,7 @@ def _why_no_accelerator(name: str) -> str:
 
 
 def _check_parallel_devices(devices: Sequence[torch.device], kind: type[Accelerator] | Accelerator, owner: str) -> None:
-    """Refuse a strategy's own devices that are not those of the accelerator."""
+    """Refuse a strategy's own devices that do not belong to the accelerator."""
     if wrong := next((device for device in devices if device.type != kind.device_type()), None):
         raise MisconfigurationException(
             f"{owner}(accelerator={kind.name()!r}) and a strategy with parallel_devices=[{wrong}]: both choose the "
@@ -415,7 +415,7 @@ def _strategy(
 def _named_strategy(
     strategy: str | None, accelerator: Accelerator, count: int, on_this_machine: int, owner: str
 ) -> Strategy:
-    """Return the strategy of a name; with "auto" that of the accelerator for ``count`` processes."""
+    """Return the strategy of a name; with "auto" the accelerator's strategy for ``count`` processes."""
     name = "auto" if strategy is None else strategy.lower()
     if name in REGISTERED_STRATEGIES:
         return REGISTERED_STRATEGIES[name]()
@@ -468,7 +468,7 @@ def _check_kind_of_device(strategy: Strategy, accelerator: Accelerator, device: 
 
 
 def _why_no_strategy(name: str, devices: int) -> str:
-    """Return why a name is no strategy, and what to write."""
+    """Return why a name is not a strategy, and what to write."""
     if name in elsewhere.STRATEGIES:
         return elsewhere.STRATEGIES[name].message(devices)
     if name in elsewhere.ACCELERATORS or name == "gpu" or name in _kinds():

@@ -72,7 +72,7 @@ class Runtime:
     """Device, precision and strategy of one process of a run.
 
     ``resolve.runtime`` makes it. ``engine`` has the functions of a step (``backward``, ``make_step(...)``, ...). They
-    and ``bind(...)`` are chosen once; where nothing has to be added, they are those of torch or of the user.
+    and ``bind(...)`` are chosen once; where nothing has to be added, they are torch's or the user's functions.
 
     Args:
         accelerator: the kind of device.
@@ -148,7 +148,7 @@ class Runtime:
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads checkpoints: that of the strategy."""
+        """Writes and reads checkpoints: the strategy's ``checkpoint_io``."""
         return self.strategy.checkpoint_io
 
     @checkpoint_io.setter
@@ -181,8 +181,7 @@ class Runtime:
             trainer: an object that gets the results of copies of this process; see ``machine.spawn.KeepsResults``.
             kwargs: for the function.
 
-        Returns:
-            the result in this process; with copies of this process, that of the first.
+        Returns: the result in this process; with copies of this process, the result of the first.
 
         """
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)

@@ -125,7 +125,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """Return the states of all random generators of this process, as plain data.
 
     Args:
-        cuda: include the accelerators that are in use: CUDA, MPS, and those of packages (``DeviceGenerator``).
+        cuda: include the accelerators that are in use: CUDA, MPS, and accelerators of packages (``DeviceGenerator``).
 
     Returns:
         A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
@@ -243,7 +243,7 @@ class DeviceGenerator(ABC):
     imported that.
     """
 
-    # That of its state in a checkpoint.
+    # The key of its state in a checkpoint.
     name: str = ""
 
     def __init__(self) -> None:
@@ -393,8 +393,8 @@ def set_deterministic(deterministic: bool | str | None, *, benchmark: bool | Non
     """Ask torch for deterministic algorithms.
 
     Args:
-        deterministic: True for deterministic algorithms only (an operation that has none raises), "warn" to
-            warn where there is none, False to take it back, None to leave all as it is.
+        deterministic: True for deterministic algorithms only (an operation that has none raises), "warn" to warn where
+            there is none, False to switch this off, None to change nothing.
         benchmark: let cuDNN time its algorithms and take the fastest; None leaves it, except that it is
             switched off with ``deterministic``, since timings differ from run to run.
 

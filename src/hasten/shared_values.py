@@ -1,7 +1,7 @@
 """Values of ``self.log`` over several processes: who has which, and one reduction for all of them.
 
 Reductions pair values by their position, so the processes reduce in the order of the sorted names, and agree on the
-names whenever those of one of them change. As long as they stay the same, nothing is exchanged for that.
+names whenever the names of one process change. As long as they stay the same, nothing is exchanged for that.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Absent(NamedTuple):
 
     @property
     def neutral(self) -> tuple[float, float]:
-        """Total and weight that add nothing to those of the other processes; the value if it is not reduced."""
+        """Total and weight that add nothing to the totals of the other processes; the value if it is not reduced."""
         if self.value is not None:
             return self.value, 1
         reduce = self.settings["reduce"]
@@ -112,7 +112,7 @@ class SharedValues:
     # -- reductions
 
     def of_step(self, values: list[Any], logged: Sequence[LoggedValue], moment: str) -> list[Any]:
-        """Return ``values`` with those of ``logged`` that are shared reduced; one collective an operation."""
+        """Return ``values``, in which shared values of ``logged`` are reduced, by one collective for each operation."""
         for op, chosen in self._agreed(logged, moment):
             for i, value in zip(chosen, self._reduce((values[i] for i in chosen), op), strict=True):
                 values[i] = value
@@ -172,7 +172,7 @@ class SharedValues:
         shared.sort(key=lambda i: _place(logged[i]))
         named = [_key(logged[i]) for i in shared]
         if "epoch" in moment:
-            # At a step, a metric's value is that of this process alone.
+            # At a step, a metric's value covers this process alone.
             named += sorted(_key(each) for each in logged if _exchanges(each))
         changed = named != self._reduced.get(moment, [])
         self._at = (self._at[0] + 1, moment, changed)
@@ -264,7 +264,7 @@ class SharedValues:
         return absent, self._of_rows(rows, steps, int(length))
 
     def without_batches(self, metric: Any, name: str) -> Any:
-        """Return a copy of a metric as it is without batches, ready to exchange its states with other processes.
+        """Return a copy of a metric in the state without batches, ready to exchange its states with other processes.
 
         Args:
             metric: the metric.
@@ -288,7 +288,7 @@ class SharedValues:
             elif logged.zero_only:
                 continue
             elif not shared:
-                # A process without batches takes the value of another one: there is no other to take.
+                # A process without batches takes the value of another process; here no process has one.
                 value = float(logged.total / logged.weight if logged.reduce == "mean" else logged.total)
             of_step = logged.row.log is not None and logged.row.log.step_allowed
             found.append(
@@ -371,7 +371,7 @@ def _key(logged: LoggedValue) -> str:
 
 
 def _exchanges(logged: LoggedValue) -> bool:
-    """Return whether the value of an epoch is that of a metric that exchanges its states itself."""
+    """Return whether the value of an epoch comes from a metric that exchanges its states itself."""
     return logged.metric is not None and bool(getattr(logged.metric, "sync_on_compute", True))
 
 
@@ -400,7 +400,7 @@ def _check_same(by_rank: Sequence[Collection[str]]) -> None:
 
 
 def _check_same_names(everybody: Sequence[tuple[list[Absent], list[_StepName], list[int], Any]]) -> None:
-    """Raise unless all processes have the same names, but for those of loaders of which they had no batch."""
+    """Raise unless all processes have the same names, except names of loaders from which a process had no batch."""
     loader_of: dict[str, int] = {}
     by_rank: list[set[str]] = []
     for described, steps, _, _ in everybody:
@@ -428,7 +428,7 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _samples_of(metric: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the states in which a metric keeps samples, to be joined with those of other processes."""
+    """Yield the states in which a metric keeps samples, to be joined with the samples of other processes."""
     for state, joined in metric._reductions.items():
         values = getattr(metric, state)
         if isinstance(values, list) and getattr(joined, "__name__", None) == "dim_zero_cat":
@@ -451,7 +451,8 @@ def _states_of(module: nn.Module) -> _States:
 
 
 def _make_ready(metrics: Iterable[tuple[str, Any]], states: _States) -> None:
-    """Give metrics that no batch has reached states that can be gathered beside those of other processes."""
+    """Give metrics that no batch has reached states that can be gathered together with the states of other
+    processes."""
     for name, metric in metrics:
         for state, values in _samples_of(metric):
             if not values and (known := states.get(name, {}).get(state)) is not None:

@@ -139,7 +139,7 @@ def _place_of(error: BaseException, batch: object) -> _Place:
     return place
 
 
-# These classes wrap modules of the program.
+# Packages with modules that wrap modules of the program.
 _WRAPPERS = ("torch", "hasten.strategies")
 
 

@@ -38,7 +38,7 @@ class Place(ABC):
 
     @abstractmethod
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the contents of the named files that exist in the folder."""
+        """Return the sizes in bytes of the named files, without files that do not exist."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:

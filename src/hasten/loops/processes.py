@@ -128,7 +128,7 @@ def nothing_to_train(run: Run) -> bool:
 def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     """Agree on how the epoch to come ends, where processes may have different numbers of batches; all call it.
 
-    Returns the object through which the batches of the epoch must be read; None if all processes end together anyway.
+    Returns the function through which the batches of the epoch must be read; None if all processes end together anyway.
 
     Raises:
         ValueError: with ``uneven="error"``, processes have different numbers of batches.

@@ -84,7 +84,7 @@ class ClusterEnvironment(ABC):
     def teardown(self) -> None:  # noqa: B027 - most hold nothing
         """Release resources of the cluster."""
 
-    # -- a job that goes on in another one
+    # -- a job that continues in another one
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
@@ -236,8 +236,8 @@ class TorchElasticEnvironment(_ExternalCluster):
 class SLURMEnvironment(_ExternalCluster):
     """Processes started by ``srun``.
 
-    A job that asks for a signal before its time limit (``#SBATCH --signal=USR1@120``, ``#SBATCH --requeue``) goes on in
-    a new one: at the signal, all processes stop after the same step, the Trainer saves ``hpc_ckpt_JOB.ckpt`` in its
+    A job that asks for a signal before its time limit (``#SBATCH --signal=USR1@120``, ``#SBATCH --requeue``) continues
+    in a new job: at the signal, all processes stop after the same step, the Trainer saves ``hpc_ckpt_JOB.ckpt`` in its
     ``default_root_dir``, and the first process calls ``scontrol requeue JOB``. The requeued job continues from there.
 
     Args:
@@ -352,7 +352,7 @@ class SLURMEnvironment(_ExternalCluster):
         """Return the first host of a list of nodes; see ``first_host``."""
         return first_host(nodes)
 
-    # -- going on in a requeued job
+    # -- continuing in a requeued job
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
@@ -402,7 +402,7 @@ class KubeflowEnvironment(_ExternalCluster):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether the operator set the variables; those of torchrun in a pod are others."""
+        """Return whether the operator set the variables; torchrun in a pod sets others."""
         names = KubeflowEnvironment._required
         by_others = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return all(name in os.environ for name in names) and not any(name in os.environ for name in by_others)

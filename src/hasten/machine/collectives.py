@@ -108,7 +108,7 @@ def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tens
 
 
 def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync_grads: bool = False) -> Any:
-    """Return ``data`` with each tensor replaced by those of all processes, stacked in a new first dimension.
+    """Return ``data`` with each tensor replaced by the tensors of all processes, stacked in a new first dimension.
 
     Args:
         data: a tensor or a collection of tensors, of the same shapes on every process.
@@ -275,7 +275,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
                 f"this process is already in a group of {dist.get_world_size()} processes, but the run asks for "
                 f"{party.world_size}. Use the same devices and num_nodes everywhere in one program."
             )
-        # That of the run to come, which may be longer than that of the first one.
+        # The timeout of the next run, which may be longer than the timeout of the first.
         if any(name in dist.get_backend() for name in ("gloo", "nccl")):
             torch_private.set_timeout(timeout)
         return

@@ -84,7 +84,7 @@ class Accelerator(ABC):
 
     @classmethod
     def check_available(cls, purpose: str) -> None:
-        """Raise an error that says what is missing, if it is known why there is no such device.
+        """If there is no device of this type and the reason is known, raise an error that says what is missing.
 
         Args:
             purpose: what asks for one, ``"Trainer(accelerator='tpu')"``.
@@ -102,7 +102,7 @@ class Accelerator(ABC):
         return None
 
     def precision_of(self, name: str) -> Precision | None:
-        """Return the precision for ``Trainer(precision=name)`` on such devices; None for that of the strategy.
+        """Return the precision for ``Trainer(precision=name)`` on these devices; None for the strategy's.
 
         Raises:
             ValueError: they do not compute in it.

@@ -75,7 +75,7 @@ class Launcher(ABC):
 
 
 def mark_rank() -> None:
-    """Note that the variables of a rank are those of this process, and not of one that it starts."""
+    """Note that the variables of a rank belong to this process, and not to a process that it starts."""
     os.environ[_RANK_PID] = str(os.getpid())
 
 
@@ -198,7 +198,7 @@ class RunScriptAgain(Launcher):
                         os.environ[name] = before[name]
                 raise
             # When another process dies, the collectives here fail too, with a message about sockets. The traceback
-            # that the other process printed shows the cause; that of this one does not.
+            # that the other process printed shows the cause; the traceback of this one does not.
             if children is not None and collectives.lost_partner(error) and (cause := children.why_dead()):
                 raise RuntimeError(cause) from None
             raise
@@ -294,7 +294,7 @@ class _Children:
     """The other processes of this machine, and a thread that watches them.
 
     Args:
-        environment: variables for them, beside those of this process.
+        environment: variables for them, in addition to the environment of this process.
         num_processes: on this machine, this one included.
         first_rank: the rank of this process.
 
@@ -377,7 +377,7 @@ class _Children:
                 if code is None or code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
                     continue
                 reported = self._reported(local_rank)
-                # os._exit(0) in the middle of a call is no end either.
+                # os._exit(0) in the middle of a call does not count as an end either.
                 if code or reported[_CALL_BEGINS] > reported[_CALL_ENDS]:
                     self._dead = describe_death(self._first_rank + local_rank, code)
                     break
@@ -415,8 +415,8 @@ class _Children:
         elif failed:
             code = 0
         if code and not _leaving:
-            # An exit function can only set the exit code in this way. Functions registered after the processes
-            # started, such as those of loggers, have run by now.
+            # An exit function can only set the exit code in this way. Functions registered after the processes started,
+            # for instance by loggers, have run by now.
             if not failed:
                 os.write(2, f"{text}\n".encode())
             logging.shutdown()
@@ -431,7 +431,7 @@ class _Children:
         try:
             while alive := [rank for rank, process in self._processes.items() if process.poll() is None]:
                 now = time.monotonic()
-                # Who has reported the end of its program only unloads: that is no work that could be lost.
+                # A process that has reported the end of its program is only shutting down: no work can be lost.
                 working = [self._first_rank + rank for rank in alive if not self._reported(rank)[_PROGRAM_ENDS]]
                 at_work = now if working else at_work
                 if now - at_work >= min(limit_seconds, UNLOAD_SECONDS):
@@ -485,7 +485,7 @@ _leaving = False
 
 
 def leave_with_own_code() -> None:
-    """End this program with its own exit code, not with that of a process it started."""
+    """End this program with its own exit code, not with the code of a process it started."""
     global _leaving
     _leaving = True
 

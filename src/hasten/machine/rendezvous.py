@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: those of this attempt only, and who is missing meanwhile."""
+"""Connect the processes of a run: only processes of this attempt meet, and missing ones are named."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def agree_on_name(store: Any, party: Party) -> str:
     """Return a name that the living processes have in common, and no process that used ``store`` before had.
 
     The first process invents it. The others cannot tell it from the name of a process that died, so each asks with a
-    number of its own, and only a living first process answers that. The number of restarts is no such name: each agent
-    counts those that it began itself.
+    number of its own, and only a living first process answers that. The number of restarts cannot be used: each agent
+    counts the restarts that it began itself.
 
     Raises:
         RuntimeError: not all processes came.
@@ -212,7 +212,7 @@ def _not_come(absent: list[int], party: Party) -> RuntimeError:
 
 
 def note_who_lives(error: BaseException, lives: dict[int, bool]) -> None:
-    """Add to the error of processes that did not come whether they are alive, as far as it is known by rank."""
+    """Add to the error about missing processes whether they are alive, where that is known for a rank."""
     for rank in error.__dict__.get("absent_ranks", ()):
         if rank in lives:
             state = "is alive and has not come to this call" if lives[rank] else "has ended"

@@ -154,7 +154,7 @@ def versions() -> Facts:
 
 
 def plain(value: object) -> Any:
-    """Return ``value`` as plain data: numbers, texts and collections as they are, of other objects the class."""
+    """Return ``value`` as plain data: numbers, strings and collections unchanged, other objects by their class."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

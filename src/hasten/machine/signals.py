@@ -112,7 +112,7 @@ class StopRequests:
             raise KeyboardInterrupt
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
-            # A handler that was there before, such as that of a notebook, is called too.
+            # A handler that was there before, such as a notebook's, is called too.
             previous(number, frame)
 
     def due(self, step: int) -> bool:

@@ -119,7 +119,7 @@ def _child(
         launch.end_when(parent.join)
     os.environ["LOCAL_RANK"] = str(local_rank)
     launch.mark_rank()
-    # The environment of a fork server is that of the time when it was started.
+    # A fork server keeps the environment in which it was started.
     os.environ[clusters.JOB_VARIABLE] = name_of_job
     if threads is not None:
         torch.set_num_threads(threads)
@@ -157,7 +157,7 @@ def _packed(error: BaseException) -> bytes:
         packed = pickle.dumps(("error", (error, text)))
         pickle.loads(packed)
     except Exception:
-        # Some exceptions cannot be unpickled, because their arguments are not those of their class.
+        # Some exceptions cannot be unpickled, because their ``args`` are not the arguments of their class.
         return pickle.dumps(("error", (RuntimeError(f"{type(error).__name__}: {error}"), text)))
     return packed
 

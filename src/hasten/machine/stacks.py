@@ -58,7 +58,7 @@ def capture(thread: int) -> list[Frame]:
     while frame is not None:
         code, owner = frame.f_code, _owner(frame.f_code.co_filename)
         if (code.co_filename, code.co_qualname) == ("<string>", "<module>") and frame.f_back is not None:
-            # Made by a library, such as ``dataclasses``; that of ``python -c`` has no caller.
+            # Code made by a library, such as ``dataclasses``; the code of ``python -c`` has no caller.
             owner = "python"
         frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_qualname, owner))
         frame = frame.f_back

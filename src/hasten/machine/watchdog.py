@@ -306,7 +306,7 @@ class Watchdog:
         """Note what has changed in this process."""
         now, beat = time.monotonic(), self._beat
         if now - self._looked > SILENT_SECONDS:
-            # The process was suspended, and goes on.
+            # The process was suspended, and continues now.
             self._moved = self._stepped = now
         self._looked = now
         groups = collectives_begun()
@@ -664,7 +664,7 @@ def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
     try:
         _current = Watchdog(rank=rank, world_size=world_size, timeout=timeout, store=store, run=_runs)
     except (NotImplementedError, RuntimeError):
-        # A store in memory, such as that of a group for tests, has no second connection.
+        # A store in memory, such as the store of a group for tests, has no second connection.
         return
     collectives.before_leaving(announce_leaving)
     collectives.before_leaving(stop)

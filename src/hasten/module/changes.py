@@ -28,11 +28,11 @@ class ModuleChanges:
     Generators of random numbers that are attributes of the module or its parts are held, too.
 
     A checkpoint holds what differs from the beginning of training, and a resumed run sets that, once its own training
-    begins. So what a program does before training, such as freezing a part, counts in the resumed run as it is written
-    there.
+    begins. So what a program does before training, such as freezing a part, also takes effect in the resumed run.
 
-    Attributes that are numbers, strings, booleans or None are held: those of the LightningModule, and those of parts
-    that have no others but generators. A part with tensors, lists or objects beside them may have computed these.
+    Attributes that are numbers, strings, booleans or None are saved: those of the LightningModule, and of parts that
+    have no other attributes except generators. A part that also has tensors, lists or objects may have computed these
+    from them.
 
     Args:
         module: the LightningModule.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Keys of hyper-parameters that are the config of a command line: its class, and a mark that the rest is a config.
-# The names and the value are those of Lightning's files.
+# The names and the value are the same as in Lightning's files.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 _CONFIG_READER = "lightning.pytorch.cli.instantiate_module"
 # What may read such a config. Programs add the path of a function of their own.
@@ -155,7 +155,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The hyper-parameters as they were when they were saved."""
+        """The hyper-parameters at the time when they were saved."""
         return _frozen(self.__dict__.get("_hparams_initial", AttributeDict()))
 
 
@@ -188,7 +188,7 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
 def _merged(hparams: AttributeDict, found: Any, ignored: set[str]) -> Any:
     """Return hyper-parameters with those found in a call of ``save_hyperparameters``."""
     if _is_omegaconf(found) and not hparams:
-        # Kept as it is, with its interpolations and types.
+        # Not converted: it keeps its interpolations and types.
         config = need("omegaconf", purpose="save_hyperparameters(DictConfig)").OmegaConf
         kept = [key for key in found if key not in ignored]
         return found if len(kept) == len(found) else config.masked_copy(found, kept)
@@ -213,7 +213,7 @@ def _warn_of_modules(hparams: Mapping[str, Any]) -> None:
 def _init_arguments(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
     """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
     found: dict[str, Any] = {}
-    # By convention also those of a module whose __init__ makes this one, as far as it has others.
+    # By convention also the arguments of a module whose __init__ makes this one, if they have other names.
     of_makers: dict[str, Any] = {}
     is_made_by_module = conventions.current().hparams_of_makers
     while frame is not None:
@@ -326,7 +326,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_mapping(value: Any) -> Any:
-    """Return a config, a Namespace or a dataclass as a dict; anything else as it is."""
+    """Return a config, a Namespace or a dataclass as a dict; return anything else unchanged."""
     if _is_omegaconf(value):
         return _config_as_dict(value)
     return as_dict(value) if isinstance(value, Namespace) or _is_dataclass(value) else value
@@ -532,7 +532,7 @@ def _stored(checkpoint: Mapping[str, Any], owner: Any, is_module: bool) -> dict[
     """Return the hyper-parameters in a checkpoint; plain data in place of objects that were not read."""
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     found: dict[str, Any] = {}
-    # The last one is that of all versions since 0.8.
+    # All versions since 0.8 use the last one.
     for entry in ("hparams", "module_arguments", key) if is_module else (key,):
         values = checkpoint.get(entry)
         plain = checkpoint.get(f"{entry}_plain") or {}

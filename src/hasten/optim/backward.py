@@ -27,7 +27,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
     """Return an optimizer that steps each parameter during backward, and frees its gradient at once.
 
     Only one or two gradients exist at a time, which saves about as much memory as the weights take. The weights equal
-    those of the same optimizer stepped as usual. State and checkpoints are those of ``optimizer_class``.
+    those of the same optimizer stepped as usual. State and checkpoints have the format of ``optimizer_class``.
 
     Call ``optimizer.step()`` after each backward as usual; it ends the step. Gradients are freed at once, so they
     cannot be accumulated, discarded or clipped by their norm. The Trainer refuses these before training where

@@ -287,7 +287,7 @@ def no_accumulation(optimizer: object, argument: str) -> MisconfigurationExcepti
 class HastenOptimizer:
     """An optimizer for manual optimization: ``step`` counts, and uses the precision of the run.
 
-    All other attributes are those of the wrapped optimizer, ``optimizer``.
+    All other attributes are read from the wrapped optimizer, ``optimizer``.
 
     Args:
         optimizer: the optimizer.
@@ -344,7 +344,7 @@ class HastenOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A scheduler created with this wrapper replaces this wrapper's step, not that of the optimizer inside.
+        # A scheduler created with this wrapper replaces this wrapper's step, not the step of the optimizer inside.
         if name in ("optimizer", "_step", "_toggled", "step"):
             object.__setattr__(self, name, value)
             if name == "step":

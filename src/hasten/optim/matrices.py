@@ -37,7 +37,7 @@ def muon(
 ) -> MuonAdamW:
     """Return one optimizer: Muon for the hidden matrices of a model, AdamW for its other parameters.
 
-    Hidden matrices are the two-dimensional weights except those of embeddings and of the head. Embeddings are
+    Hidden matrices are the two-dimensional weights, except the weights of embeddings and of the head. Embeddings are
     ``nn.Embedding`` layers and parameters with such names (``pos_embed``, ``class_token``). The head is the last
     ``Linear`` in a module named "head", "lm_head", "classifier" or "score", else the last ``Linear`` of the model; and
     any layer that shares its weight with an embedding. AdamW updates vectors (biases, scales of normalization), which

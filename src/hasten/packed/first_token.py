@@ -94,7 +94,7 @@ class FirstToken(LossCheck):
     def keys_and_values(
         self, module: nn.Module, row: Tensor, layout: Layout, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens, computed by the layers that computed those of the first tokens.
+        """Return the keys and values of all tokens, computed by the same layers as for the first tokens.
 
         Args:
             module: the attention that contains the layers.

@@ -29,7 +29,7 @@ __all__ = [
     "XLAPrecision",
 ]
 
-# Those of engines beside the core are imported when they are used; ``extend.moved`` says where the modules are.
+# Classes of engines are imported when they are used; ``extend.moved`` says where their modules are.
 __getattr__, __dir__, _ = attach(
     __name__,
     {"hasten.precision.deepspeed": "DeepSpeedPrecision", "hasten.precision.xla": "XLAPrecision"},

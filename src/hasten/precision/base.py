@@ -20,8 +20,8 @@ class Precision:
     """Full precision, and the base class of all others.
 
     A subclass overrides what it changes. Methods that are not overridden cost nothing: the runtime finds out once, in
-    setup, which ones are. Those of a step (``backward``, ``optimizer_step``, ``clip_gradients``, ...) may also be
-    called by themselves.
+    setup, which ones are. The methods of a step (``backward``, ``optimizer_step``, ``clip_gradients``, ...) may also be
+    called directly.
     """
 
     precision: str = "32-true"

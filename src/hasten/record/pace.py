@@ -44,7 +44,7 @@ _SPACING_SECONDS = 0.5
 # When it is said that a fit takes long, and how long that is.
 _SAYS_AFTER_SECONDS = 30.0
 _LONG_FIT_SECONDS = 600.0
-# What a validation batch costs beside one of training, until one was measured.
+# Assumed cost of a validation batch relative to a training batch, until one was measured.
 _VALIDATION_COST = 1 / 3
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
@@ -140,7 +140,7 @@ class Pace:
         """Return the same batches; where a fit is measured, what is due after a batch is done before the next one.
 
         Args:
-            functions: those of a step.
+            functions: the functions of a step.
             batches: of an epoch.
 
         """
@@ -270,7 +270,7 @@ class Pace:
         return aside
 
     def _resume(self, aside: _Aside) -> float:
-        """Return the seconds of a validation or checkpoint that is over, without those of checkpoints within it."""
+        """Return the seconds of a validation or checkpoint that is over, without checkpoints within it."""
         self._aside_since = aside.outer
         if self._times is not None and self._times.running:
             self._times.clock.leave()
@@ -355,7 +355,7 @@ class Pace:
         return None if math.isinf(left) else max(0.0, left)
 
     def memory_bytes(self) -> int | None:
-        """Return the most memory that tensors had on the device; None where there is no such number."""
+        """Return the most memory that tensors had on the device; None where it is not known."""
         device = None if self._run is None else self._run.runtime.device
         return None if device is None or device.type != "cuda" else torch.cuda.max_memory_allocated(device)
 
@@ -525,7 +525,7 @@ class Pace:
 
 
 class _Aside(NamedTuple):
-    """When something began that is no step, the seconds of checkpoints until then, and what it is within."""
+    """The start of something that is not a step, the seconds of checkpoints until then, and what contains it."""
 
     began: float
     saved: float

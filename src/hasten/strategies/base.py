@@ -1,6 +1,6 @@
 """Strategy: how one model lives on the devices of a run, and its three parts.
 
-The parts of this module are those of a strategy that adds nothing: parameters are whole, autograd and the optimizers of
+The parts in this module belong to a strategy that adds nothing: parameters are whole, autograd and the optimizers of
 torch compute, a checkpoint is one file. Loops, Fabric and callbacks call the parts without asking which ones they are.
 """
 
@@ -43,7 +43,7 @@ class Strategy(ProgramMethods, ABC):
     """How one model lives on the devices of a run: where its processes are, and what they exchange.
 
     ``attach`` sets once where the run takes place, ``launch`` starts and joins the other processes, and ``wrap``
-    returns the module that the loop calls. Three parts do the rest. Those of this class change nothing:
+    returns the module that the loop calls. Three parts do the rest. This class changes nothing:
 
     - ``sharding``: where parameters are, and how their values get to and from checkpoints;
     - ``engine``: backward, clipping, the step of an optimizer, ``zero_grad``;
@@ -106,7 +106,7 @@ class Strategy(ProgramMethods, ABC):
 
     @property
     def copies_this_process(self) -> bool:
-        """Whether other processes are copies of this one as it is, which must not have used CUDA."""
+        """Whether other processes are forked from this one, which must not have used CUDA."""
         return False
 
     @property
@@ -420,7 +420,7 @@ class Sharding(StrategyPart):
         """Called before each pass over data, on all processes."""
 
     def check_batch(self, batch: object) -> None:
-        """Raise RuntimeError if the first batch of a pass differs from those of processes that must read the same.
+        """Raise RuntimeError if the first batch of a pass differs between processes that must read the same.
 
         All processes call it, with None where there is no batch.
         """
@@ -463,7 +463,7 @@ _END: Any = object()
 class StepEngine(StrategyPart):
     """What computes a step: backward by torch's autograd, and the optimizers of the user.
 
-    ``set_precision`` chooses the functions once. Where nothing has to be added, they are those of torch.
+    ``set_precision`` chooses the functions once. Where nothing has to be added, they are torch's.
     """
 
     # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.

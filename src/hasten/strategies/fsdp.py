@@ -72,7 +72,7 @@ class FSDPStrategy(ShardedStrategy):
     """Fully sharded data parallelism: each process holds a part of parameters, gradients and optimizer states.
 
     The engine is torch's ``fully_shard`` (FSDP2). Parameters are ``DTensor``; the parameters of a block are gathered
-    when it computes. Weights, losses and gradient norms are those of one process up to rounding.
+    when it computes. Weights, losses and gradient norms equal those of one process up to rounding.
 
     Args:
         accelerator: in place of ``Trainer(accelerator=...)``.
@@ -277,7 +277,7 @@ class FSDPStrategy(ShardedStrategy):
         # Kept gathered between forward and backward, which begins with it.
         after_forward = None if self._reshards else False
         if is_manual(module):
-            # Each backward of manual optimization ends a forward: that of one of the parts. Parts that a toggled
+            # Each backward of manual optimization ends the forward of one of the parts. Parts that a toggled
             # optimizer does not train may have no backward.
             rest = children_apart(module, self.name)
             after_forward = True
@@ -369,7 +369,7 @@ def is_manual(module: nn.Module) -> bool:
 
 
 def gathered_apart(module: nn.Module, found: Collection[nn.Module]) -> list[nn.Module]:
-    """Return those of the parts ``found`` that can be gathered by themselves, outer ones before those inside of them.
+    """Return the parts of ``found`` that can be gathered by themselves, outer parts before the parts inside of them.
 
     A parameter is gathered in one place: a part with one that is used elsewhere too is left out.
     """

@@ -292,7 +292,8 @@ class ModelParallelStrategy(ShardedStrategy):
             self._warn_of_little(module)
 
     def _warn_of_little(self, module: nn.Module) -> None:
-        """Warn if the plan of a model leaves most of it whole, as those of some models name their output layer only."""
+        """Warn if the plan of a model leaves most of it whole: the plans of some models name their output layer
+        only."""
         parameters = list(module.parameters())
         split = sum(p.numel() for p in parameters if any(place.is_shard() for place in getattr(p, "placements", ())))
         total = sum(p.numel() for p in parameters)
@@ -323,7 +324,7 @@ class ModelParallelStrategy(ShardedStrategy):
             parts = gathered_apart(module, repeated_blocks(module))[::-1]
         for part in parts:
             fully_shard(part, mesh=mesh)
-        # Each backward of manual optimization ends a forward: that of one of the children.
+        # Each backward of manual optimization ends the forward of one of the children.
         rest = children_apart(module, self.name) if is_manual(module) else [module]
         for part in rest:
             if not isinstance(part, FSDPModule):

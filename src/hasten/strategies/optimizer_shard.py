@@ -236,7 +236,7 @@ class OptimizerShard:
     def collect(self) -> dict[str, Any]:
         """Return the state of the whole optimizer, on the CPU, in process 0, and an empty dict in the others.
 
-        The format is that of ``optimizer.state_dict()`` without a strategy. All processes call it together.
+        The format is the same as of ``optimizer.state_dict()`` without a strategy. All processes call it together.
         """
         local: dict[str, Any] = {}
         entries: list[_PieceState] = []

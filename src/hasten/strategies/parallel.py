@@ -61,7 +61,7 @@ def is_of_pipeline(value: object) -> bool:
 
 
 def _check_backend(owner: str, given: str) -> None:
-    """Refuse what is no backend of ``torch.distributed``, also in "cpu:gloo,cuda:nccl"."""
+    """Refuse names that are not a backend of ``torch.distributed``, also in "cpu:gloo,cuda:nccl"."""
     if not torch.distributed.is_available():
         return
     known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]

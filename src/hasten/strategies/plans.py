@@ -40,7 +40,7 @@ _SEQUENCE = Shard(1)
 class _SplitDropout(ParallelStyle):
     """Dropout of features that are split: each process draws the mask of all features and takes its part.
 
-    So the masks are those of one process, and the generators of the group stay equal.
+    So the masks equal those of one process, and the generators of the group stay equal.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -306,7 +306,7 @@ def resolve(
             (``"colwise"``, ``"rowwise"``, ...). "auto" takes the plan that the model has.
         size: the number of processes of a group.
         sequence_parallel: split the activations between blocks along the sequence; with "auto" only.
-        loss_parallel: leave the logits split over the classes; with "auto", that of the output layer.
+        loss_parallel: leave the logits split over the classes; with "auto", the logits of the output layer.
 
     Raises:
         ValueError: the plan does not fit the model or the size of the group; the message names the module.
@@ -383,7 +383,7 @@ def _automatic(model: nn.Module) -> _Named:
             full = ".".join(filter(None, (prefix, pattern)))
             for name in _matching(pattern, inner):
                 whole = ".".join(filter(None, (prefix, name)))
-                # Outer plans hold those of their parts, and come first.
+                # Outer plans contain the plans of their parts, and come first.
                 if style != _WHOLE and whole not in named:
                     named[whole] = (_style(style, full), full)
             # Experts are parameters, not modules.

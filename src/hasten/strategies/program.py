@@ -109,7 +109,7 @@ class ProgramMethods:
         """Have ``Trainer.save_checkpoint`` save a module that takes part in no run yet.
 
         Args:
-            model: the module; None for that of the run, as when a run begins.
+            model: the module; None for the module of the run, as when a run begins.
 
         """
         self.connected_module = model
@@ -136,7 +136,7 @@ class ProgramMethods:
         """Called by a Trainer when the module is on the device, before the first hook of a fit."""
 
     def batch_to_device(self, batch: T, device: torch.device | None = None, dataloader_idx: int = 0) -> T:
-        """Return a batch with its tensors on ``device``, by default that of this process."""
+        """Return a batch with its tensors on ``device``, by default the device of this process."""
         moved: T = move_to(batch, self.root_device if device is None else device)
         return moved
 
@@ -292,7 +292,7 @@ else:
 
 
 class ProgramEngine(_Engine):
-    """An engine that calls methods of a program's strategy or precision; the rest is that of another engine.
+    """An engine that calls methods of a program's strategy or precision, and another engine for everything else.
 
     Args:
         inner: what computes where nothing is overridden.

@@ -161,7 +161,7 @@ class ShardedStrategy(ParallelStrategy):
                 vars(parameter).setdefault(attribute, value)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add what usually mends an error of torch, and have the module begin its next step anew.
+        """Add the usual fix to an error of torch, and let the module begin its next step from a clean state.
 
         The exception may have ended a forward or backward half-way.
         """
@@ -177,7 +177,7 @@ class ShardedStrategy(ParallelStrategy):
                 state.begin_anew()
 
     def teardown(self) -> None:
-        # Another run may go on with the same module.
+        # Another run may continue with the same module.
         self.engine.drop_all_held_gradients()
         self._parts = []
         super().teardown()
@@ -281,7 +281,7 @@ class PartialSharding(Sharding):
         return module
 
     def to_host(self, module: nn.Module) -> bool:
-        """Leave ``module`` where it is: the device of a mesh is that of its shards."""
+        """Leave ``module`` where it is: its shards are on the device of the mesh already."""
         return False
 
     def without_gradients(self) -> torch.no_grad:
@@ -479,7 +479,7 @@ class ShardedEngine(StepEngine):
     # -- gradients
 
     def drop_held_gradients(self, optimizer: Optimizer) -> None:
-        """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees those of the shards alone."""
+        """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees only the gradients of the shards."""
         if self.has_held_gradients:
             self.drop_all_held_gradients(set(map(id, parameters_of(optimizer))))
 
@@ -512,7 +512,7 @@ class ShardedEngine(StepEngine):
     ) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, a plain tensor.
 
-        The norm is that of all gradients together, whatever meshes they are divided over: those of each mesh are
+        The norm is that of all gradients together, whatever meshes they are divided over: gradients of each mesh are
         reduced over it.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

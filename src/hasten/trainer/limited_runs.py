@@ -1,4 +1,4 @@
-"""Runs of a few steps that leave Trainer, module and data as they were: for tools that try something out."""
+"""Runs of a few steps that do not change Trainer, module and data: for tools that try something out."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def limited_run(
         exchange_gradients: False to train each process alone: one that fails leaves no other waiting.
         keep_limit: read as many batches of an epoch as ``limit_train_batches`` says; all of them by default. Under
             Lightning's names as many epochs as ``max_epochs`` says, too.
-        batch_size: samples of a batch; that of the present run by default.
+        batch_size: samples of a batch; by default as in the present run.
 
     Raises:
         RuntimeError: called outside of a run.

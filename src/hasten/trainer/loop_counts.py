@@ -107,7 +107,7 @@ class Processed(Started):
 
 @dataclass
 class LoopCounts(Counters):
-    """The counts of the whole run, and those of the current round (an epoch, or a call)."""
+    """The counts of the whole run, and of the current round (an epoch, or a call)."""
 
     total: ReadyCompleted = field(default_factory=Processed)
     current: ReadyCompleted = field(default_factory=Processed)

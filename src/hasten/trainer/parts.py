@@ -41,7 +41,7 @@ def loggers(arguments: Arguments, default: Callable[[str], Logger]) -> list[Any]
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
-    """Give the loggers of all processes the identity of those of the first: one folder for the run."""
+    """Give the loggers of all processes the identity of the first process's loggers: one folder for the run."""
     if runtime.several_processes:
         identities = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
         for logger, identity in zip(loggers, runtime.broadcast(identities), strict=False):
@@ -164,7 +164,7 @@ def folder_of_logs(trainer: Trainer) -> str:
 
 
 def position(run: Run) -> watchdog.Position:
-    """Return how far a run has come; called in another thread while it goes on."""
+    """Return how far a run has come; called in another thread during the run."""
     progress, state = run.progress, run.state
     text = str(state.fn)
     if state.stage is not None and state.stage.value != text:

@@ -40,7 +40,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         yield _nothing
         return
     if run.progress.total_batches:
-        # A fit that goes on where the last one ended keeps its history.
+        # A fit that continues where the last one ended keeps its history.
         run.observers.history = trainer.history
     else:
         trainer.history = run.observers.history
@@ -50,7 +50,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         run.observers.record.add("row", step=step, epoch=epoch, values=values)
 
     def take_history() -> None:
-        # A fit that continues has that of the checkpoint by now.
+        # A fit that resumes has the checkpoint's history by now.
         trainer.history = run.observers.history
 
     logged.on_row = on_row

@@ -53,9 +53,9 @@ def advise(
     """Measure which switches make this training faster, and recommend the line to write.
 
     Each switch trains a copy of the model in its own process, in turns with the fastest line so far, until it is
-    certain what it gains; its losses must be those of that line within the noise. Model, data, random numbers and
-    Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data cannot be
-    sent to other processes, use ``hasten advise program.py``.
+    certain what it gains; its losses must equal the losses of that line within the noise. Model, data, random numbers
+    and Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data
+    cannot be sent to other processes, use ``hasten advise program.py``.
 
     Args:
         trainer: the Trainer.
@@ -106,7 +106,7 @@ def check(
         model: the module.
         train_dataloaders: as for ``fit``; or a datamodule.
         val_dataloaders: as for ``fit``.
-        datamodule: provides the data instead, also that of test and predict.
+        datamodule: provides the data instead, also for test and predict.
 
     Returns:
         What was found: print it for the table, or call its ``raise_if_failed()``.

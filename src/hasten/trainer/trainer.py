@@ -133,7 +133,7 @@ class Trainer(TrainerView):
         enable_autolog_hparams: pass hyper-parameters to the loggers.
         profiler: "simple", "advanced", "pytorch" or a Profiler, to report where the time goes; None for none.
         model_registry: must be None; it belongs to a hosted product.
-        speed: use those of the arguments below that make this training faster, up to a class of changes: "exact" for
+        speed: switch on the arguments below that make this training faster, up to a class of changes: "exact" for
             rounding at most, "auto" for other random draws as well (as if from another seed), "same samples in other
             batches" or "lower precision" to go further; "same bits" for nothing that changes a number. Choosing takes
             at most 3 % of the expected training, and is remembered; see docs/speed.md.
@@ -274,7 +274,7 @@ class Trainer(TrainerView):
     def with_arguments(self, **changes: object) -> Trainer:
         """Return a new Trainer with the same callbacks, loggers and arguments, except for those changed.
 
-        The new Trainer has its own counters, metrics and run; this one stays as it is. Callbacks and loggers are
+        The new Trainer has its own counters, metrics and run; this one does not change. Callbacks and loggers are
         the same objects, also those added to this Trainer since it was made. Callbacks that a Trainer adds by itself
         (progress bar, model summary, checkpoints, timer) follow the new arguments and are made again.
 
@@ -392,8 +392,8 @@ class Trainer(TrainerView):
         Args:
             model: the module; the one of the last call by default.
             dataloaders: one or several loaders, or a datamodule.
-            ckpt_path: weights to use: a path or URL, "best" or "last"; by default those of ``model``, or of the best
-                checkpoint of the last fit without ``model``.
+            ckpt_path: weights to use: a path or URL, "best" or "last"; by default the weights of ``model``, or without
+                ``model`` of the best checkpoint of the last fit.
             verbose: print the values.
             datamodule: provides the data instead.
             weights_only: see ``fit``.
