@@ -19,7 +19,7 @@ _NOT_CARRIED_OVER = ("amsgrad", "maximize", "differentiable")
 
 
 def is_cpu_adam(optimizer: Optimizer) -> bool:
-    """Return whether DeepSpeed steps an optimizer on the host as it is."""
+    """Return whether DeepSpeed can step this optimizer on the host."""
     kind = type(optimizer)
     return comes_from(kind, "deepspeed") and "CPU" in kind.__name__
 
@@ -29,7 +29,7 @@ def check_offloaded(optimizer: Optimizer, keep: str) -> None:
 
     Args:
         optimizer: the user's.
-        keep: the strategy that steps the optimizer as it is, to be written in the program.
+        keep: the strategy that steps this optimizer unchanged, as it would be written in the program.
 
     Raises:
         ValueError: it is neither torch's Adam or AdamW nor one of DeepSpeed's, or DeepSpeedCPUAdam does not compute
@@ -84,7 +84,7 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
     decoupled, first = bool(groups[0]["decoupled_weight_decay"]), groups[0]
     made: Any = DeepSpeedCPUAdam(
         groups,
-        # The values of the groups are those of each step.
+        # The groups hold the values of each step.
         lr=float(first["lr"]),
         betas=tuple(map(float, first["betas"])),
         eps=first["eps"],
@@ -148,7 +148,7 @@ def _own_step(made: Any, replaced: Any) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         own: Any = weak()
         replaced._opt_called = own._opt_called = True
-        # The kernel multiplies powers of the betas up from step to step, and computes them anew after others. It always
+        # The kernel updates powers of the betas from step to step, and computes them again after other betas. It always
         # does now: otherwise a resumed run would round in another way.
         update(own.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *nothing)
         return step(own, *args, **kwargs)

@@ -106,7 +106,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         reduce_bucket_size: elements that are reduced at once.
         zero_allow_untested_optimizer: train with optimizers that DeepSpeed's authors have not tested.
         logging_batch_size_per_gpu: samples of a batch, from which the engine computes its throughput; "auto" or None
-            for that of the train dataloader.
+            for the batch size of the train dataloader.
         config: DeepSpeed's configuration, a dict or the path of a JSON file, in place of the other arguments that
             configure it. Without it, the variable ``PL_DEEPSPEED_CONFIG_PATH`` can name a file.
         logging_level: of DeepSpeed's messages.
@@ -231,7 +231,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._precision: Precision = Precision()
         self._owner = "Trainer"
         self._local_rank_before: Any = _NOT_SET
-        # That of the optimizer, or of the module that is evaluated; then those of other modules that are evaluated.
+        # The engine of the optimizer, or of the module that is evaluated; then the engines of other evaluated modules.
         self._engine: Any = None
         self._engines: list[Any] = []
         self._state: EngineState | None = None
@@ -391,7 +391,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._deepspeed()
         in_16_bits = bool((self.config.get("bf16") or {}).get("bf16_optimizer_states"))
         own, said = as_cpu_adam(optimizer, [each.scheduler for each in schedulers], in_16_bits=in_16_bits)
-        # As those of the optimizer that the engine steps.
+        # The same methods as of the optimizer that the engine steps.
         optimizer.add_param_group, optimizer.zero_grad = _refuse_group, _nothing
         if not self._said_replaced:
             rank_zero_info(said)
@@ -855,7 +855,7 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 class _Kept:
-    """A weight that a checkpoint leaves out, as it is."""
+    """A weight that a checkpoint leaves out, unchanged."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -180,7 +180,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         self._dress_strategy()
 
     def _dress_strategy(self) -> None:
-        # One that the program has made stays as it is.
+        # An object that the program has made is not changed.
         if not isinstance(self._given["strategy"], Strategy):
             dress(self._runtime.strategy)
         dress_precision(self._runtime.precision)

@@ -1,4 +1,5 @@
-"""What other libraries do otherwise: names that hasten does not have, and decisions in which Lightning differs."""
+"""Names that other libraries have, with their replacements, and the decisions in which hasten differs from
+Lightning."""
 
 from hasten.elsewhere.names import ACCELERATORS, STRATEGIES, Refused
 

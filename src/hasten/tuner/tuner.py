@@ -199,7 +199,7 @@ class _Search:
     Args:
         find: the search; called with the run.
         method: the call whose loaders are made.
-        loaders: how many of its loaders the search has used: 1 for training, 2 with validation.
+        loaders: how many sources of loaders to load again after the search: 1 for training, 2 with validation.
 
     """
 

@@ -72,7 +72,7 @@ class AcceleratorConnector:
 
     @classmethod
     def of(cls, trainer: Trainer) -> AcceleratorConnector:
-        """Return that of a Trainer: a view of its parts."""
+        """Return the connector of a Trainer: a view of its parts."""
         connector = cls.__new__(cls)
         connector._show(trainer._runtime, trainer._given)
         return connector
@@ -108,7 +108,7 @@ class AcceleratorConnector:
         """Whether the strategy trains with several processes, also where there is only one."""
         return isinstance(self.strategy, ParallelStrategy) or bool(getattr(self.strategy, "is_distributed", False))
 
-    # -- the arguments, as they were understood
+    # -- the arguments, as hasten has resolved them
 
     @property
     def _accelerator_flag(self) -> Accelerator | str:

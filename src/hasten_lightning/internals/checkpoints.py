@@ -175,7 +175,7 @@ WrappingCheckpointIO.register(AsyncCheckpointIO)
 def migrate_checkpoint(
     checkpoint: dict[str, Any], target_version: str | None = None
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the contents of a checkpoint and what had to be changed: nothing, as those of all versions are read.
+    """Return the contents of a checkpoint and the changes made to it: none, because all versions can be read.
 
     Args:
         checkpoint: what was read from the file; it gets the version that it is read as.

@@ -19,7 +19,7 @@ def call_lightning_module_hook(
         trainer: its profiler measures the call.
         hook_name: the hook.
         args: its arguments.
-        pl_module: the module, by default that of ``trainer``.
+        pl_module: the module, by default the module of ``trainer``.
         kwargs: its keyword arguments.
 
     Raises:

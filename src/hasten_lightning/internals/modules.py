@@ -70,7 +70,7 @@ def register_classes(registry: object, method: str, module: ModuleType, parent: 
         registry: what they register in.
         method: the classmethod of theirs that does it.
         module: where they are.
-        parent: the class that they inherit from; those that leave its ``method`` as it is do not register.
+        parent: the class that they inherit from; classes that do not override its ``method`` are not registered.
 
     """
     for _, kind in getmembers(module, isclass):

@@ -125,7 +125,7 @@ class Collective(ABC):
         """Return what the library behind it calls a reduction."""
 
     def setup(self: Self, **kwargs: object) -> Self:
-        """Join the other processes, unless that has happened; arguments are those of ``init_group``."""
+        """Join the other processes, unless that has happened; the arguments are the same as of ``init_group``."""
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self

@@ -42,7 +42,7 @@ class Result:
         ready_seconds: from the start of its process to its first step.
         first: its first steps, which pay for memory and for compiling.
         turns: those after them.
-        in_full: whether ``seconds`` are those of the whole training.
+        in_full: whether ``seconds`` cover the whole training.
         full_seconds: of the whole training, of a row that was trained in full.
         refused: why hasten would not train so; such a row has no figures.
         accuracies: on the test samples, 0 to 1, for each seed it was trained in full with.
@@ -305,7 +305,7 @@ def measure(
         full: train every row in full, however long it takes.
         seeds: with how many seeds the first row and the fastest that keeps the maths are trained in full, for
             their accuracy.
-        say: called with a line on what is going on.
+        say: called with a line about the progress.
         keep: called with the results so far after each row, so that an interrupted run is not lost.
 
     """

@@ -108,8 +108,8 @@ def describe(facts: dict[str, Any]) -> str:
 def lines_to_write(results: Sequence[Result]) -> list[str]:
     """Return the lines of code with which to train as fast as the fastest rows that train the same model.
 
-    The first is that of the fastest row that changes rounding and random draws at most; a second follows where lower
-    precision or other batches are faster still.
+    The first shows the fastest row that changes rounding and random draws at most; a second follows if lower precision
+    or other batches are faster still.
     """
     lines: dict[str, str] = {}
     for within in (Safety.OTHER_DRAWS, Safety.LOWER_PRECISION):
@@ -222,7 +222,7 @@ def _notes_of_row(number: int, result: Result, *, graphs_above: bool) -> Iterato
 
 
 def _marks(numbered: _Numbered) -> Iterator[str]:
-    """Return what the marks beside rows mean, for those that there are."""
+    """Return the meaning of the marks that rows have."""
     run = [(number, result) for number, result in numbered if result.refused is None]
     if sampled := [(number, result.basis) for number, result in run if not result.in_full]:
         yield (
@@ -344,7 +344,7 @@ def _as_row(result: Result, first: Result, arithmetic: Arithmetic | None) -> dic
 
 
 def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any]) -> None:
-    """Draw the ladder: a bar for each row, as long as it is fast, with seconds and accuracy beside it."""
+    """Draw the ladder: a bar for each row, whose length is its speed, with seconds and accuracy next to it."""
     bars = []
     for result in results:
         text, *more = _figures(result, results[0])

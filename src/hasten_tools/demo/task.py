@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on; the message says why and what to do. The command prints it without a traceback."""
+    """The demo cannot continue; the message says why and what to do. The command prints it without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LadderRow:
     Args:
         name: for the table.
         line: the line of code that makes the difference.
-        arguments: of the Trainer, added to those of the rows above that paid.
+        arguments: arguments of the Trainer, in addition to the arguments of the rows above that paid.
         changes: to the other fields of the :class:`RowVariant`.
         safety: what the row may change at most.
         alone: the row takes nothing from the rows above and passes nothing on.

@@ -58,7 +58,7 @@ class Facts:
     """What the first fit of a program has.
 
     Args:
-        arguments: those of its Trainer that were given, with their values.
+        arguments: the arguments that the program passes to its Trainer, with their values.
         trained: the module's class.
         automatic: whether the loop steps the optimizer.
         closure: whether the optimizer's step computes the loss itself.

@@ -95,7 +95,7 @@ class Use:
         keeps_loggers: whether it uses its loggers beyond passing them to the Trainer.
         loggers: the classes of those that are written.
         file_names: whether a ModelCheckpoint has a ``filename``.
-        best_k_models: whether it reads those of a ModelCheckpoint.
+        best_k_models: whether it reads ``best_k_models`` of a ModelCheckpoint.
         peeks: whether a hook at the end of an evaluation reads values that were logged in it.
         names_runs: whether it names the folder of a run that hasten makes, such as lightning_logs/version_0.
         saves_hparams: whether a module calls ``save_hyperparameters``.

@@ -147,7 +147,7 @@ def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nothing_written(arguments: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the arguments that leave the default callbacks out; those of the program stay until its fit."""
+    """Return the arguments that leave the default callbacks out; the program's own callbacks stay until its fit."""
     from hasten.callbacks import Checkpoint, ProgressBar
 
     given = arguments.get("callbacks") or ()

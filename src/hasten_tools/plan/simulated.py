@@ -304,7 +304,7 @@ def _cut_own_chunk_only() -> None:
 def _convert_without_data() -> None:
     """Have ``module.to(...)`` replace parameters: those without data cannot be changed in place."""
     convert = nn.Module._apply
-    # Both, so that the address stays that of the old one.
+    # Both are kept, so that the old tensor's address is not used again.
     made: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     @functools.wraps(convert)
@@ -358,7 +358,7 @@ def _step_as_on_gpus() -> None:
 
 
 def _attend_as_on_gpus() -> None:
-    """Leave dropout out of attention: with it, the kernel of the CPU keeps all weights, those of GPUs do not."""
+    """Leave dropout out of attention: with it, the kernel of the CPU keeps all weights; kernels of GPUs do not."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     @functools.wraps(attend)

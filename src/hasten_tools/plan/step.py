@@ -143,7 +143,7 @@ class _PlannedFit:
         self.modes = ExitStack()
         self.measured: Measured | None = None
         self._gradient_bytes = 0
-        # As they are between two steps: in a step ``fully_shard`` has gathered ones in their place.
+        # The parameters between two steps: during a step ``fully_shard`` puts gathered ones in their place.
         self._parameters: list[nn.Parameter] = []
 
     def take(self, run: Run) -> None:

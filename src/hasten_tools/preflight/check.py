@@ -80,7 +80,7 @@ def check(
 
 
 def _as_written(module: Any, rows: Rows) -> AbstractContextManager[object]:
-    """Return a context in which parts that the program compiles run as they are written."""
+    """Return a context in which parts that the program compiles run uncompiled."""
     # Nothing is compiled where nobody has imported the compiler, which takes seconds.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -105,7 +105,7 @@ class Check:
     """One check: what it looks at, and what it has found.
 
     Args:
-        trainer: that of the user, which stays as it is.
+        trainer: the user's, which does not change.
         arguments: its arguments.
         module: the model.
         given: the loaders by stage, as passed to the call.
@@ -375,7 +375,7 @@ def alone(trainer: Trainer, rows: Rows) -> Trainer:
     """Return a Trainer with the same arguments, in this process alone and without what takes long.
 
     Args:
-        trainer: that of the user.
+        trainer: the user's.
         rows: where to say what is left out.
 
     """

@@ -427,7 +427,7 @@ def _all_labels(dataset: Any, labels: Tensor, batch: Any) -> Tensor | None:
 
 
 def _targets(dataset: Any) -> Tensor | None:
-    """Return the labels that a dataset has as an attribute, as those of torchvision do."""
+    """Return the labels that a dataset has as an attribute, as torchvision's datasets do."""
     found = getattr(dataset, "targets", None)
     if isinstance(found, (list, tuple)) and found and type(found[0]) is int:
         found = torch.tensor(found)

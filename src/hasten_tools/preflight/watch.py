@@ -175,7 +175,7 @@ class StepWatch(Callback):
             if seen.loss is None and isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
                 seen.loss = outputs["loss"].detach()
         if batch_idx + 1 >= TRAIN_BATCHES:
-            # Modules that step by hand, or whose data goes on behind its limit.
+            # Modules that step by hand, or whose data continues after its limit.
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

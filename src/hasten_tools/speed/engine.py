@@ -139,7 +139,7 @@ class Engine:
         self._numbers = itertools.count()
 
     def __enter__(self) -> Engine:
-        # Sockets lie in it, ours and those of loader workers, and the path of a socket may have 107 characters.
+        # Sockets are in it, ours and the sockets of loader workers, and the path of a socket may have 107 characters.
         parent = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
         folder = tempfile.TemporaryDirectory(prefix="hasten-advise-", dir=parent, ignore_cleanup_errors=True)
         # If this process is killed, the server or a trial removes it.

@@ -210,7 +210,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if is_cuda(device):
         return int(torch.cuda.max_memory_reserved(device)) + _CONTEXT_BYTES
-    # Not ru_maxrss first: on Linux a new process begins with that of its parent.
+    # Not ru_maxrss first: on Linux a new process begins with its parent's value.
     unit = 1 if sys.platform == "darwin" else 1024
     return process_memory_bytes(peak=True) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

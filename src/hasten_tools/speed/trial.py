@@ -69,7 +69,7 @@ class Session:
     ) -> bool:
         """Note that a step has ended; at the end of a turn answer, and wait for the next order.
 
-        Tensors are read at the end of the turn: no step waits for the device. The counts are those of the step's batch,
+        Tensors are read at the end of the turn: no step waits for the device. The counts describe the step's batch,
         None if unknown: ``tokens`` without padding, ``slots`` with it. Returns whether a turn has ended.
         """
         # A copy: the next replay of a graph writes to the same memory.
