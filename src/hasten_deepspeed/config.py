@@ -133,7 +133,7 @@ class EngineSettings:
                 )
             zero["overlap_comm"] = False
 
-    def take_precision(self, name: str) -> None:
+    def set_precision(self, name: str) -> None:
         """Enable what ``precision=name`` computes in.
 
         Raises:

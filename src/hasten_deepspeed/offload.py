@@ -98,7 +98,7 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
     optimizer.state = made.state
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(made, hooks, getattr(optimizer, hooks))
-    made.step = _own_step(made, optimizer)
+    made.step = _step_on_host(made, optimizer)
     for scheduler in schedulers:
         _move(scheduler, optimizer, made)
     replaced: Any = optimizer
@@ -140,8 +140,8 @@ def check_resumed(optimizer: Optimizer) -> None:
             )
 
 
-def _own_step(made: Any, replaced: Any) -> Callable[..., Any]:
-    """Return a step of which torch's schedulers, of either optimizer, know, and whose numbers a resumed run has."""
+def _step_on_host(made: Any, replaced: Any) -> Callable[..., Any]:
+    """Return a step that torch's schedulers of both optimizers recognize, and that a resumed run repeats exactly."""
     weak, step, update = ref(made), type(made).step, made.ds_opt_adam.adam_update
     nothing = [torch.zeros(1) for _ in range(4)]
 

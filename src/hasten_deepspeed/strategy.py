@@ -288,7 +288,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
         self._precision = precision
         self._settings = EngineSettings(self.config)
-        self._settings.take_precision(precision.precision)
+        self._settings.set_precision(precision.precision)
         super().set_precision(precision)
 
     # -- once
@@ -463,7 +463,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._flags, self._parameters = [], []
         self.sharding.order, self.engine.factor = (), None
         self._settings = EngineSettings(self.config)
-        self._settings.take_precision(self._precision.precision)
+        self._settings.set_precision(self._precision.precision)
         if self._local_rank_before is not _NOT_SET:
             _put_back("LOCAL_RANK", self._local_rank_before)
             self._local_rank_before = _NOT_SET

@@ -278,7 +278,7 @@ def configure_optimizers(run: Run) -> None:
     if owns_step:
         _check_beside_engine(run)
         optimizers, schedulers = run.runtime.engine.make(module, optimizers, schedulers)
-    take_optimizers(run, optimizers, schedulers)
+    set_optimizers(run, optimizers, schedulers)
 
 
 def _check_beside_engine(run: Run) -> None:
@@ -319,7 +319,7 @@ def _check_beside_engine(run: Run) -> None:
     strategy.engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
 
 
-def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
+def set_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
     """Have a run train with these optimizers and schedulers; with others from when their lists change."""
     run.optimizers = WatchedList(optimizers, lambda: _optimizers_changed(run))
     run.schedulers = WatchedList(schedulers, lambda: setattr(run, "changed", True))

@@ -331,7 +331,7 @@ def exchange_without_loss(run: Run) -> None:
     place = f"no-loss/{run.limits.number}/{run.progress.total_batches}"
     if all(parameter.grad is None for parameter in trained):
         agreement.counted(place)
-    loss = touch(trained)
+    loss = zero_loss(trained)
     run.runtime.engine.prepare_backward(loss, run.wrapped)
     loss.backward()
     synchronize(run.runtime.device)
@@ -341,13 +341,13 @@ def exchange_without_loss(run: Run) -> None:
             parameter.grad = None
 
 
-def touch(parameters: Sequence[Tensor]) -> Tensor:
+def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
     """Return a loss whose backward reaches ``parameters`` and adds nothing to their gradients."""
-    result: Tensor = _Touch.apply(*parameters)
+    result: Tensor = _ZeroLoss.apply(*parameters)
     return result
 
 
-class _Touch(torch.autograd.Function):
+class _ZeroLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)

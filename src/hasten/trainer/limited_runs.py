@@ -13,7 +13,7 @@ from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
-from hasten.loops.prepare import take_optimizers
+from hasten.loops.prepare import set_optimizers
 from hasten.loops.progress import TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.run import Progress, Run
 from hasten.loops.saved_state import SavedObjects
@@ -168,7 +168,7 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
         run.runtime.syncs_gradients = False
     else:
         run.wrapped = outer.wrapped
-    take_optimizers(run, outer.optimizers, schedulers)
+    set_optimizers(run, outer.optimizers, schedulers)
     run.averages.resume_with(None)
 
 
