@@ -1,4 +1,4 @@
-"""Values of ``self.log`` over several processes: who has which, and one reduction for all of them.
+"""Values of ``self.log`` over several processes: which process has which, and one reduction for all of them.
 
 Reductions pair values by their position, so the processes reduce in the order of the sorted names, and agree on the
 names whenever the names of one process change. As long as they stay the same, nothing is exchanged for that.
@@ -61,7 +61,7 @@ class StepRow(NamedTuple):
 
 
 class Absent(NamedTuple):
-    """A value as another process describes it, for those that have no batches and cannot log it themselves."""
+    """A value as another process describes it, for a process without batches, which cannot log it itself."""
 
     row: Hook
     name: str
@@ -451,8 +451,7 @@ def _states_of(module: nn.Module) -> _States:
 
 
 def _make_ready(metrics: Iterable[tuple[str, Any]], states: _States) -> None:
-    """Give metrics that no batch has reached states that can be gathered together with the states of other
-    processes."""
+    """Give metrics without batches states that can be gathered together with the states of other processes."""
     for name, metric in metrics:
         for state, values in _samples_of(metric):
             if not values and (known := states.get(name, {}).get(state)) is not None:

@@ -1,4 +1,4 @@
-"""Facts about devices, by what depends on them; errors for lack of their memory, and what frees it."""
+"""What differs between devices, out-of-memory errors, and functions that free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes for errors of torch: which layer raised one, what it was given, and the line that usually mends it."""
+"""Notes for errors of torch: the layer that raised the error, its inputs, and the line that usually fixes it."""
 
 from __future__ import annotations
 

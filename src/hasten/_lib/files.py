@@ -1,4 +1,4 @@
-"""Local files, URLs and the cache folder. Other processes, and the next run after a crash, find files whole or not."""
+"""Local files, URLs and the cache folder. Other processes, and the next run after a crash, see files complete or absent."""
 
 from __future__ import annotations
 

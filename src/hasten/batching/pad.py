@@ -1,4 +1,4 @@
-"""Samples of different lengths become one batch: padded to the longest of the batch, not of the dataset."""
+"""Join samples of different lengths into a batch, padded to the longest of the batch, not of the dataset."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_same_fields(rows: Sequence[Mapping[Any, Any]]) -> None:
 
 
 class PadCollator:
-    """Joins samples of different lengths to a batch: each sequence padded to the longest of the batch.
+    """Joins samples of different lengths into a batch: each sequence is padded to the longest of the batch.
 
     Samples are dicts, tuples or tensors. Every field whose length differs within the batch is padded along its first
     dimension; the others are joined as ``default_collate`` does. A sample's result does not depend on the length of

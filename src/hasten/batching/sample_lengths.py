@@ -1,4 +1,4 @@
-"""How many tokens each sample of a dataset has, found as cheaply as the dataset allows."""
+"""Find the number of tokens of each sample of a dataset, as cheaply as the dataset allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[Any, SampleLengths]] = WeakKeyDictionary()
 
 
 class LengthsNotFoundError(ValueError):
-    """Nothing about the samples shows a length; the message says where it was looked for."""
+    """Raised if no length of the samples can be found; the message says where hasten looked for it."""
 
 
 @dataclass(frozen=True)

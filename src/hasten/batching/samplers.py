@@ -23,7 +23,7 @@ GRAIN = 32
 
 
 class PlannedBatches(Sampler[list[int]]):
-    """A batch sampler that lays out a whole epoch at once; the base of those here.
+    """Base class of batch samplers that lay out a whole epoch at once.
 
     An epoch's plan depends only on the lengths, the random generator and the epoch, and always has the same number of
     batches. So every process of a run makes the same plan and takes its part, and a run that resumes in the middle of
@@ -192,7 +192,7 @@ class PlannedBatches(Sampler[list[int]]):
 
 
 class LengthBatchSampler(PlannedBatches):
-    """Batches of samples of like length: shuffled, sorted within windows, and the batches shuffled again.
+    """Batches of samples of similar length: shuffled, sorted within windows, and the batches shuffled again.
 
     Every sample comes exactly once an epoch. Which samples share a batch is random as far as their lengths allow:
     the wider the window, the less is padded and the less is random. On IMDB reviews padded to 512 tokens, half of

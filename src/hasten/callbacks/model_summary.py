@@ -87,7 +87,7 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """Print the layers of the model and their parameters as a table drawn with rich when fit begins.
+    """Print the layers of the model and their parameters with rich when fit begins.
 
     Args:
         max_depth: how many levels of nested modules to list; -1 for all, 0 for no table.

@@ -22,7 +22,7 @@ from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
 
 
 class Phase(Enum):
-    """What is restored together; the phases follow each other in this order."""
+    """A group of entries that are restored together; the phases follow each other in this order."""
 
     # Weights, and the states of datamodule and callbacks: before optimizers are made.
     MODEL = "model"
@@ -42,7 +42,7 @@ _ABSENT = object()
 
 
 class _Wrong(Exception):
-    """What is wrong with an entry."""
+    """Raised for a wrong entry; says what is wrong with it."""
 
     def __init__(self, place: str, value: object, wanted: str) -> None:
         is_what = "missing" if value is _ABSENT else f"{_describe(value)}, and must be {wanted}"

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, which writes and reads the tensors of folders: with checksums, without unpickling.
+"""Write and read tensors of folders by torch.distributed.checkpoint: with checksums, without unpickling.
 
 Importing it takes about as long as importing torch, so others import this file where they need it.
 """
@@ -94,7 +94,7 @@ def not_shared(folder: str) -> str:
 
 
 class _SummedFiles(FileSystem):
-    """The files of a folder; of those that are written it knows size and checksum."""
+    """The files of a folder; it records size and checksum of each file that is written."""
 
     def __init__(self, place: Place) -> None:
         self.sums: Sums = {}
@@ -306,7 +306,7 @@ def _joined(*parts: str) -> str:
 
 
 class _IndexReader(pickle.Unpickler):
-    """Reads an index, and refuses what none holds."""
+    """Reads an index, and refuses anything that an index does not contain."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -378,8 +378,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _with_numbers(part: Any) -> Any:
-    """Return the state of an optimizer with numbers of parameters in place of their names; return other values
-    unchanged."""
+    """Return an optimizer's state with parameters by number, not by name; return other values unchanged."""
     if not isinstance(part, dict) or "param_groups" not in part:
         return part
     numbers: dict[str, int] = {}

@@ -365,7 +365,7 @@ def safe_name(text: str) -> str:
 
 
 class _RecordingFile:
-    """A file that records why writing failed; torch's writer in C++ hides the error of the system."""
+    """A file that records why writing failed; torch's writer in C++ hides the operating system's error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.error: OSError | None = None

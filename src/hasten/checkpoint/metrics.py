@@ -1,4 +1,4 @@
-"""What torchmetrics have gathered, wrappers and collections of them included, as part of a checkpoint."""
+"""The states of torchmetrics, including wrappers and collections, as part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ModuleMetrics:
 
 
 class Gathered:
-    """What a metric has gathered up to now. It may be reset afterwards.
+    """The state of a metric up to now; the metric may be reset afterwards.
 
     Args:
         metric: a ``torchmetrics.Metric``.

@@ -53,7 +53,7 @@ _SUSPICIOUS = _BLOCKED | {"builtins", "importlib", "runpy", "shutil", "socket", 
 
 
 class NotRead:
-    """Stands for an object in a file whose class nobody has allowed; nothing of the class was imported or run."""
+    """Replaces an object in a file whose class has not been allowed; its class was neither imported nor run."""
 
     name: ClassVar[str]
 
@@ -180,7 +180,7 @@ def _users_globals() -> dict[str, Any]:
 
 
 class NameReader(pickle._Unpickler):
-    """Unpickles with the classes and functions that are allowed, and with ``NotRead`` in place of the others.
+    """Unpickles with allowed classes and functions; others are replaced by ``NotRead``.
 
     What changes an object (its state, its items) changes only those made here, never classes or functions.
     """

@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint folder are: on this machine, or behind a URL."""
+"""The place of a checkpoint folder's files: on this machine, or behind a URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX_FILE, PLACEHOLDER = ".metadata", "hasten_tensor"
 
 
 class Place(ABC):
-    """A folder of files, which other processes have too."""
+    """A folder of files that all processes can reach."""
 
     # Whether a file has to be synced before it is on the disk.
     needs_sync = False

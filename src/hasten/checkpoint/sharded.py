@@ -1,4 +1,4 @@
-"""Checkpoints that all processes write together, each its own shards, as a folder that is there whole or not at all.
+"""Checkpoints that all processes write together, each its own shards, into a folder that is complete or absent.
 
 A folder holds ``meta.pt`` (everything that is not a tensor, and where the tensors are), the shards
 ``__<rank>_0.distcp``, and ``.metadata``, the index with which torch.distributed.checkpoint reads the tensors.
@@ -45,7 +45,7 @@ _PATIENCE = timedelta(hours=2)
 
 
 class FileFunctions(NamedTuple):
-    """How files with a checksum are written."""
+    """The functions that write files with a checksum."""
 
     check: Callable[[object], None]  # raises a TypeError for contents that cannot be stored
     make_folder: Callable[[Path], None]

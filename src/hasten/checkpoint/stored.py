@@ -259,7 +259,7 @@ class StoredTensors(MutableMapping[str, Any]):
 
 
 class StoredCheckpoint(dict[str, Any]):
-    """What a checkpoint folder holds: like the dict of a file, but its tensors are read when they are needed."""
+    """The contents of a checkpoint folder: like the dict of a file, but its tensors are read when they are needed."""
 
     def whole(self) -> dict[str, Any]:
         """Return a dict of the same contents in which all tensors are read."""

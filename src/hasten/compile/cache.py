@@ -40,7 +40,7 @@ def keep_torchs_cache() -> None:
 
 
 class ColdSeconds:
-    """What compiling one model took without a cache: seconds by the number of graphs; empty if that is not known.
+    """The seconds that compiling one model took without a cache, by the number of graphs; empty if not known.
 
     Args:
         module: the model.

@@ -149,7 +149,7 @@ _END = object()
 
 
 class _NoLengthError(TypeError, NotImplementedError):
-    """Python expects the first of an object without length, and other programs catch the second."""
+    """Both errors at once: Python expects the first of an object without a length, and programs catch the second."""
 
 
 def joint_length(mode: str, lengths: list[int | None]) -> int | None:

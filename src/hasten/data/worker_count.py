@@ -1,4 +1,4 @@
-"""``num_workers="auto"``: as many worker processes as pay off for a loader, found by measuring."""
+"""``num_workers="auto"``: measure how many worker processes pay off for a loader."""
 
 from __future__ import annotations
 

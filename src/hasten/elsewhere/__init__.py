@@ -1,5 +1,4 @@
-"""Names that other libraries have, with their replacements, and the decisions in which hasten differs from
-Lightning."""
+"""Names of other libraries, with their replacements, and the decisions in which hasten differs from Lightning."""
 
 from hasten.elsewhere.names import ACCELERATORS, STRATEGIES, Refused
 

@@ -1,4 +1,4 @@
-"""Logger: what every logger can do, and what those share that start a run or upload checkpoints."""
+"""Base classes of loggers: of all, of those that start a run, and of those that upload checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are not finite: reported when values are on the host anyway, or kept away from the weights on request.
+"""Losses that are not finite: reported once values are on the host anyway; on request the step is skipped.
 
 With ``on_bad_loss="warn"``, the default, a step does nothing for it: the latest loss travels with the values for the
 loggers. Otherwise a ``Guard`` reads, before each optimizer step, whether loss and gradients are finite.
@@ -37,7 +37,7 @@ _FINE, _BAD_GRADIENT, _BAD_LOSS = range(3)
 
 
 class StepSkipped(BaseException):
-    """Leaves a closure whose loss is bad, past any ``except Exception`` of a user, and with it the step."""
+    """Leaves the closure and the step of a bad loss; a user's ``except Exception`` does not catch it."""
 
 
 class LossReport:

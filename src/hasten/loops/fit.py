@@ -1,4 +1,4 @@
-"""Training: epochs, batches, one step. Read this file first; everything else serves it."""
+"""Training: epochs, batches, steps. Read this file first."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def after_batch(run: Run) -> None:
 
 
 class EpochSettings:
-    """What the loop needs for each batch.
+    """The functions and settings that the loop over batches needs.
 
     Args:
         run: the run.

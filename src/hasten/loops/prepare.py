@@ -1,4 +1,4 @@
-"""Bring module, data and optimizers to where the loop can start."""
+"""Prepare module, data and optimizers for the loop, and restore a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes that train together agree on: where an epoch ends, whether to stop, a batch without a loss."""
+"""Agreements between processes that train together: where an epoch ends, whether to stop, a batch without a loss."""
 
 from __future__ import annotations
 

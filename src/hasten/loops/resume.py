@@ -1,4 +1,4 @@
-"""The state of a run as a checkpoint holds it, and the checkpoint from which a call starts."""
+"""Collect the state of a run for a checkpoint, restore it, and find the checkpoint from which a call starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SCALER_KEY = "MixedPrecision"
 
 
 class RunState:
-    """What a checkpoint of a run holds: ``collect`` returns it, and ``restore`` restores it phase by phase.
+    """The contents of a run's checkpoint: ``collect`` returns them, and ``restore`` restores them phase by phase.
 
     The keys are the keys of Lightning's checkpoints, and ``"hasten"`` for what makes a resumed run exact.
 

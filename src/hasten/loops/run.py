@@ -1,4 +1,4 @@
-"""Run: everything one call of fit, validate, test or predict works on, and how far it has come."""
+"""Run: everything that one call of fit, validate, test or predict works on, and its progress."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What a checkpoint saved now holds of an earlier moment, at which the resumed run begins; None of the present.
+    """The parts of a checkpoint that come from an earlier moment, at which a resumed run begins; None for the present.
 
     Args:
         random: the states of the random generators.
@@ -209,7 +209,7 @@ class RunData:
 
 @dataclass(eq=False)
 class Resume:
-    """What a resumed run takes from its checkpoint in time, and what a checkpoint takes from an earlier moment."""
+    """What a resumed run still needs from its checkpoint, and what its next checkpoint takes from an earlier moment."""
 
     # Batches of the run that were done when it was resumed; -1 where it was not.
     from_batch: int = -1
@@ -225,7 +225,7 @@ class Resume:
 
 @dataclass(eq=False)
 class Observers:
-    """What watches a run: bound once, before the loop that it watches; none of it changes what is trained."""
+    """The observers of a run, bound once before the loop; none of them changes what is trained."""
 
     # Given the name of an action and a function; see trainer/profiling.py.
     watch: Callable[[str, Callable[..., Any]], Callable[..., Any]] = unprofiled
@@ -244,7 +244,7 @@ class Observers:
 
 @dataclass(eq=False)
 class Evaluation:
-    """What evaluations and predictions of a run have done so far."""
+    """The progress and results of evaluations and predictions of a run."""
 
     # The stage that is evaluated now, what ``progress.evaluated`` was when that began, and batches of earlier ones.
     stage: str = ""
@@ -261,7 +261,7 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Run:
-    """The actors of a run, named once; loops see this and never a Trainer."""
+    """Everything that the loops work on; they never see a Trainer."""
 
     arguments: Arguments
     runtime: Runtime

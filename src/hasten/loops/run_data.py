@@ -1,4 +1,4 @@
-"""Which data a stage reads, how a batch gets to the device, and whether training waits for it."""
+"""The data of a stage: its loaders, the transfer of batches to the device, and time spent waiting for them."""
 
 from __future__ import annotations
 
@@ -530,7 +530,7 @@ class DataloaderIterator:
 
 
 class FetchedHooks:
-    """The hooks of a run whose ``training_step`` fetches its batches: they are given the latest batch it has."""
+    """The hooks of a run whose ``training_step`` fetches its batches: they get its latest batch."""
 
     def __init__(self, run: Run, fetched: DataloaderIterator) -> None:
         self._hooks, self._progress, self._fetched = run.hooks, run.progress, fetched
@@ -562,7 +562,7 @@ _SHARE = 1 / 3
 
 
 class StallMonitor:
-    """The times of a run's first batches: how long each was waited for, and computed on."""
+    """Measures a run's first batches: how long training waited for each, and computed on it."""
 
     def __init__(self) -> None:
         self._done = False

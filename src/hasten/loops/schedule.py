@@ -1,4 +1,4 @@
-"""When schedulers step, when validation runs within fit, which batches a step accumulates, and when a run ends."""
+"""Schedules: when schedulers step, when validation runs, which batches a step accumulates, and when a run ends."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def on_host(weight: object) -> bool:
 
 
 class Stopped(BaseException):
-    """Ctrl-C or SIGTERM arrived, and the batch in hand is complete. No ``except Exception`` of a user swallows it."""
+    """Raised after a batch if Ctrl-C or SIGTERM has arrived; a user's ``except Exception`` does not catch it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)

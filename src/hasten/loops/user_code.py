@@ -1,4 +1,4 @@
-"""The user's methods and model: checked before a run, warned about in the first epoch, explained when a step fails."""
+"""Check the user's methods and model: before a run, in its first epoch, and when a step fails."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
 
 
 class FirstEpoch:
-    """Looks at the first epoch of a fit, before its first batch and after its last."""
+    """Checks for mistakes in the first epoch of a fit, before its first batch and after its last."""
 
     def __init__(self) -> None:
         self._begun = self._ended = self._resumed = False
@@ -666,8 +666,7 @@ def loss_is_missing(run: Run) -> RuntimeError:
 
 
 def weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
-    """Return a loss scaled to its share, so that the accumulated gradient is the gradient of the mean over all
-    batches."""
+    """Return a loss scaled so that the accumulated gradient is the gradient of the mean over all batches."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
     if run.window.is_start:
         run.window.weight, run.window.is_unweighed = None, False

@@ -1,4 +1,4 @@
-"""The computer that this process runs on: cores, memory, whether someone works in a prompt, and locks of builds."""
+"""The computer that this process runs on: cores, memory, interactive sessions, and locks of builds."""
 
 from __future__ import annotations
 

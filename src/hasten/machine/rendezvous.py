@@ -24,7 +24,7 @@ _meetings = itertools.count()
 
 @dataclass(frozen=True)
 class Party:
-    """The processes that are to meet, as one of them sees it.
+    """The processes that must connect, and the rank of this one among them.
 
     Args:
         rank: of this process.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between two steps, on all processes at the same one."""
+"""Ctrl-C and SIGTERM end a run between two steps, on all processes after the same step."""
 
 from __future__ import annotations
 

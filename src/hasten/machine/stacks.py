@@ -1,4 +1,4 @@
-"""Where a thread of this process is: its stack as plain data, what it does there, and a report over all ranks."""
+"""The stack of a thread as plain data, what the thread is doing, and a report over all ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _owner(file: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a stack says about a process.
+    """What a process is doing, read from a stack.
 
     Args:
         doing: for people, such as "in Model.training_step" or "waits in all_reduce".

@@ -1,4 +1,4 @@
-"""A thread in every process of a run that sees when nothing moves, says where each rank is, and ends the run.
+"""A thread in every process that detects a run without progress, reports where each rank is, and ends the run.
 
 The processes of a run wait for each other. If one does not come, the others wait in a call that neither Ctrl-C nor an
 exception can interrupt. This thread reads counters that are kept anyway: batches done, and the collectives that each
@@ -107,7 +107,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is to be done about a run in which nothing moves.
+    """The decision about a run without progress.
 
     Args:
         headline: what has happened.

@@ -1,4 +1,4 @@
-"""What changes about a module while it trains and its state_dict does not hold: for checkpoints."""
+"""Changes of a module during training that its state_dict does not contain, for checkpoints."""
 
 from __future__ import annotations
 

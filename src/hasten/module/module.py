@@ -54,7 +54,7 @@ def _of_trainer(name: str, doc: str) -> ReadOnly[int]:
 
 
 class _NoTrainer:
-    """In place of the Trainer of a module that Fabric runs."""
+    """Takes the place of the Trainer for a module that Fabric runs."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

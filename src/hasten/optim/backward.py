@@ -87,7 +87,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
 
 
 class InBackward(Optimizer):
-    """The base of the classes that ``in_backward`` creates, next to the optimizer's class."""
+    """Base class, together with the optimizer's class, of the classes that ``in_backward`` creates."""
 
     # Limits each element of a gradient before its step; set by the Trainer.
     clip_value: float | None = None

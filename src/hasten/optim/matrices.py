@@ -173,7 +173,7 @@ class MuonAdamW(Optimizer):
 
 
 class _In32Bits(TorchFunctionMode):
-    """Replace the copy in bfloat16 with which torch's Muon starts its iteration by one in 32 bits."""
+    """Make torch's Muon start its iteration with a copy in 32 bits instead of bfloat16."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What a run ran on: program, versions, machine, and the state of the program's git repository."""
+"""Facts about a run for its record: program, versions, machine, and the state of the program's git repository."""
 
 from __future__ import annotations
 

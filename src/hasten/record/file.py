@@ -1,4 +1,4 @@
-"""Record: what a fit notes about itself, one JSON object a line, in ``run.jsonl``."""
+"""Record: what a fit writes about itself to ``run.jsonl``, one JSON object per line."""
 
 from __future__ import annotations
 

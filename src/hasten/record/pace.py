@@ -51,7 +51,7 @@ _TOKENS, _MASK = "input_ids", "attention_mask"
 
 
 class _Totals(NamedTuple):
-    """What was done until a moment; seconds without validation and checkpoints."""
+    """Totals up to a moment; seconds do not include validation and checkpoints."""
 
     seconds: float
     batches: int
@@ -533,7 +533,7 @@ class _Aside(NamedTuple):
 
 
 class _Counters(NamedTuple):
-    """What was counted until a moment: steps, and seconds of what does not happen evenly in all steps."""
+    """Counts up to a moment: steps, and seconds of work that is not spread evenly over the steps."""
 
     steps: int
     waited: float

@@ -461,7 +461,7 @@ _END: Any = object()
 
 
 class StepEngine(StrategyPart):
-    """What computes a step: backward by torch's autograd, and the optimizers of the user.
+    """Computes a step: backward by torch's autograd, and the user's optimizers.
 
     ``set_precision`` chooses the functions once. Where nothing has to be added, they are torch's.
     """
@@ -723,7 +723,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 class StateIO(StrategyPart):
-    """What a checkpoint holds of weights and optimizers, and how it is written: one file, by the first process."""
+    """Weights and optimizers in checkpoints, and how checkpoints are written: one file, by the first process."""
 
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False

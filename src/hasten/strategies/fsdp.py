@@ -51,7 +51,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a module was divided.
+    """The result of dividing a module: its blocks, the rest, and the mesh.
 
     Args:
         blocks: names of the parts whose parameters are gathered together, each by itself.

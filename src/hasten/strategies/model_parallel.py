@@ -292,8 +292,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self._warn_of_little(module)
 
     def _warn_of_little(self, module: nn.Module) -> None:
-        """Warn if the plan of a model leaves most of it whole: the plans of some models name their output layer
-        only."""
+        """Warn if a model's plan leaves most of it whole: the plans of some models name the output layer only."""
         parameters = list(module.parameters())
         split = sum(p.numel() for p in parameters if any(place.is_shard() for place in getattr(p, "placements", ())))
         total = sum(p.numel() for p in parameters)

@@ -1,4 +1,4 @@
-"""What a program may call and override in a strategy and a precision, under Lightning's names.
+"""Methods that a program may call and override in a strategy and a precision, under Lightning's names.
 
 ``ProgramMethods`` has those methods of a strategy. ``ProgramEngine`` computes a step with the ones that a program has
 overridden; ``detect_overrides`` finds them once a run, and a run without any never meets this module again.
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class ProgramMethods:
-    """Methods that a strategy has under Lightning's names: loops call those that a program overrides."""
+    """Methods of a strategy under Lightning's names: loops call the ones that a program overrides."""
 
     if TYPE_CHECKING:
         accelerator: Accelerator | None

@@ -1,4 +1,4 @@
-"""What a strategy says of a device that records operations, and runs what it has recorded once a step."""
+"""The protocol of strategies for devices that record operations and run them once a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fit keeps of itself: its history, and ``run.jsonl`` in the folder of the first logger's run."""
+"""The records of a fit: its history, and ``run.jsonl`` in the folder of the first logger's run."""
 
 from __future__ import annotations
 

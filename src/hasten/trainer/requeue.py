@@ -1,4 +1,4 @@
-"""Runs that a cluster interrupts, queues again and continues."""
+"""Save and resume runs that a cluster interrupts and queues again."""
 
 from __future__ import annotations
 

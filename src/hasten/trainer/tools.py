@@ -1,4 +1,4 @@
-"""What the Trainer has from other packages, by entry points: ``advise``, ``check``, ``eject`` and ``speed=``."""
+"""What other packages implement for the Trainer: ``advise``, ``check``, ``eject`` and ``speed=``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate search: train while the rate grows, and find where the loss falls fastest."""
+"""Search for a learning rate: increase it while training, and find where the loss falls fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both searches use: a few steps on the user's model and data."""
+"""Run a few steps on the user's model and data, for both searches."""
 
 from __future__ import annotations
 

@@ -95,8 +95,7 @@ class RowTraining(L.Callback):
         self.after_step(pl_module.model, outputs["loss"], batch)
 
     def after_step(self, model: nn.Module, loss: Tensor, batch: Batch) -> None:
-        """Report a step of ``model``: its tokens, as a part of the tokens of the whole training, and the positions
-        computed."""
+        """Report a step of ``model``: its tokens, as a part of the whole training's, and the positions computed."""
         self._steps_left -= 1
         if self._steps_left == 0:
             self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -117,8 +117,7 @@ class Changes:
     def _saved_arguments(
         self, statement: ast.Expr, call: ProgramCall, arguments: ast.arguments, chosen: list[Any]
     ) -> list[str]:
-        """Return the arguments of ``__init__`` that ``save_hyperparameters`` saves, in the form in which they are
-        passed on."""
+        """Return the arguments of ``__init__`` that ``save_hyperparameters`` saves, as code that passes them on."""
         source = self.source
         names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)][1:]
         if arguments.vararg:

@@ -344,7 +344,7 @@ def is_random(dataset: object, read: Callable[[], object]) -> bool:
 
 
 class _RandomWatch:
-    """Notices random numbers drawn from the program's generators or the dataset's."""
+    """Detects random numbers drawn from the program's or the dataset's generators."""
 
     def __init__(self, dataset: object) -> None:
         self._dataset, self._rng = dataset, RngWatch()
@@ -360,7 +360,7 @@ class _RandomWatch:
 
 
 class DatasetProxy(Dataset[Any]):
-    """Other samples in place of a dataset's: attributes are read from the dataset, and set there."""
+    """Replaces the samples of a dataset; attributes are read from the original dataset, and set there."""
 
     _hasten_dataset: Any
 

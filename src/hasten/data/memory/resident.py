@@ -1,4 +1,4 @@
-"""A loader whose data is in memory as whole tensors: a batch is one indexing, not one call a sample."""
+"""A loader whose data is in memory as whole tensors: one indexing operation for each batch."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class HeldDataset(DatasetProxy):
 
 
 class _Changes:
-    """Notices changes of a dataset since its samples were read."""
+    """Detects changes of a dataset since its samples were read."""
 
     def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
         self.name, self._dataset, self._read = name, dataset, read

@@ -1,4 +1,4 @@
-"""The order of an epoch over all processes: redraw it as the epoch began, and divide what is left of it."""
+"""The order of an epoch over all processes: draw it again as at its beginning, and divide its rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DISTRIBUTED, _SHUFFLED, _IN_SEQUENCE = "distributed", "shuffled", "in sequence"
 
 
 class NotKnown(Exception):
-    """Why the order of an epoch, or how far it was read, is not known."""
+    """Raised if the order of an epoch, or the position in it, is not known; the message says why."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Where a stream's batches come from, and how each kind of loader is opened in the middle of an epoch."""
+"""Sources of a stream's batches: how each kind of loader is opened in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
 
 
 class BatchSource:
-    """The batches of one kind of loader; here of any iterable, read again up to the place.
+    """The batches of one kind of loader; this base class reads any iterable again up to the position.
 
     ``replays``: a place can be reached only by fetching everything before it, with the same random numbers.
     """
@@ -151,7 +151,7 @@ class StatefulSource(BatchSource):
 
 
 class _DataLoaderSource(BatchSource):
-    """What is common to a ``DataLoader`` with and without workers."""
+    """Base class of sources for a ``DataLoader`` with and without workers."""
 
     _iterator: Iterator[Any] | None = None
 
@@ -478,7 +478,7 @@ _QUIET = 64
 
 
 class Replay:
-    """Iterates over a loader that cannot skip, and notes what is needed to read it again in the same way.
+    """Iterates over a loader that cannot skip, and records what is needed to read it again in the same way.
 
     A loader that draws from the random generators of this process gets other numbers the second time, unless they
     are restored. Within an epoch that is needed only if something else, such as dropout, drew in between.

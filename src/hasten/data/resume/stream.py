@@ -394,8 +394,7 @@ class Stream:
         self._position.drop_prefetched()
 
     def _continued(self, state: dict[str, Any], moved: bool) -> dict[str, Any]:
-        """Return the state from which this process continues; for an epoch that is divided again, the state of its
-        rest."""
+        """Return the state from which this process continues; if the epoch is divided again, the state of its rest."""
         again = "again" in state
         if state["ended"] and not again:
             return {**state, "rebuild": False, "source": {}} if moved else state
@@ -565,7 +564,7 @@ class _Position:
 
 @dataclass
 class _RestOfEpoch:
-    """What a stream still has of the epoch that a state was taken in."""
+    """The part of an interrupted epoch that a stream has not read yet."""
 
     source: BatchSource
     generators: list[torch.Generator]
@@ -653,7 +652,7 @@ def _orders_of(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class NextEpoch:
-    """An epoch that was begun while the one before was not over."""
+    """An epoch that was begun before the previous one ended."""
 
     # The state of the stream before it began, the epoch that each part of the loader was set to, and its batches.
     end_before: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What hasten adds to a loader's worker processes: each sends its random state along with its batches."""
+"""Additions to a loader's worker processes: each sends its random state along with its batches."""
 
 from __future__ import annotations
 
