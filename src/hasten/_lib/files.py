@@ -1,4 +1,4 @@
-"""Local files, URLs and the cache folder. Other processes, and the next run after a crash, see files complete or absent."""
+"""Local files, URLs and the cache folder. Other processes, and the next run after a crash, see whole files or none."""
 
 from __future__ import annotations
 
