@@ -486,7 +486,7 @@ def changed(arguments: Arguments, name: str, value: object) -> Arguments:
 
 
 def _explain_ones(values: Mapping[str, Any]) -> None:
-    """Say what 1 and 1.0 mean where a number of batches and a share are two things."""
+    """Tell the user what 1 and 1.0 mean, where one is a number of batches and the other a share."""
     for name in ("val_check_interval", "overfit_batches", *(f"limit_{stage}_batches" for stage in _STAGES)):
         value = values[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 1:

@@ -100,7 +100,7 @@ class LoggedValue:
         return f"{self.name}{ending if self.on_step and self.on_epoch else ''}{self.loader_suffix}"
 
     def add(self, value: Any, batch_size: int | float | Tensor | None) -> None:
-        """Take one value; it stays on its device."""
+        """Add one value; it stays on its device."""
         if isinstance(value, Tensor):
             if value.dim() or type(value) is not Tensor:
                 value = self._scalar(value)

@@ -141,7 +141,7 @@ class LoggedValues:
     def record(
         self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | float | Tensor | None
     ) -> LoggedValue | None:
-        """Take one value given to ``self.log``.
+        """Record one value given to ``self.log``.
 
         Args:
             name: the name.
@@ -164,7 +164,7 @@ class LoggedValues:
         return logged
 
     def switch_off(self) -> None:
-        """Take no values: the first one is answered with a warning."""
+        """Ignore all values, with a warning for the first."""
         self._observer = _Ignore()
 
     @contextmanager
@@ -399,7 +399,7 @@ class LoggedValues:
         self._pending.append(_Pending(send_to_host(values), entries, step, epoch))
 
     def deliver(self, *, wait: bool = False) -> None:
-        """Hand what has arrived on the host to loggers and bar, in order."""
+        """Pass values that have arrived on the host to loggers and bar, in order."""
         while self._pending and (wait or self._pending[0].arrival.ready()):
             arrival, entries, step, epoch = self._pending.pop(0)
             row: dict[str, float] = {}
@@ -425,7 +425,7 @@ class LoggedValues:
             self.loss_report.logged(logged.row.name, str(logged.row.stage), name, value)
 
     def _write_row(self, values: dict[str, float], others: Mapping[str, float], step: int, epoch: int | None) -> None:
-        """Hand ``values`` to the loggers, and with ``others`` to the history."""
+        """Pass ``values`` to the loggers, and together with ``others`` to the history."""
         if self.on_row is not None and epoch is not None and (values or others):
             self.on_row(step, epoch, {**values, **others})
         if not values:
@@ -534,7 +534,7 @@ class LoggedValues:
                 context.enter_loader(loader_idx)
 
     def _start_metrics_again(self, stage: str) -> None:
-        """Keep what the metrics of the dataloader that has ended have gathered: the next one may log the same objects.
+        """Save the states of the metrics of the dataloader that has ended: the next one may log the same objects.
 
         Values logged under one name for all dataloaders continue.
         """

@@ -165,7 +165,7 @@ class _Recomputed:
         return self._with_state(function, args, kwargs)
 
     def _with_state(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute; the recomputation starts with what the block held before, and its first one is compared."""
+        """Run the block; a recomputation starts from the state before it, and the first one is compared with it."""
         before = _Before(self.block, (*args, *kwargs.values()))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

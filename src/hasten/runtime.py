@@ -187,7 +187,7 @@ class Runtime:
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
-        """Fill what ``init_module`` left empty, and have the strategy divide ``module``; see ``Strategy.shard``."""
+        """Initialize what ``init_module`` left empty, and divide ``module``; see ``Strategy.shard``."""
         if left_out:
             fill_empty(module, stored)
         self.strategy.shard(module, stored)

@@ -158,7 +158,7 @@ def _step_on_host(made: Any, replaced: Any) -> Callable[..., Any]:
 
 
 def _move(scheduler: Any, replaced: Optimizer, made: Optimizer) -> None:
-    """Have a scheduler, and those that it consists of, belong to another optimizer."""
+    """Make a scheduler, and the schedulers inside it, belong to another optimizer."""
     for each in _with_parts(scheduler):
         if getattr(each, "optimizer", None) is replaced:
             each.optimizer = made

@@ -425,7 +425,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return engine
 
     def _opened(self) -> None:
-        """Note that ``loss.backward()`` has computed gradients."""
+        """Record that ``loss.backward()`` has computed gradients."""
         self.engine.holds_gradients = True
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -549,7 +549,7 @@ class ZeroEngine(StepEngine):
     # -- before the first step
 
     def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
-        """Take what ``owner`` says about accumulation and clipping into the configuration."""
+        """Put the settings of ``owner`` for accumulation and clipping into the configuration."""
         self.strategy._owner = owner
         if accumulation is not None:
             self.strategy._settings.take_accumulation(accumulation, owner)
@@ -612,7 +612,7 @@ class ZeroEngine(StepEngine):
         return [basic], schedulers
 
     def see_loaders(self, loaders: Sequence[Any]) -> None:
-        """Tell the engine how many samples a batch has on a process; raise ValueError if the configuration differs."""
+        """Set the engine's number of samples per batch and process; raise ValueError if the configuration differs."""
         strategy = self.strategy
         if len(loaders) != 1 or isinstance(strategy._batch_size, int):
             return
@@ -752,7 +752,7 @@ class ZeroEngine(StepEngine):
         self.factor = factor if self.factor is None else self.factor * factor
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Have the next step multiply its gradients by 0."""
+        """Make the next step multiply its gradients by 0."""
         self.scale_gradients(optimizer, 0.0)
 
     def clip_norm(

@@ -56,7 +56,7 @@ class LightningCLI(cli.LightningCLI, metaclass=Facade):
 
 
 def name_classes() -> None:
-    """Have jsonargparse write and list classes under Lightning's names, while the alias is installed.
+    """Make jsonargparse write and list classes under Lightning's names, while the alias is installed.
 
     A program then saves configs in Lightning's form, which either library can read.
     """

@@ -223,7 +223,7 @@ class XLAStrategy(ParallelStrategy):
 
     @contextmanager
     def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
-        """Leave the gradients of this process alone in backward; the next one outside averages what has gathered."""
+        """Do not average gradients in backward; the next backward outside of the context averages their sum."""
         exchange = self._exchanges.get(id(wrapped))
         if exchange is None:
             yield
@@ -535,7 +535,7 @@ def make_states(optimizer: Optimizer) -> None:
 
 
 def _take_chip(device: torch.device) -> torch.device:
-    """Let this process see one chip of a TPU only, so that others can use the rest; return its device."""
+    """Make only one chip of a TPU visible to this process, so that others can use the rest; return its device."""
     if "TPU_VISIBLE_CHIPS" in os.environ:
         return device
     from torch_xla._internal import tpu

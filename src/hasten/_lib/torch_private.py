@@ -151,7 +151,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def note_step(optimizer: Any) -> None:
-    """Note that an optimizer has stepped, or that its step was left out on purpose: schedulers do not warn."""
+    """Record that an optimizer has stepped, or that its step was skipped on purpose, so that schedulers do not warn."""
     optimizer._opt_called = True
 
 
@@ -161,7 +161,7 @@ def is_wrapped_by_scheduler(step: object) -> bool:
 
 
 def mark_as_wrapped_by_scheduler(step: Any) -> None:
-    """Keep schedulers from wrapping a ``step`` that notes its calls itself."""
+    """Keep schedulers from wrapping a ``step`` that records its calls itself."""
     step._wrapped_by_lr_sched = True
 
 
@@ -334,7 +334,7 @@ class ShardedPart:
             group._post_forward_indices.clear()
 
     def end_backward(self) -> None:
-        """Do what torch does at the end of each backward: reduce the gradients that are there."""
+        """Reduce the gradients that are there, as torch does at the end of each backward."""
         context = self._state._state_ctx
         # From torch 2.15 on a backward notes at its beginning who ends it.
         if getattr(context, "manual_backward_finalization_active", False) is None:

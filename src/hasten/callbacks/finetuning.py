@@ -110,7 +110,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let all parameters of a module, or a nest of them, train."""
+        """Make all parameters of a module, or of nested collections of modules, trainable."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, True)
 

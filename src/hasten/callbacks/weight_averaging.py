@@ -189,7 +189,7 @@ class WeightAveraging(Callback):
             self._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do so too if a resumed run had nothing left to train."""
+        """Do the same if a resumed run had nothing left to train."""
         if self._restarting and self._trained is None:
             self._catch_up(trainer, pl_module)
         WeightAveraging.on_train_end(self, trainer, pl_module)
@@ -356,7 +356,7 @@ class ModelAverage:
 
 @contextmanager
 def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have ``module`` hold other tensors, by their names in it, for its ``state_dict()``.
+    """Make ``module`` hold other tensors, given by their names in it, for its ``state_dict()``.
 
     Nothing is copied, and the module's own tensors do not change.
     """

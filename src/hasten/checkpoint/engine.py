@@ -191,7 +191,7 @@ def new_stager() -> DefaultStager:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out the warning that one process reads or writes alone, which is meant here."""
+    """Suppress the warning that one process reads or writes alone, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

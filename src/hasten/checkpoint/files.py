@@ -233,7 +233,7 @@ _SMALL_BYTES = 1 << 20
 
 @contextmanager
 def mapped_tensors() -> Iterator[None]:
-    """Let ``load`` leave the large tensors of local files on the disk, for those who copy a part of each and drop it.
+    """Make ``load`` map large tensors of local files from disk, for callers that copy a part of each and drop it.
 
     Several processes on a machine that each need a part then have the file in memory once, in the system's cache.
     """

@@ -76,7 +76,7 @@ class Folder:
             raise CheckpointDamaged(f"{place} is damaged: {problem}.")
 
     def _take_foreign(self, stored: Any) -> None:
-        """Take what Lightning's sharded strategies wrote; there are no checksums."""
+        """Read what Lightning's sharded strategies wrote; there are no checksums."""
         from hasten.checkpoint import engine
 
         self._shards, self._checked = self.place, set()

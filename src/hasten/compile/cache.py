@@ -20,7 +20,7 @@ _TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_torchs_cache() -> None:
-    """Have torch keep its caches in ``compile/torch`` of ``hasten._lib.files.cache_folder``.
+    """Make torch keep its caches in ``compile/torch`` of ``hasten._lib.files.cache_folder``.
 
     Its default folder is in /tmp, which containers and reboots empty. A folder that the user chose is left alone. The
     caches contain code, so a folder that other users can write to is not used.

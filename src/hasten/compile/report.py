@@ -98,7 +98,7 @@ class CompileCounters:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Have all parts compute in Python."""
+        """Make all parts compute in Python."""
         self.paused = True
         try:
             yield

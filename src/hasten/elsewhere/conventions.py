@@ -206,7 +206,7 @@ def class_of(thing: object) -> type:
 
 
 def use(conventions: Conventions) -> None:
-    """Put decisions in force for what is made from now on."""
+    """Use these decisions for everything that is made from now on."""
     global _current
     _current = conventions
 

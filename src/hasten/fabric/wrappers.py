@@ -426,7 +426,7 @@ def check_devices(module: nn.Module, method: str) -> None:
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], method: str) -> None:
-    """Have an optimizer that was made before its module was sharded train the shards."""
+    """Make an optimizer that was created before its module was sharded train the shards."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in replaced and optimizer.state.get(parameter):

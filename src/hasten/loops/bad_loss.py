@@ -48,7 +48,7 @@ class LossReport:
         self._finite_at: int | None = None
 
     def loss(self, value: float, step: int, epoch: int | None) -> None:
-        """Take the loss of a step, as ``training_step`` returned it."""
+        """Check the loss of a step, as ``training_step`` returned it."""
         if math.isfinite(value):
             self._finite_at = step
         elif "loss" not in self._reported:
@@ -62,7 +62,7 @@ class LossReport:
             )
 
     def logged(self, hook: str, stage: str, name: str, value: float) -> None:
-        """Take a logged value that is called a loss and is not finite."""
+        """Receive a logged value that is called a loss and is not finite."""
         if stage not in self._reported:
             self._reported.add(stage)
             rank_zero_warn(
@@ -145,7 +145,7 @@ class Guard:
         return watched
 
     def take(self, loss: Tensor) -> None:
-        """Take a loss that is part of the next step."""
+        """Receive a loss that is part of the next step."""
         # A copy: a recorded graph writes the next one to the same place.
         self._losses.append((self._batch[1], loss.detach().clone()))
 
@@ -213,7 +213,7 @@ class Guard:
             )
 
     def after_batch(self) -> None:
-        """Do what is due between two batches, or raise the error that is to end the run."""
+        """Do what is due between two batches, or raise the error that must end the run."""
         if self._end is not None:
             raise self._end
         progress, saved = self._run.progress, self._saved

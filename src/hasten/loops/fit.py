@@ -502,7 +502,7 @@ def _automatic_step(run: Run) -> Step:
 
 
 def _closure_step(run: Run) -> Step:
-    """Hand forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
+    """Pass forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
     progress, window, optimizer = run.progress, run.window, run.optimizers[0]
     forward_backward, finish_gradients = _forward_backward(run), _finish_in_closure(run)
     in_step = _finishes_in_step(run)

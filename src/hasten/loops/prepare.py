@@ -161,7 +161,7 @@ def _restore_model(
 
 
 def _place_and_wrap(run: Run) -> None:
-    """Bring the module to the device, with the optimizers of a fit, and have it called as the run computes."""
+    """Move the module and the optimizers of a fit to the device, and wrap the module's calls."""
     fitting, runtime = run.state.fn == TrainerFn.FITTING, run.runtime
     runtime.place(run.module)
     change_module(run)
@@ -320,7 +320,7 @@ def _check_beside_engine(run: Run) -> None:
 
 
 def set_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
-    """Have a run train with these optimizers and schedulers; with others from when their lists change."""
+    """Make a run train with these optimizers and schedulers, and with others once their lists change."""
     run.optimizers = WatchedList(optimizers, lambda: _optimizers_changed(run))
     run.schedulers = WatchedList(schedulers, lambda: setattr(run, "changed", True))
     run.averages = AveragedWeights(optimizers)
@@ -413,7 +413,7 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
 
 
 def follow_arguments(run: Run, optimizer: InBackward) -> None:
-    """Have an optimizer that steps in backward clip as the arguments say; refuse what needs gradients after it."""
+    """Apply the arguments for clipping to optimizers that step in backward; refuse what needs gradients afterwards."""
     arguments, speed, batches = run.arguments, run.arguments.speed, run.window.accumulate_grad_batches
     name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
     instead = f"use torch.optim.{name} as it is."
@@ -536,7 +536,7 @@ def check_compile(run: Run) -> None:
 
 
 def compile_module(run: Run) -> None:
-    """Have the module called compiled until the run ends; ``run.undo`` takes it back."""
+    """Compile the module's calls until the run ends; ``run.undo`` restores them."""
     settings = _settings(run)
     if settings is None:
         return

@@ -213,7 +213,7 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
 
 
 def _compare(run: Run, batches: Batches, state: int) -> None:
-    """Say which processes have fewer batches than others, when the first of them has no more."""
+    """Report which processes have fewer batches than others, when the first of them has no more."""
     more = state == _MORE
     if more and run.arguments.uneven == "error":
         # Not every loader knows which batch is its last. What is fetched here is lost, with "error" alone.

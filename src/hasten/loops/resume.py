@@ -450,7 +450,7 @@ class BatchStart:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Have the run look as it did then; no tensor is written to, which a backward may still need."""
+        """Show the earlier state of the run; tensors are not overwritten, because a backward may still need them."""
         run = self._run
         if self._versions != self._weight_versions() or run.averages.optimizers:
             raise _refusal(run, "its weights have changed since the batch began")
@@ -495,7 +495,7 @@ def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _failed_in_first_batch(run: Run) -> Iterator[None]:
-    """Mark an epoch as begun where an exception ended it in its first batch: it is not to begin once more."""
+    """Mark an epoch as begun if an exception ended it in its first batch, so that it does not begin again."""
     progress = run.progress
     before = progress.begun
     if run.logged.context.row.name == "on_exception" and _trains(run) and not run.window.is_last_batch:

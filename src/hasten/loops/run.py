@@ -94,7 +94,7 @@ class Progress:
 
     @property
     def current_epoch(self) -> int:
-        """Index of the epoch in hand; between epochs, and after the last, of the one that would come next."""
+        """Index of the current epoch; between epochs, and after the last, of the one that would come next."""
         begun = self.batch > 0 or self.last_batch or self.epoch_ended or self.begun
         return self.epoch + 1 if begun and not self.in_epoch else self.epoch
 
@@ -300,7 +300,7 @@ class Run:
         follow(self)
 
     def replaced(self, owner: object) -> None:
-        """Note that a method or entry of ``owner`` was set or removed: if it takes part, the loop decides again."""
+        """Record that a method or entry of ``owner`` was set or removed: if the loop uses it, it decides again."""
         parts = (self.module, self.data.train.datamodule, *self.schedulers, *self.wrapped_optimizers)
         if any(owner is part for part in parts):
             self.changed = True

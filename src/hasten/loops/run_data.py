@@ -246,11 +246,11 @@ class StageData:
                 self.close()
 
     def reload_next(self) -> None:
-        """Have the next ``reload_if_due`` ask for the loaders again, where reloading is on."""
+        """Make the next ``reload_if_due`` ask for the loaders again, if reloading is on."""
         self._loaded_at_epoch = -math.inf
 
     def loaded_in(self, epoch: int) -> None:
-        """Count the next reload from the epoch in which the saved run loaded last."""
+        """Schedule the next reload relative to the epoch in which the saved run loaded last."""
         every = self.reload_every_n_epochs
         self._loaded_at_epoch = epoch - epoch % every if every else 0
 
@@ -323,7 +323,7 @@ class StageData:
         ]
 
     def load_state_dict(self, states: Iterable[dict[str, Any]], *, moved: bool = False) -> list[int]:
-        """Go to where ``state_dict`` was taken; an evaluation that was interrupted starts again.
+        """Continue where ``state_dict`` was taken; an interrupted evaluation starts again.
 
         Args:
             states: of this process.

@@ -477,7 +477,7 @@ class FirstEpoch:
         self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
 
     def before_start(self, run: Run) -> None:
-        """Note the parts in eval mode before training: those that hooks or their own train() switch are meant so."""
+        """Record the parts in eval mode before training; parts that hooks or their own train() switch are intended."""
         self._in_eval_mode = {part for part in run.module.modules() if not part.training}
         self._broadcast = _broadcast_losses(run.module)
         if run.conventions.warns_of_settings and self._in_eval_mode and not self._begun:
@@ -561,7 +561,7 @@ def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.
 
 
 def _warn_of_broadcast_losses(module: LightningModule, before: Iterable[tuple[str, str, int]]) -> None:
-    """Say what mends a loss of two shapes, of which torch has warned in this fit."""
+    """Say how to fix a loss of two shapes, if torch has warned about one in this fit."""
     for (name, text, line), shapes in _broadcast_losses(module).items():
         if (name, text, line) in before:
             continue

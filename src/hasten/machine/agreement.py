@@ -47,7 +47,7 @@ def store() -> Any:
 
 
 def announce_leaving() -> None:
-    """Have the others know that this process leaves the group."""
+    """Tell the others that this process leaves the group."""
     # The store may be gone already.
     with suppress(RuntimeError):
         store().set(f"left/{dist.get_rank()}", "1")
@@ -62,7 +62,7 @@ def has_left(rank: int) -> bool:
 
 
 def begin_run() -> None:
-    """Have the others find out later whether this process lives, and forget with which error it left an earlier run."""
+    """Let the others find out later whether this process is alive, and forget the error that ended an earlier run."""
     with suppress(RuntimeError):
         own = store()
         own.set(f"process/{dist.get_rank()}", f"{_machine()} {os.getpid()}")
@@ -318,7 +318,7 @@ _listener: _Listener | None = None
 
 
 def answer(kind: str, passed: Passed) -> None:
-    """Let other processes that wait know whether this one has passed where they are, whatever it does at that time.
+    """Tell waiting processes, from a thread, whether this process has already passed the point where they wait.
 
     Args:
         kind: of the question, see ``exchange``.

@@ -75,7 +75,7 @@ class Launcher(ABC):
 
 
 def mark_rank() -> None:
-    """Note that the variables of a rank belong to this process, and not to a process that it starts."""
+    """Record that the variables of a rank belong to this process, and not to a process that it starts."""
     os.environ[_RANK_PID] = str(os.getpid())
 
 
@@ -475,7 +475,7 @@ _end_seconds = 1800.0
 
 
 def allow_at_end(seconds: float) -> None:
-    """Let the other processes work for themselves for at least this long when the program of the first has ended."""
+    """Give the other processes at least this long to finish their own work after the program of the first has ended."""
     global _end_seconds
     _end_seconds = max(_end_seconds, seconds)
 

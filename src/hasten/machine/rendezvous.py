@@ -113,7 +113,7 @@ def meet(store: Any, party: Party) -> None:
 
 
 def forget_meetings() -> None:
-    """Count from the beginning, as processes that are started now do."""
+    """Count meetings from the beginning, as processes that are started now do."""
     global _meetings
     _meetings = itertools.count()
 

@@ -303,7 +303,7 @@ class Watchdog:
                 self._report_alone(verdict, silent)
 
     def _look(self) -> None:
-        """Note what has changed in this process."""
+        """Record what has changed in this process."""
         now, beat = time.monotonic(), self._beat
         if now - self._looked > SILENT_SECONDS:
             # The process was suspended, and continues now.
@@ -354,7 +354,7 @@ class Watchdog:
                 self._give_order(verdict)
 
     def _pass_on_signal(self) -> None:
-        """Have the processes hear of a signal that arrived at one of them: an evaluation has no step that all make."""
+        """Tell all processes about a signal that arrived at one: an evaluation has no step that all of them make."""
         requests = signals.StopRequests.active
         if requests is None or requests.heard is not None or not requests.number:
             return
@@ -628,7 +628,7 @@ _in_forks = False
 
 
 def _forget_in_forks() -> None:
-    """Have forked processes, such as data workers, not write to the pipe of this one."""
+    """Keep forked processes, such as data workers, from writing to the pipe of this one."""
     global _in_forks
     if _in_forks:
         return
@@ -683,7 +683,7 @@ def stop() -> None:
 
 @contextmanager
 def observing(position: Callable[[], Position], folder: Callable[[], str]) -> Iterator[None]:
-    """Have reports say how far a loop has come, while the context is open.
+    """Let reports say how far a loop has come, while the context is open.
 
     Args:
         position: reads the loop's counters; called about once a second, in another thread.

@@ -56,7 +56,7 @@ class ModuleChanges:
         self._modes: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Training begins: note how the module is, and set what ``load_state_dict`` was given."""
+        """Record the state of the module when training begins, and restore what ``load_state_dict`` was given."""
         self._before = self._look()
         loaded, self._loaded = self._loaded, {}
         if not loaded:
@@ -101,7 +101,7 @@ class ModuleChanges:
         return {kind: found for kind, found in changed.items() if found}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have ``begin`` set what ``state_dict`` returned."""
+        """Store what ``state_dict`` returned, for ``begin`` to set."""
         self._loaded = state
 
     def _look(self) -> dict[str, dict[str, Any]]:

@@ -67,7 +67,7 @@ class AveragedWeights:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the averages into the module, and the training weights back at the end, bit for bit."""
+        """Put the averages into the module inside the block; restore the training weights afterwards, bit for bit."""
         if self.training_weights is not None or not self.optimizers:
             yield
             return

@@ -112,7 +112,7 @@ class InBackward(Optimizer):
         self._handles = [handle for p in parameters if (handle := self._hook(p)) is not None]
 
     def stop(self) -> None:
-        """Leave gradients alone from now on."""
+        """Stop stepping in backward."""
         for handle in self.__dict__.get("_handles", ()):
             handle.remove()
         self._handles = []

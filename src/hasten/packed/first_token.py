@@ -25,7 +25,7 @@ class LossCheck:
         self._wrong: Tensor | None = None
 
     def note(self, wrong: Tensor, *, at_once: bool = False) -> None:
-        """Note whether a gradient shows it, and raise the error where that is known, or if it must be known at once."""
+        """Record whether a gradient is wrong; raise the error when that is known, with ``at_once`` now."""
         self._wrong = wrong if self._wrong is None else self._wrong | wrong
         if at_once or not would_wait(wrong):
             self.confirm()

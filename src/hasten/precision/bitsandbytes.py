@@ -128,7 +128,7 @@ class BitsandbytesPrecision(DtypePrecision):
         return quantized
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         self._rest.convert_optimizer(optimizer)
 
 

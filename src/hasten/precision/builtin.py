@@ -89,7 +89,7 @@ class HalfPrecision(DtypePrecision):
         return module
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         if self.keep_small_updates and isinstance(optimizer, Optimizer):
             keep_small_updates(optimizer)
 

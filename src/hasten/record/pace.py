@@ -213,7 +213,7 @@ class Pace:
         self._due = 0.0
 
     def _say_how_long(self, now: float) -> None:
-        """Say that a fit takes long, while there is time to do something about it."""
+        """Tell the user that a fit will take long, while there is time to do something about it."""
         left = self.seconds_left()
         if left is None or now - self._began + left < _LONG_FIT_SECONDS:
             return
@@ -226,18 +226,18 @@ class Pace:
         )
 
     def drop_sample(self) -> None:
-        """The functions of a step are chosen again, or the epoch is over: what was timed of a step is lost."""
+        """Drop the timing of an unfinished step: its functions are chosen again, or the epoch is over."""
         if self._times is not None:
             self._times.drop()
 
     def end_epoch(self) -> None:
-        """Note how many batches the epoch had."""
+        """Record how many batches the epoch had."""
         self.drop_sample()
         if self._run is not None and self._run.progress.last_batch:
             self._batches_of_epoch = self._run.progress.batch
 
     def end(self) -> None:
-        """The fit is over: write what the last line does not have."""
+        """Write what the last line does not have; called when the fit is over."""
         run = self._run
         if run is not None:
             self.drop_sample()
@@ -375,7 +375,7 @@ class Pace:
         self._sample_before = self._counters(run)
 
     def count_last(self) -> None:
-        """Count the batch in hand by itself: the last one of an epoch may be smaller."""
+        """Count the current batch separately: the last one of an epoch may be smaller."""
         run = self._run
         if run is None or self.counts or not self._sizes_known or not self._history:
             return

@@ -189,13 +189,13 @@ class StepTimes:
         self._waits = True
 
     def end(self) -> None:
-        """The step is over: go back to the functions that are not timed."""
+        """End the timing of a step: restore the functions without timers."""
         self._came()
         self.clock.end()
         self._restore()
 
     def drop(self) -> None:
-        """Go back to the functions that are not timed; what was timed of a step is lost."""
+        """Restore the functions without timers; the timing of an unfinished step is lost."""
         if self.running:
             self._restore()
         self._plan = None

@@ -245,7 +245,7 @@ class Strategy(ProgramMethods, ABC):
             self.given["precision"] = precision
 
     def set_precision(self, precision: Precision) -> None:
-        """Take the number format that was chosen for the run.
+        """Receive the number format that was chosen for the run.
 
         Raises:
             ValueError: the strategy cannot compute in it.
@@ -411,7 +411,7 @@ class Sharding(StrategyPart):
         return ()
 
     def compute_along(self, module: nn.Module) -> None:
-        """Take part in a step of an evaluation on other processes, without a batch."""
+        """Take part in an evaluation step of other processes, without a batch."""
 
     def reshard(self) -> None:
         """Free copies of the weights that forwards have left gathered; called when the weights have changed."""
@@ -500,7 +500,7 @@ class StepEngine(StrategyPart):
     # -- before the first step
 
     def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
-        """Take what ``owner`` ("Trainer" or "Fabric") says about a step; None where it says nothing.
+        """Receive the settings of ``owner`` ("Trainer" or "Fabric") for a step; None where there are none.
 
         Args:
             owner: for the messages.
@@ -517,7 +517,7 @@ class StepEngine(StrategyPart):
         return optimizers, schedulers
 
     def see_loaders(self, loaders: Sequence[Any]) -> None:
-        """Take the training loaders of a run, before its first batch."""
+        """Receive the training loaders of a run, before its first batch."""
 
     def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
         """Raise ValueError if the strategy cannot train with an optimizer; ``owner`` is "Trainer" or "Fabric"."""
@@ -647,7 +647,7 @@ class StepEngine(StrategyPart):
             torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Have ``optimizer`` step next without gradients."""
+        """Make ``optimizer`` take its next step without gradients."""
         for parameter in parameters_of(optimizer):
             parameter.grad = None
 

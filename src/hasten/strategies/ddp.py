@@ -265,7 +265,7 @@ class DDPStrategy(ParallelStrategy):
         self._simulate_collectives()
 
     def exchange_with(self, hook: Callable[..., Any]) -> float | None:
-        """Have DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
+        """Make DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
 
         Returns:
             the size of a bucket in MiB; None for torch's.

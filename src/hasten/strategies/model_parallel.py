@@ -305,7 +305,7 @@ class ModelParallelStrategy(ShardedStrategy):
             )
 
     def _shard_over_groups(self, module: nn.Module) -> None:
-        """Shard over the groups what the user has not."""
+        """Shard over the groups the parameters that the user has not sharded."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         whole = [name for name, parameter in module.named_parameters() if not _is_sharded_over_groups(parameter)]
@@ -399,7 +399,7 @@ class ShardsOverGroups(Shards):
             )
 
     def begin_epoch(self) -> None:
-        """Have the processes of a tensor-parallel group read and drop out alike."""
+        """Give the processes of a tensor-parallel group the same batches and dropout masks."""
         self.strategy.equal_generators()
 
     def check_batch(self, batch: object) -> None:

@@ -71,7 +71,7 @@ class _Piece(NamedTuple):
             self.stepped.grad = grad.detach().reshape(-1)[self.start : self.stop]
 
     def hide(self) -> None:
-        """Let go of the parameter's memory, which may be moved between two steps."""
+        """Release the parameter's memory, which may be moved between two steps."""
         if not self.is_whole:
             self.stepped.grad = None
             self.stepped.data = self.stepped.data.new_empty(0)
@@ -184,7 +184,7 @@ class OptimizerShard:
 
     @contextmanager
     def own_parts(self, *, gradients: bool = False) -> Iterator[list[_Piece]]:
-        """Have the groups hold only what this process steps; yield it, in their order."""
+        """Let the groups hold only what this process steps, inside the block; yield it, in their order."""
         # In place: some optimizers keep a reference to the list.
         before = [(group["params"], list(group["params"])) for group in self._optimizer.param_groups]
         by_group = [self._own_pieces(parameters) for _, parameters in before]

@@ -546,7 +546,7 @@ def _returns_split_logits(style: ParallelStyle) -> bool:
 
 
 def _split_loss(model: nn.Module, named: _Named, sequence_parallel: bool) -> None:
-    """Have the output layer leave its logits split, as ``loss_parallel`` needs them."""
+    """Make the output layer leave its logits split, as ``loss_parallel`` needs them."""
     output = _output_layers(model, named)
     if len(output) != 1:
         found = _some(output) if output else "none"

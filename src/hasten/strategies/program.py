@@ -74,7 +74,7 @@ class ProgramMethods:
     _runtime: Runtime | None = None
 
     def join_run(self, runtime: Runtime | None = None, trainer: Trains | None = None) -> None:
-        """Take the Runtime and the Trainer of a run, for methods that a program calls."""
+        """Receive the Runtime and the Trainer of a run, for methods that a program calls."""
         if runtime is not None:
             self._runtime = runtime
         if trainer is not None:
@@ -106,7 +106,7 @@ class ProgramMethods:
         return None if self._trainer is None else self._trainer.lightning_module
 
     def connect(self, model: Any) -> None:
-        """Have ``Trainer.save_checkpoint`` save a module that takes part in no run yet.
+        """Let ``Trainer.save_checkpoint`` save a module that is not in a run yet.
 
         Args:
             model: the module; None for the module of the run, as when a run begins.

@@ -365,7 +365,7 @@ class Shards(PartialSharding):
         return self.order or tuple(_sharded_parts(module))
 
     def compute_along(self, module: nn.Module) -> None:
-        """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
+        """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
         parts = _sharded_parts(module)
         for name in self.forward_order(module):
             self.strategy.engine.route(_nothing, parts[name])()

@@ -192,7 +192,7 @@ def show_run(self: Trainer, stage: Stage, run: Run, datamodule: LightningDataMod
 
 
 def redirect_fit(self: Trainer, take: Callable[[Run], None], body: Callable[[Run], None]) -> None:
-    """Have the calls of ``fit`` of this Trainer run ``body`` in place of the loop, without a checkpoint.
+    """Make the calls of ``fit`` of this Trainer run ``body`` instead of the loop, without a checkpoint.
 
     Args:
         take: called with the run before it is prepared.
@@ -215,7 +215,7 @@ def redirect_fit(self: Trainer, take: Callable[[Run], None], body: Callable[[Run
 
 @contextmanager
 def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: Any) -> Iterator[SavedObjects]:
-    """Take callbacks and loggers off, and restore Trainer, module, data and random numbers afterwards.
+    """Detach callbacks and loggers, and restore Trainer, module, data and random numbers afterwards.
 
     Yields what is restored, to which more can be added.
     """

@@ -76,7 +76,7 @@ class ReadyCompleted(Counters):
             assigned(name, value)
 
     def tell(self, assigned: Callable[[str, int], None]) -> Self:
-        """Have ``assigned`` called with the name and value of each counter that is assigned from now on."""
+        """Call ``assigned`` with the name and value of each counter that is assigned from now on."""
         object.__setattr__(self, "_assigned", assigned)
         return self
 

@@ -115,7 +115,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
 
 
 def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> None:
-    """Tell callbacks the module whose ``log`` is theirs during a run; None when it is over."""
+    """Give callbacks the module whose ``log`` they use during a run; None when it is over."""
     for callback in callbacks:
         if module is None:
             callback.__dict__.pop("_module", None)
@@ -195,7 +195,7 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
 
 
 def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
-    """Note in the process that started the others that their run has failed."""
+    """Record, in the process that started the others, that their run has failed."""
     trainer.state.status, trainer.state.stage = TrainerStatus.INTERRUPTED, None
     for callback in trainer.callbacks:
         if not _saves(callback):

@@ -29,7 +29,7 @@ _LONGEST = 300
 
 @contextmanager
 def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
-    """Keep the history of a fit and write its record; other runs and tries of some steps have neither.
+    """Keep the history of a fit and write its record; other runs and trials have neither.
 
     Yields:
         a function to be called when the fit is prepared: what is known by then is the first line of the record.

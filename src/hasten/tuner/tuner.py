@@ -175,7 +175,7 @@ class Tuner:
         return found
 
     def _show(self, search: _Search, model: LightningModule, datamodule: LightningDataModule | None) -> None:
-        """Have the Trainer show the module and its data, as after ``fit``."""
+        """Make the Trainer show the module and its data, as after ``fit``."""
         model.trainer = self._trainer
         # None where other processes searched.
         if search.run is not None:

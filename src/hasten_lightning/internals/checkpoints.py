@@ -150,21 +150,21 @@ class WrappingCheckpointIO(CheckpointIO):
             self._checkpoint_io = checkpoint_io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
-        """Have the other one write."""
+        """Let the wrapped object write."""
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Have the other one read."""
+        """Let the wrapped object read."""
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Have the other one remove a file."""
+        """Let the wrapped object remove a file."""
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Have the other one finish."""
+        """Let the wrapped object finish."""
         self.checkpoint_io.teardown()
 
 

@@ -64,7 +64,7 @@ def get_short_description(component: object) -> str | None:
 
 
 def register_classes(registry: object, method: str, module: ModuleType, parent: type) -> None:
-    """Have the classes of a module register themselves.
+    """Let the classes of a module register themselves.
 
     Args:
         registry: what they register in.

@@ -122,7 +122,7 @@ class Result:
 
     @property
     def basis(self) -> str:
-        """What the seconds stand on, in words."""
+        """How the seconds were measured, in words."""
         if self.in_full:
             return f"trained in full: {self.steps:,} steps"
         return f"{sum(turn.steps for turn in self.turns):,} of {self.steps:,} steps"
@@ -268,7 +268,7 @@ def _fastest(results: Sequence[Result]) -> Result:
 
 
 def shorten(task: Task) -> None:
-    """Leave a task with ``full_seconds`` as many samples as the plain loop trains in that time on this machine."""
+    """Reduce a task with ``full_seconds`` to as many samples as the plain loop trains in that time on this machine."""
     if task.full_seconds is None:
         return
     variant = RowVariant()

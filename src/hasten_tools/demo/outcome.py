@@ -243,7 +243,7 @@ def _marks(numbered: _Numbered) -> Iterator[str]:
 
 
 def _unsteadiness(numbered: _Numbered) -> Iterator[str]:
-    """Say how differently long the turns of a row took: they cost the same except for what else the machine did."""
+    """Describe how much the times of a row's turns differ: apart from the load of the machine they should be equal."""
     spreads = [(1.0, 0)]
     for number, result in numbered:
         if costs := [turn.cost("tokens") for turn in result.turns]:

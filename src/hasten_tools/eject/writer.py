@@ -494,7 +494,7 @@ def _constants(ddp: bool) -> dict[str, str]:
 
 
 def _init_loggers(lines: list[str], facts: Facts, kept: list[str]) -> None:
-    """Have the Trainer make the loggers that it is not given."""
+    """Make the Trainer create the loggers that it is not given."""
     if "logger" in kept:
         several = isinstance(facts.arguments.get("logger"), (list, tuple))
         lines.remove("self.logger = logger")

@@ -147,7 +147,7 @@ class _PlannedFit:
         self._parameters: list[nn.Parameter] = []
 
     def take(self, run: Run) -> None:
-        """Have a run prepare without data."""
+        """Prepare a run without data."""
         runtime, load = run.runtime, run.data.train.load
         init_module, shard = runtime.init_module, runtime.strategy.shard
 

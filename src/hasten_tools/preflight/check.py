@@ -250,7 +250,7 @@ class Check:
             )
 
     def _limit(self, run: Run) -> None:
-        """Have a run train for one short epoch, after which the watch stops it, and validate after it."""
+        """Make a run train for one short epoch, after which the watch stops it, and validate."""
         given = run.data.train.limit
         run.window.accumulate_grad_batches = min(run.window.accumulate_grad_batches, 2)
         run.change_arguments(
@@ -322,7 +322,7 @@ class Check:
 
     @contextmanager
     def _own_callbacks(self, kept: SavedObjects) -> Iterator[None]:
-        """Leave those callbacks out that ``configure_callbacks`` adds and a check does not call."""
+        """Leave out callbacks that ``configure_callbacks`` adds and a check does not call."""
         module, configure = self.module, self.module.configure_callbacks
 
         def configured() -> list[Callback]:

@@ -121,7 +121,7 @@ class StepWatch(Callback):
             self._hooks.callback(handle.remove)
 
     def close(self) -> None:
-        """Take everything off the module."""
+        """Remove everything from the module."""
         self._block.close()
         self._hooks.close()
 

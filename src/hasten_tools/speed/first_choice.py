@@ -695,7 +695,7 @@ def steps_of(step_seconds: float) -> int:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Say nothing: what is worth saying is said again when the training begins."""
+    """Suppress messages: important ones are repeated when the training begins."""
     with messages_later(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -330,7 +330,7 @@ class Races:
         return row
 
     def _check_start(self, row: Row, before: TrialRecord, speed: float) -> None:
-        """Let a winner lose if its longer start is won back only after the training has ended."""
+        """Reject a winner whose longer start is won back only after the training has ended."""
         once = row.one_time_seconds or 0.0
         if once < _ONE_TIME_SECONDS:
             return

@@ -162,7 +162,7 @@ def seconds_without_core() -> float:
 
 
 def main() -> NoReturn:
-    """Be the trial that the command line of this process names."""
+    """Run the trial that the command line of this process names."""
     path = sys.argv[1]
     del sys.argv[1:]
     run(path)

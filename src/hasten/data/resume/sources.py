@@ -71,7 +71,7 @@ class BatchSource:
         self._replay: Replay | None = None
 
     def continue_with(self, rest: Rest | None) -> None:
-        """Have the next ``reopen`` read the rest of an epoch; None for all of one."""
+        """Make the next ``reopen`` read the rest of an epoch; None for a whole epoch."""
         goes_on = None if rest is None else rest.goes_on
         self.rest = None if rest is None else rest.batches
         self.begun = 0 if rest is None or goes_on is None else rest.state["begun"]

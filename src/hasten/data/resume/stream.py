@@ -242,7 +242,7 @@ class Stream:
         return is_last
 
     def _end_data(self, number: int, iterator: Iterator[Any]) -> None:
-        """Note that batch ``number``, which comes next, is the last of the data."""
+        """Record that batch ``number``, which comes next, is the last of the data."""
         self._position.exhausted, self._position.fetching = True, number + 1
         if self._generators and not self._ends_at_length:
             # The user's generator moves once more when its sampler ends, as it does in the plain loop. That
@@ -429,7 +429,7 @@ class Stream:
             each.set_epoch(epoch)
 
     def begin_next(self, epoch: int) -> None:
-        """Have living workers fetch the first batches of the next epoch now, while validation runs.
+        """Make running workers fetch the first batches of the next epoch now, while validation runs.
 
         For the last batch of an epoch. Done only if it makes no difference: the workers live on, and the order of the
         next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
@@ -577,7 +577,7 @@ class _RestOfEpoch:
     prefetched_state: dict[str, Any] | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Fetch the batches up to the place again, as far as that is needed; random generators keep their states."""
+        """Fetch the batches up to the position again, if necessary; random generators keep their states."""
         generators, source = self.generators, self.source
         self.start = state["start"] or {
             "rng": self.watch.state(),
@@ -888,7 +888,7 @@ class _Reader:
         self.restart()
 
     def restart(self) -> None:
-        """Be at the beginning of a joint epoch."""
+        """Start at the beginning of a joint epoch."""
         self.again()
         self.done = self.took = self.was_done = False
 
@@ -922,7 +922,7 @@ class _Reader:
         return self.next(end, consumed)
 
     def leave(self) -> None:
-        """Leave the stream's epoch where it is."""
+        """Stop reading the stream without ending its epoch."""
         batches, self.batches = self.batches, None
         if batches is not None:
             batches.close()  # type: ignore[attr-defined]
