@@ -1,4 +1,7 @@
-"""The command line: ``hasten COMMAND``. Commands are found by entry points and imported when they are used."""
+"""The command line: ``hasten COMMAND``. Commands are found by entry points and imported when they are used.
+
+It must not import ``hasten_tools``, ``hasten.trainer`` or ``hasten.loops``.
+"""
 
 from __future__ import annotations
 

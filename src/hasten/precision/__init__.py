@@ -1,4 +1,8 @@
-"""Precisions: the number formats of parameters, inputs and computation."""
+"""Precisions: the number formats of parameters, inputs and computation.
+
+A precision does not know where the model is, and must not import ``hasten.strategies``, ``hasten.module`` or
+``hasten.loops``.
+"""
 
 from __future__ import annotations
 

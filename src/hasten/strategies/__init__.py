@@ -1,4 +1,8 @@
-"""How one model lives on many devices."""
+"""Strategies: how one model lives on one or several devices.
+
+A strategy does not know the loop that calls it, and must not import ``hasten.module``, ``hasten.loops`` or
+``hasten.trainer``.
+"""
 
 from __future__ import annotations
 
