@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 Batches = Iterator[tuple[Any, bool]]
 
-# Processes that all ask to stop after the same batch do so within a moment of each other.
+# Processes that all ask to stop after the same batch do so at nearly the same time.
 _SAME_MOMENT_SECONDS = 2.0
 
 _END: Any = object()
-# For numbers of batches without an end, which JSON and whole numbers do not have.
+# Stands for an infinite number of batches, which JSON and integers do not have.
 _INFINITE = 2.0**52
 _MOST_RANKS = 8
 _ADVICE = "Give each process the same number of batches, or use uneven='stop'."
-# Runs of this process alone are not counted: others may not have them.
+# Runs of one process alone are not counted: other processes may not have them.
 _numbers = itertools.count(1)
 # The state of each process's current batch; the largest counts.
 _MORE, _LAST, _NONE = range(3)
@@ -71,7 +71,7 @@ def check_program(
     return number
 
 
-# Callbacks that only write or show something; a process may have them alone.
+# Callbacks that only write or show something may exist on one process only.
 _ALONE = ("progress", "rich_progress", "monitors", "model_summary", "lambda_function", "prediction_writer")
 
 
@@ -136,7 +136,7 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     """
     run.limits.number = run.limits.number or next(_numbers)
     train = run.data.train
-    # What an earlier epoch agreed on need not be true of this one.
+    # The agreement of an earlier epoch may not hold for this one.
     train.most_batches = train.agreed_limit = math.inf
     end = train.certain_end
     known = -1.0 if end is None else min(end, _INFINITE)
@@ -169,7 +169,7 @@ def check_steps(run: Run) -> None:
         RuntimeError: they did not.
 
     """
-    # What hasten steps itself it steps on all processes.
+    # Steps that hasten takes itself happen on all processes.
     if run.module.automatic_optimization:
         return
     steps = float(run.progress.global_step)
@@ -199,7 +199,7 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
             batch, is_last = next(batches, (_END, False))
             state = _NONE if batch is _END else _LAST if is_last else _MORE
             worst = torch.tensor(state)
-            # Between the hosts: no device is waited for.
+            # Between the hosts, so that no device has to wait.
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
             if worst.item() != _MORE:
                 _compare(run, batches, state)
@@ -216,7 +216,7 @@ def _compare(run: Run, batches: Batches, state: int) -> None:
     """Report which processes have fewer batches than others, when the first of them has no more."""
     more = state == _MORE
     if more and run.arguments.uneven == "error":
-        # Not every loader knows which batch is its last. What is fetched here is lost, with "error" alone.
+        # Not every loader knows which batch is its last. A batch fetched here is lost, but only with "error".
         more = next(batches, _END) is not _END
     everybody: list[Any] = [None] * run.runtime.world_size
     dist.all_gather_object(everybody, (run.progress.batch + (state != _NONE) + more, more), group=host_group(run))
@@ -230,9 +230,9 @@ def _compare(run: Run, batches: Batches, state: int) -> None:
 
 
 def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-    """Yield the batches of an evaluation, fewer where a signal arrived at any process: ``leave_evaluation`` comes next.
+    """Yield the batches of an evaluation; stop early if a signal arrived at any process, before ``leave_evaluation``.
 
-    Where a forward needs all processes, one without batches computes along until all are done.
+    If a forward needs all processes, a process without batches takes part until all are done.
     """
     strategy = run.runtime.strategy
     if not run.runtime.several_processes:
@@ -297,7 +297,7 @@ def host_group(run: Run) -> Group:
 def agree_after_batch(run: Run, *, validated: bool = False) -> None:
     """Agree, after a batch, on a signal that arrived at any process; ``should_stop`` is agreed on, or postponed.
 
-    Where one process wants to stop alone, all stop at the next agreement, about a second later.
+    If only one process wants to stop, all stop at the next agreement, about a second later.
     """
     stop, progress = run.limits.stop, run.progress
     if not validated and stop.due(progress.total_batches):

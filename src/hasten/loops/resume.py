@@ -49,7 +49,7 @@ class RunState:
     Args:
         run: the run.
         callbacks: the Trainer's.
-        datamodule: the one of the run, or None.
+        datamodule: the datamodule of the run, or None.
 
     """
 
@@ -59,7 +59,7 @@ class RunState:
     def collect(self, *, weights_only: bool) -> dict[str, Any]:
         """Return everything a run needs to continue exactly; all processes call it together.
 
-        Inside a batch that is the state in which the batch began, or a RuntimeError where it is not known.
+        Inside a batch this is the state in which the batch began; if that is not known, a RuntimeError is raised.
 
         Args:
             weights_only: leave out what only training needs.
@@ -70,7 +70,7 @@ class RunState:
         with _as_saved(run, weights_only=weights_only), averaged:
             weights = run.runtime.strategy.state.state_dict(run.module)
             if run.averages.optimizers:
-                # The module's own tensors hold the weights of training again in a moment.
+                # The module's own tensors will hold the training weights again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
             checkpoint: dict[str, Any] = {
                 "epoch": run.progress.current_epoch,
@@ -143,7 +143,7 @@ class RunState:
                 runtime.strategy.sharding.to_checkpoint(weight) for weight in run.averages.training_weights
             ]
         if run.observers.levers is not None:
-            # A run that continues from here has the same, whatever is measured or remembered by then.
+            # A run that continues from here uses the same levers, whatever is measured or cached by then.
             own["levers"] = list(run.observers.levers)
         own["history"] = run.observers.history.state_dict(run.resume.earlier.rows)
         return {**checkpoint, "hasten": own}
