@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from hasten.hooks import Hook
     from hasten.runtime import Runtime
 
-# Numbers the runs of several processes; the same run has the same number on each.
+# Counts the runs of several processes; the same run has the same number on each.
 _numbers = itertools.count()
 _OPERATIONS = ("mean", "sum", "max", "min")
 _OPERATION_NAMES = tuple(f" ({op})" for op in _OPERATIONS)
-# By metric and state: type of the samples, and shape of one.
+# By metric and state: the type of the samples, and the shape of one sample.
 _States = dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]
-# What adds nothing to a reduction.
+# The neutral element of each reduction.
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 
 
 class LoggedStep(NamedTuple):
-    """What an evaluation step logged for the loggers' rows of steps."""
+    """The values that an evaluation step logged for the loggers' rows of steps."""
 
     loader_idx: int | None
     step: int
@@ -65,16 +65,16 @@ class Absent(NamedTuple):
 
     row: Hook
     name: str
-    # The index of the loader whose steps log it, -1 for other hooks; and None where there is only one.
+    # The index of the loader whose steps log it, -1 for other hooks; None if there is only one loader.
     loader: int
     loader_idx: int | None
-    # What it is called in messages; None if it is not reduced.
+    # Its description in messages; None if it is not reduced.
     key: str | None
     settings: dict[str, Any]
     is_metric: bool
     # Where the module has the metric; None if it does not.
     metric: str | None
-    # Of a value that is not reduced.
+    # The value, if it is not reduced.
     value: float | None
 
     @property
@@ -97,9 +97,9 @@ class SharedValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.several = runtime.several_processes
-        # What each moment reduced last.
+        # The values that each moment reduced last.
         self._reduced: dict[str, list[str]] = {}
-        # What metrics gathered in the latest evaluation in which some processes had no batches.
+        # The states of metrics from the latest evaluation in which some processes had no batches.
         self._states: _States = {}
         self._number: int | None = None
         # The number of the latest moment, its name, and whether this process waits there for the others.
@@ -119,11 +119,11 @@ class SharedValues:
         return values
 
     def of_epoch(self, logged: Sequence[LoggedValue], moment: str) -> list[float]:
-        """Return what an epoch's values amount to, on the host."""
+        """Return the values of an epoch, on the host."""
         shared = self._agreed(logged, moment) if self.several else []
         with torch.inference_mode(False), torch.no_grad():
             parts: list[Any] = [None] * len(logged)
-            # Metrics exchange what they have gathered one after the other: in the same order on all processes.
+            # Metrics exchange their states one after the other, in the same order on all processes.
             for i in sorted(range(len(logged)), key=lambda i: _place(logged[i])):
                 parts[i] = logged[i].epoch_value()
             numerators = [
@@ -156,7 +156,7 @@ class SharedValues:
         """Return (operation, indices of the values it reduces), in the same order on all processes.
 
         Args:
-            logged: those with a value.
+            logged: the values of this process.
             moment: when they are reduced; all processes reach the same moments equally often.
 
         Raises:
@@ -183,7 +183,7 @@ class SharedValues:
         return [(op, chosen) for op, chosen in by_operation.items() if chosen]
 
     def _agree(self, names: list[str], moment: str) -> None:
-        """Check that all processes reduce the same values, whenever they are others than the last time."""
+        """Check that all processes reduce the same values, whenever these differ from the last time."""
         before = self._reduced.get(moment, [])
         number = self._at[0]
         by_rank = agreement.exchange(
@@ -197,7 +197,7 @@ class SharedValues:
             ),
             ask=(f"log/{self._number}", [number, moment]),
         )
-        # A process that went on without an answer reduces what it reduced the last time, as this one did.
+        # A process that continued without an answer reduces the same values as the last time, like this one.
         _check_same([set(before if found is None else found) for found in by_rank])
 
     def _has_passed(self, where: Any) -> bool | None:
@@ -216,12 +216,12 @@ class SharedValues:
         module: nn.Module,
         batches: list[int],
     ) -> tuple[list[Absent], list[StepRow]]:
-        """Agree on what an evaluation logged, and reduce what its steps did; all processes call it after their batches.
+        """Agree on the values of an evaluation and reduce its steps' values; all processes call it at the end.
 
         Args:
             own: the values of the epoch that this process has, with their loaders.
             rows: the values of its steps.
-            module: has the metrics. Those without a batch are made ready to exchange their states with the others.
+            module: has the metrics. Metrics without a batch are made ready to exchange their states with the others.
             batches: how many batches this process had, by loader.
 
         Returns:
@@ -243,7 +243,7 @@ class SharedValues:
                 for name, found in _states_of(module).items():
                     states.setdefault(name, {}).update(found)
         mine = torch.tensor([digest, -digest, bool(no_batch), longest], dtype=torch.float64)
-        # The only exchange in an evaluation of which all processes have batches and log the same.
+        # The only exchange in an evaluation in which all processes have batches and log the same values.
         most, minus_least, somebody_has_none, length = self._runtime.all_reduce(mine, op="max").tolist()
         absent: list[Absent] = []
         if most != -minus_least or somebody_has_none:
@@ -338,7 +338,7 @@ class SharedValues:
 
         Args:
             steps: the names.
-            given: the values of this process by name and step; a neutral one where it has none.
+            given: the values of this process by name and step; a neutral value where it has none.
             there: 1 where this process has a value.
 
         """
@@ -438,8 +438,8 @@ def _samples_of(metric: Any) -> Iterator[tuple[str, list[Any]]]:
 def _states_of(module: nn.Module) -> _States:
     """Return type and shape of a sample in the states of the module's metrics that keep samples.
 
-    Samples that are single numbers get a dimension: torchmetrics gathers tensors of one number of dimensions, and gives
-    several numbers one by itself.
+    Samples that are single numbers get a dimension: torchmetrics gathers only tensors with equal numbers of dimensions,
+    and adds one to several numbers itself.
     """
     found: _States = {}
     for name, metric in _metrics(module):

@@ -64,8 +64,8 @@ class ModelParallelStrategy(ShardedStrategy):
       ``self.device_mesh["tensor_parallel"]`` and ``self.device_mesh["data_parallel"]``;
     - ``parallelize_fn``, in programs with Fabric.
 
-    What is not sharded over the groups by then, hasten shards with ``fully_shard``. All processes of a tensor-parallel
-    group read the same batches, and their random generators start equal.
+    hasten shards with ``fully_shard`` whatever is not sharded over the groups by then. All processes of a
+    tensor-parallel group read the same batches, and their random generators start equal.
 
     Args:
         parallelize_fn: called as ``parallelize_fn(module, device_mesh)``; divides the module in place and returns it.
@@ -221,7 +221,8 @@ class ModelParallelStrategy(ShardedStrategy):
 
             logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
             self._mesh = init_device_mesh(self.root_device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
-            # Modules refer to the mesh, and it to its groups: those that outlive the program's end may abort it.
+            # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
+            # end.
             atexit.register(torch_private.registered_groups(self._mesh).clear)
         return function(*args, **kwargs)
 
@@ -284,7 +285,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
         assert self._plan is not None
         if self.tensor_parallel_size == 1:
-            # Nothing to split, but a name that is wrong here is wrong on more processes, too.
+            # There is nothing to split, but a name that is wrong here is also wrong with more processes.
             resolve(module, self._plan, 1, **self._options)
         else:
             self.styles = apply_plan(module, self.device_mesh[TENSOR], self._plan, **self._options)
@@ -332,7 +333,7 @@ class ModelParallelStrategy(ShardedStrategy):
             keep_class_name(part)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        # Something may have drawn numbers on one process only.
+        # Code may have drawn random numbers on one process only.
         self.equal_generators()
         return super().wrap(module)
 
@@ -459,7 +460,7 @@ def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[
 
 
 def _problem_of_argument(name: str) -> str:
-    """Return what is wrong with an argument that there is not."""
+    """Return the message for an unknown argument."""
     if re.match("pipeline|pp(_|$)", name):
         return f"{PIPELINE_IN_FABRIC}."
     if re.match("context|cp(_|$)", name):
@@ -469,7 +470,7 @@ def _problem_of_argument(name: str) -> str:
 
 
 def _digest(batch: object) -> str:
-    """Return a text that is the same for equal batches."""
+    """Return a string that is the same for equal batches."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

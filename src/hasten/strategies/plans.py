@@ -203,8 +203,8 @@ class Part:
     Args:
         name: of the module in the model.
         module: the module.
-        style: how torch splits it.
-        pattern: what the plan calls it.
+        style: torch's style for it.
+        pattern: its name pattern in the plan.
         owner: the module that holds it.
 
     """
@@ -247,7 +247,7 @@ def apply_plan(
         if part.module in _split or any(map(_is_split, part.module.parameters())):
             # An earlier run or the program itself has split it.
             continue
-        # Values are equal everywhere: nothing has to be sent.
+        # Values are equal on all processes, so nothing has to be sent.
         style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
         parallelize_module(part.module, mesh, style, src_data_rank=None)
         for parameter in part.module.parameters():
@@ -258,7 +258,7 @@ def apply_plan(
     _tie(tied)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoder) and any(part.owner in layer.layers for part in parts):
-            # Its nested tensors are for a kernel that takes whole weights.
+            # Nested tensors are for a kernel that takes whole weights.
             layer.use_nested_tensor = False
     return {part.name: part.style for part in parts}
 
@@ -283,7 +283,7 @@ def _output(
     if output.placements != layouts:
         output = output.redistribute(placements=layouts)
     if layouts == (_SEQUENCE,) and isinstance(module, nn.Embedding):
-        # Of unequal parts torch returns views with gaps, which the next layer may not take.
+        # For unequal parts torch returns views with gaps, which the next layer may not accept.
         output = output.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
     return output.to_local() if local else output
 
@@ -348,7 +348,7 @@ def resolve(
     return parts
 
 
-# Module name -> its style, and what the plan calls it.
+# Module name -> its style, and its name pattern in the plan.
 _Named = dict[str, tuple[ParallelStyle, str]]
 
 
@@ -442,7 +442,7 @@ def _matching(pattern: str, names: list[str]) -> Iterator[str]:
     tokens = pattern.split(".")
     for name in names:
         own = name.split(".")
-        # The model itself, whose name is empty, is meant only by an empty pattern.
+        # Only an empty pattern matches the model itself, whose name is empty.
         if len(own) == len(tokens) and all(map(fnmatchcase, own, tokens)) and bool(name) == bool(pattern):
             yield name
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def loggers(arguments: Arguments, default: Callable[[str], Logger]) -> list[Any]:
-    """Return the loggers of ``Trainer(logger=...)``; ``default`` makes the one of ``logger=True`` in a folder."""
+    """Return the loggers of ``Trainer(logger=...)``; ``default`` makes the logger of ``logger=True`` in a folder."""
     if arguments.logger is False:
         return []
     if arguments.logger is True:
@@ -104,7 +104,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     if added:
         check_signatures(module, datamodule, added)
         kinds = tuple(type(callback) for callback in added)
-        # One that is of the same class, or of a derived one, replaces a callback of the Trainer.
+        # A callback of the same class, or of a derived one, replaces a callback of the Trainer.
         kept = [
             callback
             for callback in trainer.callbacks
@@ -152,7 +152,7 @@ def weights_for(
 
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks with checkpoints last: they save what all others did."""
+    """Return the callbacks, those that save checkpoints last: they save the states of all others."""
     return sorted(callbacks, key=_saves)
 
 
@@ -177,7 +177,7 @@ def position(run: Run) -> watchdog.Position:
 
 
 def saved_as(trainer: Trainer, path: PathLike) -> dict[str, Any]:
-    """Return what a checkpoint callback saves a file for: the value it monitors, and whether it is the best so far."""
+    """Return why a checkpoint callback saves a file: the value it monitors, and whether it is the best so far."""
     for callback in trainer.checkpoint_callbacks:
         scores = getattr(callback, "best_k_models", {})
         if path in scores:
