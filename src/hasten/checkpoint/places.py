@@ -69,7 +69,7 @@ class LocalPlace(Place):
         return cast("IO[bytes]", open(self.path / name, mode))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        # Each by its name: a network file system may show an older list of the folder.
+        # Each file is looked up by name: a network file system may list an older state of the folder.
         found = {}
         for name in names:
             with suppress(FileNotFoundError):
@@ -103,7 +103,7 @@ class RemotePlace(Place):
         return RemotePlace(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
 
     def exists(self) -> bool:
-        # Stores of objects have no empty folders.
+        # Object stores have no empty folders.
         return True
 
     def open(self, name: str, mode: str) -> IO[bytes]:

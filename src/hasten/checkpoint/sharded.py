@@ -38,9 +38,9 @@ from hasten.machine.collectives import joined
 
 # Entries whose tensors are stored in files of their own, whether they are sharded or not.
 _TENSOR_ENTRIES = ("state_dict", "optimizer_states")
-# The folder of a save behind a URL, and what a writer that was killed leaves there.
+# Name of the folder of a save behind a URL; killed writers leave such folders behind.
 _OF_A_SAVE = re.compile(rf"shards-[0-9a-f]{{8}}|{re.escape(CONTENTS_FILE)}\..*{re.escape(TEMPORARY)}")
-# How long a process that writes in the background may wait for the others. One that dies is noticed at once.
+# How long a process that writes in the background may wait for the others. A process that dies is detected at once.
 _PATIENCE = timedelta(hours=2)
 
 
@@ -53,7 +53,7 @@ class FileFunctions(NamedTuple):
 
 
 class _Target(ABC):
-    """Where a folder is written: ``prepare`` and ``commit`` are for the first process, and ``end`` for all."""
+    """The target of a save: the first process calls ``prepare`` and ``commit``, and all processes call ``end``."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -68,7 +68,7 @@ class _Target(ABC):
 
     @abstractmethod
     def commit(self, prepared: str, contents: dict[str, Any]) -> None:
-        """Write the contents, with which the checkpoint is there."""
+        """Write the contents, which completes the checkpoint."""
 
     @abstractmethod
     def end(self) -> None:
@@ -224,7 +224,7 @@ class BackgroundSaves:
             self._stager = engine.new_stager()
             if joined():
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            # Before the process group is left, which waits for nothing.
+            # Before the process leaves its group, which would not wait for a save.
             atexit.register(self.close)
         one = _Save(contents, target, files, group=self._group)
         try:
@@ -264,7 +264,7 @@ class BackgroundSaves:
             raise error
 
     def close(self) -> None:
-        """Wait until everything is written, and give back threads, memory and process group."""
+        """Wait until everything is written, and release threads, memory and process group."""
         atexit.unregister(self.close)
         try:
             self.wait()
@@ -378,7 +378,7 @@ class _Save:
         self._target.end()
 
     def _agree(self, error: BaseException | None, own: Any) -> list[Any]:
-        """Return what the processes pass as ``own``, or raise the error of the first that has one."""
+        """Return the objects that the processes pass as ``own``, or raise the error of the first that has one."""
         sent = (None if error is None else _portable(error), own)
         everything: list[Any] = [sent]
         if joined():
@@ -393,8 +393,8 @@ class _Save:
 def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return ``contents`` with placeholders for the tensors that are stored in files of their own, and these tensors.
 
-    That is every DTensor and flat part and, in the first process, the tensors of weights and optimizers. Others stay:
-    what restores them expects tensors, and does not read them from a folder.
+    These are all DTensors and flat parts and, in the first process, the tensors of weights and optimizers. Other
+    tensors stay in the contents: the code that restores them does not read them from a folder.
 
     Args:
         contents: the checkpoint.

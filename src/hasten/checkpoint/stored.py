@@ -64,7 +64,7 @@ class Folder:
         if not isinstance(stored, dict) or FORMAT not in stored:
             self._take_foreign(stored)
             return
-        # A name alone: a path could lead elsewhere.
+        # Only a name is used: a path could lead elsewhere.
         inner = os.path.basename(stored.get(SHARDS, ""))
         self._shards = place.inside(inner) if inner else place
         self._contents = stored["contents"]
@@ -144,7 +144,7 @@ class Folder:
             engine.read(targets, self._shards, self.layout, self.check_file)
 
     def empty(self, key: str) -> Tensor:
-        """Return a tensor into which the one of ``key`` fits whole."""
+        """Return an empty tensor for the whole tensor of ``key``."""
         return torch.empty(self.layout[key]["shape"], dtype=self.dtype_of(key), device=self._device)
 
     def dtype_of(self, key: str) -> torch.dtype:
@@ -154,7 +154,7 @@ class Folder:
 
 
 def missing(place: Place, sums: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return which of the files that were written is missing or has another size; None if all are there."""
+    """Return a file that is missing or has another size than was written; None if all are there."""
     present = place.sizes(map(os.path.basename, sums))
     for name, (size, _) in sums.items():
         if name not in present:
@@ -286,7 +286,7 @@ def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
             with torch.no_grad():
                 target.copy_(source)
     for folder, wanted in by_folder.items():
-        # One pass, unless a tensor is wanted twice.
+        # One pass, unless a tensor is requested twice.
         while wanted:
             folder.read(dict(wanted))
             done = set(map(id, dict(wanted).values()))

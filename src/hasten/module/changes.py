@@ -25,7 +25,7 @@ def _of_base() -> frozenset[str]:
 class ModuleChanges:
     """Which parameters hooks have frozen, which parts they have switched to eval mode, and numbers they have set.
 
-    Generators of random numbers that are attributes of the module or its parts are held, too.
+    Generators of random numbers that are attributes of the module or its parts are saved, too.
 
     A checkpoint holds what differs from the beginning of training, and a resumed run sets that, once its own training
     begins. So what a program does before training, such as freezing a part, also takes effect in the resumed run.
@@ -52,7 +52,7 @@ class ModuleChanges:
         self._module = module
         self._before: dict[str, dict[str, Any]] | None = None
         self._loaded: Mapping[str, Mapping[str, Any]] = {}
-        # Of training: an evaluation switches them.
+        # The modes during training: an evaluation switches them.
         self._modes: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -105,7 +105,7 @@ class ModuleChanges:
         self._loaded = state
 
     def _look(self) -> dict[str, dict[str, Any]]:
-        """Return what there is now. With few calls, for the cost of a short fit."""
+        """Return the present state. Written with few calls, to keep a short fit cheap."""
         found: dict[str, dict[str, Any]] = {"requires_grad": {}, "modes": {}, "attributes": {}, "generators": {}}
         for name, part in self._module.named_modules():
             found["modes"][name] = part.training
