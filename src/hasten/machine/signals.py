@@ -62,17 +62,17 @@ class StopRequests:
 
     """
 
-    # The one whose context is open; hasten handles signals meanwhile.
+    # The instance whose context is open; meanwhile hasten handles signals.
     active: ClassVar[StopRequests | None] = None
 
     def __init__(self, all_reduce: AllReduce | None = None, *, also: Iterable[int] = ()) -> None:
         self._also = tuple(also)
         self._outer: StopRequests | None = None
         self.signal: int | None = None
-        # The signal on which the run ends after the batch in hand, on all processes.
+        # The signal that ends the run after the current batch, on all processes.
         self.agreed_signal: int | None = None
-        # The signal that arrived at any process, as soon as the thread that watches this one knows of it; and which run
-        # it is, the same number on all processes.
+        # The signal that arrived at any process, as soon as this process's watchdog knows of it; and the number of the
+        # run, the same on all processes.
         self.heard: int | None = None
         self.number = 0
         # Whether this process asks to stop (``trainer.should_stop``), and whether any does, as of the last agreement.

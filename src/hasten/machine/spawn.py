@@ -34,7 +34,7 @@ class KeepsResults(Protocol):
         """Return the results for the object in the starting process; called in the first copy."""
 
     def import_results(self, results: Any) -> None:
-        """Take over the results of the first copy."""
+        """Restore the results of the first copy."""
 
 
 class RemoteTraceback(Exception):
@@ -168,7 +168,7 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
     stopped_with: int | None = None
     ended: tuple[int, str] | None = None
     symptom: BaseException | None = None
-    # Who left first by KeyboardInterrupt or SystemExit: its rank, exit code and traceback.
+    # The first process that left by KeyboardInterrupt or SystemExit: its rank, exit code and traceback.
     left: tuple[int, int, str] | None = None
     deadline = math.inf
     presses = 0
@@ -194,7 +194,7 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
                     note_who_lives(content, {first_rank + i: each.is_alive() for i, each in enumerate(processes)})
                     raise content
                 elif kind == "ended":
-                    # All processes end at once: one that does not is stopped.
+                    # All processes must end at once: one that does not is stopped.
                     ended, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
                 elif kind == "exit":
                     stopped_with = content[0]
@@ -251,7 +251,7 @@ def _end(processes: list[Any]) -> None:
         return [process for process in processes if process.is_alive()]
 
     failed = sys.exc_info()[0] is not None
-    # Those that have returned may still write in threads of their own, or unload on a busy machine.
+    # Processes that have returned may still write in their own threads, or shut down slowly on a busy machine.
     for process in processes if failed else join_all(launch.UNLOAD_SECONDS):
         process.terminate()
     for process in join_all(launch.KILL_SECONDS):

@@ -14,7 +14,7 @@ from hasten._lib.tree import parameters_of
 from hasten.optim.fused import unwrapped, use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
 
-# Their step of one parameter depends on that parameter only.
+# Optimizers whose step of a parameter depends on that parameter only.
 _KINDS: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
     optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Adafactor, optim.Muon,
@@ -78,7 +78,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
         )
     made: InBackward = _class_of(cast("Any", optimizer_class))(params, **options)
     chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups)
-    # The step of each parameter takes about ten kernels otherwise.
+    # Otherwise the step of each parameter takes about ten kernels.
     launched = all(p.device.type in KERNELS_TO_JOIN for p in parameters_of(made))
     if launched and not chosen and why_not_fused(made) is None:
         use_fused(made)
@@ -176,7 +176,7 @@ class InBackward(Optimizer):
         """Step a parameter as soon as its gradient is computed; None if it cannot have one."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        # Also if it is frozen: it may be trained later, and torch refuses the hook until then.
+        # Frozen parameters too: they may be trained later, and torch refuses the hook until then.
         trained = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -190,7 +190,7 @@ class InBackward(Optimizer):
         groups = self.param_groups
         own = groups[self._group_index[parameter]]
         try:
-            # A group of only this parameter, with the options that schedulers change.
+            # A group with only this parameter, and the options that schedulers change.
             self.param_groups = [{**own, "params": [parameter]}]
             full_precision(self, functools.partial(unwrapped(self.optimizer_class.step), self))
         finally:

@@ -50,12 +50,13 @@ class LRSchedulerConfig:
 
 
 _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
-# Those that say when, and on what, automatic optimization steps a scheduler; the callbacks read the interval as well.
+# The keys that say when, and on which value, automatic optimization steps a scheduler; callbacks read the interval,
+# too.
 _WHEN_AUTOMATIC = ("frequency", "monitor", "strict", "reduce_on_plateau")
 _KEYS = ["optimizer", "lr_scheduler", "monitor"]
 
 
-# Values that are no scheduler, and no object with another way to step either.
+# Types of values that are certainly not schedulers.
 _PLAIN = (str, int, float, bool, list, tuple, type(None))
 _SCHEDULER_OBJECT = "Make one: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10), or another class of there."
 
@@ -197,7 +198,7 @@ def _check_interval(config: LRSchedulerConfig, where: str) -> None:
 
 
 def _required(function: Any) -> list[str]:
-    """Return the parameters without which a function cannot be called."""
+    """Return the required parameters of a function."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -137,7 +137,8 @@ class MixedPrecision(Precision):
         self.device = device
         self.scaler = scaler_for("MixedPrecision", precision, scaler, device)
         self._dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
-        # Autocast converts what it computes in 16 bits. Positions and the like keep their digits.
+        # Autocast converts the inputs of operations that it computes in 16 bits. Other inputs, such as positions, keep
+        # their digits.
         self._input_dtype = torch.float32
 
     def convert_inputs_to_16_bits(self) -> None:
