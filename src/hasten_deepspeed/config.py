@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed's engine: what the user gave, joined with what Trainer and Fabric say."""
+"""The configuration of DeepSpeed's engine: the user's, joined with the settings of Trainer and Fabric."""
 
 from __future__ import annotations
 

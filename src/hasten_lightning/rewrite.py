@@ -1,4 +1,4 @@
-"""Rewrite the imports of a program: what ``hasten migrate`` does to one file. Needs libcst."""
+"""Rewrite the imports of one file of a program, for ``hasten migrate``. Needs libcst."""
 
 # ruff: noqa: N802 - libcst names the methods after its classes
 

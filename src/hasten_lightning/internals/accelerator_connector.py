@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class AcceleratorConnector:
-    """What a Trainer with these arguments runs on; nothing is started. Packages use it to resolve devices.
+    """The devices, strategy and precision of a Trainer with these arguments; nothing is started.
+
+    Packages use it to resolve devices.
 
     Args:
         devices: this and the others as for ``Trainer``.

@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints: what packages import from Lightning for it."""
+"""Functions for reading and writing checkpoints that packages import from Lightning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_DEEPSPEED = {
 
 
 class NotYetLoadedTensor:
-    """What Lightning puts in the place of a tensor that it has not read yet.
+    """Lightning's placeholder for a tensor that it has not read yet.
 
     Nothing is an instance: ``lazy_load`` returns tensors, whose values the system reads from the file when they are
     first used.

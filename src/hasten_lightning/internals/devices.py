@@ -1,4 +1,4 @@
-"""Which devices a text or number means, and tensors that have no device yet."""
+"""Parse devices from a string or number; tensors that have no device yet."""
 
 from __future__ import annotations
 

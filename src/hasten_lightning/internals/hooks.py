@@ -1,4 +1,4 @@
-"""Calling hooks of a module, a datamodule and callbacks, as packages do that add hooks of their own."""
+"""Call hooks of a module, a datamodule and callbacks, for packages that add hooks of their own."""
 
 from __future__ import annotations
 

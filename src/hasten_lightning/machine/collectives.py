@@ -347,7 +347,7 @@ def _set(variables: dict[str, str | None]) -> Iterator[None]:
 
 
 class SingleDeviceCollective(Collective):
-    """The collectives of one process, which has nobody to exchange anything with.
+    """The collectives of one process, which exchange nothing.
 
     Example::
 

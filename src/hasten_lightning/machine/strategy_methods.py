@@ -34,7 +34,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class Methods(Strategy):
-    """What the strategies of Trainer and Fabric share."""
+    """Methods that the strategies of Trainer and Fabric share."""
 
     # Objects keep the layout of hasten's classes.
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""``hasten check``: a program up to its first fit, and there a check of model, data and arguments."""
+"""``hasten check``: run a program up to its first fit, and check model, data and arguments there."""
 
 from __future__ import annotations
 

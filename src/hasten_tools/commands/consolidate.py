@@ -1,4 +1,4 @@
-"""``hasten consolidate``: one file of a sharded checkpoint, which is a folder."""
+"""``hasten consolidate``: make one file of a sharded checkpoint, which is a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hasten run``: a program written for Lightning, unchanged, on hasten."""
+"""``hasten run``: run a program written for Lightning, unchanged, on hasten."""
 
 from __future__ import annotations
 

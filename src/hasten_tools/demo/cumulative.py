@@ -29,7 +29,7 @@ ROW_TARGET = "hasten_tools.demo.row:run"
 
 @dataclass(eq=False)
 class Result:
-    """What was measured of a row.
+    """The measurements of a row.
 
     Args:
         row: which.
@@ -129,7 +129,7 @@ class Result:
 
 
 class _RowTrial:
-    """A row in its process: trains it and notes its turns in its result."""
+    """A row in its own process: trains it and records its turns in its result."""
 
     def __init__(self, engine: Engine, task: Task, result: Result) -> None:
         began = time.perf_counter()

@@ -32,7 +32,7 @@ FIGURES = {"seconds": 8, "speed": 8, "all in": 8, "pad": 6, "acc.": 7}
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the model FLOPs utilization of a row is computed from.
+    """The numbers from which the model FLOPs utilization of a row is computed.
 
     Args:
         useful_flops: floating point operations of the whole training, forward and backward, of real tokens only.

@@ -1,4 +1,4 @@
-"""Train one row of a ladder in its own process: the loop a good engineer writes by hand, and the same in hasten."""
+"""Train one row of a ladder in its own process: either a hand-written loop, or the same in hasten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task of the demo provides: data, model and loss; and the rows of its ladder."""
+"""Base classes of the demo's tasks: data, model and loss, and the rows of the ladder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DemoError(RuntimeError):
 
 @dataclass(frozen=True)
 class RowVariant:
-    """What a row trains: the arguments of its Trainer, and what is changed in the model or the data.
+    """The variant that a row trains: arguments of its Trainer, and changes of model or data.
 
     Args:
         trainer: arguments of ``hasten.Trainer``; None trains with the hand-written loop.
@@ -144,7 +144,7 @@ def code_of(arguments: Mapping[str, Any]) -> str:
 
 
 class Settings(TypedDict, total=False):
-    """What every task can be given; the defaults are attributes of its class."""
+    """Settings that every task accepts; the defaults are attributes of its class."""
 
     epochs: int
     batch_size: int

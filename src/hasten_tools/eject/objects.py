@@ -1,4 +1,4 @@
-"""Objects of hasten that a program keeps in variables: which of their names it uses, and which objects go."""
+"""Objects of hasten that a program keeps in variables: which of their names it uses, and which objects are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the text of a program uses of hasten, and what of a Trainer and its callbacks a plain program can have."""
+"""The parts of hasten that a program uses, and the parts of a Trainer and callbacks that can be ejected."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Use:
-    """What the text of the program uses; see ``program.py``, which fills it.
+    """What the source of the program uses; see ``program.py``, which fills it.
 
     Args:
         members: of the module, such as "log".

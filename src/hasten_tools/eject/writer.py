@@ -1,4 +1,4 @@
-"""Write the training loop that a program needs, from what was read of it: the values that fill the templates."""
+"""Write the training loop of a program: the values that fill the templates, from what was read of the program."""
 
 from __future__ import annotations
 

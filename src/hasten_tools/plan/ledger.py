@@ -1,4 +1,4 @@
-"""A count of the memory that tensors hold and of what a process sends, of real tensors or of tensors without data."""
+"""Count the memory of tensors and the bytes that a process sends, for real tensors or tensors without data."""
 
 from __future__ import annotations
 

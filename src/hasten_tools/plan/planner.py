@@ -1,4 +1,4 @@
-"""Plan a fit, and what single changes would make of it, each in a copy of this process."""
+"""Plan a fit, and the same fit with single changes, each in a copy of this process."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _check_machines(devices: int, nodes: int, tensor_parallel: int | None, accel
 
 
 class Variants:
-    """The variants of a plan: as the program is, and with one change."""
+    """The variants of a plan: the unchanged program, and the program with one change."""
 
     def __init__(
         self,

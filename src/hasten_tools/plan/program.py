@@ -16,7 +16,7 @@ from hasten_tools.plan.report import FitPlan
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan; None for what the program says.
+    """What to plan; None to use the program's own settings.
 
     Args:
         devices: the number of devices in all.

@@ -267,7 +267,7 @@ def _all_reduce_bucket(state: object, bucket: Any) -> Any:
 
 
 class _Reducer:
-    """DDP's reducer with the buckets it has."""
+    """DDP's reducer, which keeps its present buckets."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -280,7 +280,7 @@ class _Reducer:
 
 
 class _OwnChunk:
-    """The chunks of ``torch.chunk``, each cut when it is asked for."""
+    """The chunks of ``torch.chunk``, each cut when it is used."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim

@@ -1,4 +1,4 @@
-"""The first steps of a program's fit, without data: what a plan measures."""
+"""Run the first steps of a program's fit without data, and measure them for a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check itself: what fit, validate, test and predict would do with their first batches, on a Trainer of its own."""
+"""The check: run the first batches of fit, validate, test and predict on a separate Trainer."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _loaders_in(given: Iterable[Any]) -> Iterator[Any]:
 
 
 class Check:
-    """One check: what it looks at, and what it has found.
+    """One check: its inputs and its results.
 
     Args:
         trainer: the user's, which does not change.

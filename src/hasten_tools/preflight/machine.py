@@ -1,4 +1,4 @@
-"""Versions, devices, precision, and the processes that a run starts."""
+"""Check versions, devices, precision, and the processes that a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods of module, datamodule and callbacks: missing, misspelt, or with arguments that they are not given."""
+"""Check the methods of module, datamodule and callbacks: missing, misspelt, or with wrong arguments."""
 
 from __future__ import annotations
 

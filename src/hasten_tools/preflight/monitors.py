@@ -1,4 +1,4 @@
-"""Values that callbacks and schedulers watch, the logging interval, and where checkpoints go."""
+"""Check the values that callbacks and schedulers watch, the logging interval, and the folder of checkpoints."""
 
 from __future__ import annotations
 

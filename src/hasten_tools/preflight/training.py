@@ -1,4 +1,4 @@
-"""Optimizers, learning rates, losses and gradients of a fit."""
+"""Check optimizers, learning rates, losses and gradients of a fit."""
 
 from __future__ import annotations
 

@@ -417,7 +417,7 @@ def together(first: Advice, found: Advice, chosen: Sequence[Lever]) -> Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a checkpoint says of the levers of the run that saved it.
+    """The levers of the run that saved a checkpoint, as a part of it.
 
     Args:
         levers: their names; None if the run did not choose any, or if there is no checkpoint.

@@ -1,4 +1,4 @@
-"""Whether a lever computes what its class allows: losses, gradients, and samples that do not affect each other."""
+"""Check that a lever computes what its class allows: losses, gradients, and samples that do not affect each other."""
 
 from __future__ import annotations
 

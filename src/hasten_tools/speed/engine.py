@@ -64,7 +64,9 @@ _PRELOADED = ("torch", "torch._dynamo", "hasten.trainer", "hasten.callbacks", "h
 
 
 class TrialError(RuntimeError):
-    """A trial failed: the program or an argument refused, or something broke. ``log`` is the program's last lines."""
+    """Raised if a trial failed: the program or an argument was refused, or something broke.
+
+    ``log`` has the last lines of the program's output."""
 
     def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
         super().__init__(text)
@@ -83,7 +85,7 @@ class TrialError(RuntimeError):
 
 
 class LateError(TrialError):
-    """The time was over before a trial answered."""
+    """Raised if the time was over before a trial answered."""
 
 
 @dataclasses.dataclass

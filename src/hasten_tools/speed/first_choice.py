@@ -1,4 +1,4 @@
-"""What ``Trainer(speed=...)`` chooses in the training's own process, at a price bounded by what can be won.
+"""Choose the levers of ``Trainer(speed=...)`` in the training's own process, in a time limited by the possible gain.
 
 One look at the first batch finds which levers gain by construction: attention over padding that is not there, data
 that is in memory already, an optimizer in one kernel. They need one check that they compute the same, and a turn
@@ -78,7 +78,7 @@ Steps = Callable[[float], int]
 
 @dataclasses.dataclass
 class Sight:
-    """What a try shows.
+    """The observations of a try.
 
     Args:
         facts: about device, model and data.
@@ -120,7 +120,7 @@ class TrialPlace(Protocol):
 
 @dataclasses.dataclass
 class Choice:
-    """What was chosen, and what that stands on.
+    """The chosen levers, and the measurements behind the choice.
 
     Args:
         advice: for the record and for the next run.

@@ -1,4 +1,4 @@
-"""What a trial finds out about the device, the model and the data of a program."""
+"""Facts that a trial finds out about the device, the model and the data of a program."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _READ_THE_FIRST_TOKEN = tuple(
 
 
 class Observed:
-    """What the steps of a trial show: shapes of batches, useful tokens, operations, random draws."""
+    """Observations of the steps of a trial: shapes of batches, useful tokens, operations, random draws."""
 
     def __init__(self) -> None:
         # Whether a step has moved torch's generators.

@@ -1,4 +1,4 @@
-"""The child's side of a trial: a process that trains a few steps at a time, as its parent orders.
+"""The child's side of a trial: a process that trains a few steps at a time on its parent's orders.
 
 The trial connects to a socket of its parent, which sends orders and reads answers. Between two orders the trial does
 nothing, its loader workers included, so that others can be measured. When the parent is gone, however it ended, the
