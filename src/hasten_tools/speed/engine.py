@@ -66,7 +66,8 @@ _PRELOADED = ("torch", "torch._dynamo", "hasten.trainer", "hasten.callbacks", "h
 class TrialError(RuntimeError):
     """Raised if a trial failed: the program or an argument was refused, or something broke.
 
-    ``log`` has the last lines of the program's output."""
+    ``log`` has the last lines of the program's output.
+    """
 
     def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
         super().__init__(text)
