@@ -19,7 +19,7 @@ __all__ = [
     "MPSAccelerator", "TPUAccelerator", "XLAAccelerator", "find_usable_cuda_devices",
 ]  # fmt: skip
 
-# That of an engine beside the core is imported when it is used; ``extend.moved`` says where the module is.
+# The class of an engine is imported when it is used; ``extend.moved`` says where its module is.
 __getattr__, __dir__, _ = attach(
     __name__,
     {"hasten.xla.devices": "XLAAccelerator"},

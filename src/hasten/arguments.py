@@ -23,7 +23,7 @@ from hasten.elsewhere import conventions
 from hasten.loggers.base import DummyLogger, Logger
 from hasten.module.callback import Callback, Numbered
 
-# Takes the owner ("Trainer" or "Fabric"), the name and the value of an argument; returns what the run reads.
+# Called with the owner ("Trainer" or "Fabric"), the name and the value of an argument; returns what the run reads.
 Check = Callable[[str, str, Any], Any]
 
 
@@ -71,7 +71,7 @@ def _number(
 
 
 def _count(owner: str, name: str, value: Any, unit: str) -> Any:
-    """Return the number in a text such as "2ep"; any other value unchanged."""
+    """Return the number in a string such as "2ep"; return any other value unchanged."""
     if not isinstance(value, (str, dict, timedelta)):
         return value
     interval = parse_interval(value, argument=f"{owner}({name}=...)")
@@ -262,7 +262,7 @@ def _checked(table: type, owner: str, given: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-# What Trainer(speed=...) may change at most, by the words that say so: a class of ``hasten_tools.speed.safety``.
+# The values of Trainer(speed=...) and what each may change at most: a class of ``hasten_tools.speed.safety``.
 SPEEDS = {
     "exact": "same maths up to rounding",
     "auto": "other random draws",
@@ -486,7 +486,7 @@ def changed(arguments: Arguments, name: str, value: object) -> Arguments:
 
 
 def _explain_ones(values: Mapping[str, Any]) -> None:
-    """Say what 1 and 1.0 mean where a number of batches and a share are two things."""
+    """Tell the user what 1 and 1.0 mean, where one is a number of batches and the other a share."""
     for name in ("val_check_interval", "overfit_batches", *(f"limit_{stage}_batches" for stage in _STAGES)):
         value = values[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 1:
@@ -524,7 +524,7 @@ def _use_few_batches(values: dict[str, Any]) -> None:
         val_check_interval=1.0, check_val_every_n_epoch=1, overfit_batches=0.0,
     )  # fmt: skip
     if values["logger"]:
-        # Code that writes to its logger runs through as well.
+        # A logger that does nothing, for code that writes to the logger.
         values["logger"] = [DummyLogger()]
 
 
@@ -570,7 +570,7 @@ def _validation_schedule(value: Any, every_n_epochs: int | None) -> dict[str, An
     if isinstance(value, (str, dict, timedelta)):
         interval = _interval("val_check_interval", value)
         if interval.epochs is None:
-            # Steps are counted over epochs, as time is.
+            # Steps, like time, are counted over epochs.
             value, every_n_epochs = interval, None if interval.unit == "steps" else every_n_epochs
         elif every_n_epochs not in (None, 1, interval.epochs):
             raise MisconfigurationException(

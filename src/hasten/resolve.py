@@ -63,12 +63,12 @@ PRECISIONS = {
     "transformer-engine-float16": ("transformer-engine-float16",),
 }
 
-# Names that a program has registered (``utilities.enums``), and what makes the object.
+# Names that a program has registered (``utilities.enums``), with the functions that make the objects.
 REGISTERED_STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 REGISTERED_ACCELERATORS: dict[str, Callable[[], Accelerator]] = {}
 
 _SINGLE_DEVICE = "single_device"
-# What the parts of a name that begins with "ddp" are for DDPStrategy.
+# The arguments of DDPStrategy for the parts of a name that begins with "ddp".
 _SHARDED: dict[str, dict[str, Any]] = {"": {}, "_sharded": {"shard_optimizer": True}}
 _START_METHODS: dict[str, dict[str, Any]] = {
     "": {},
@@ -81,7 +81,8 @@ _FIND_UNUSED: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"find_unused_parameters": True},
     "_find_unused_parameters_false": {"find_unused_parameters": False},
 }
-# Names of the core's strategies, and what makes them. Packages beside it add others, see docs/extend/package.md.
+# Names of the core's strategies, with the functions that make them. Other packages add more, see
+# docs/extend/package.md.
 STRATEGIES: dict[str, partial[Any]] = {
     _SINGLE_DEVICE: partial(SingleDeviceStrategy),
     **{
@@ -94,7 +95,7 @@ STRATEGIES: dict[str, partial[Any]] = {
     "fsdp2": partial(FSDPStrategy),
     "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
 }
-# The strategies for one device and for several, where an accelerator has none of its own.
+# The strategies for one device and for several, if an accelerator has none of its own.
 _USUAL = (_SINGLE_DEVICE, "ddp")
 
 
@@ -112,7 +113,7 @@ def runtime(
     """Return the Runtime for the arguments of a Trainer or a Fabric. Nothing is started.
 
     Args:
-        accelerator: this and the others as for ``Trainer``.
+        accelerator: this and the other arguments as for ``Trainer``.
         strategy: see there.
         devices: see there.
         num_nodes: see there.
@@ -150,7 +151,7 @@ def runtime(
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
     strategy_in_use = _strategy(strategy, chosen, found, num_nodes, owner)
-    # A check of a GPU initializes CUDA, and this process could no longer be forked.
+    # Checking a GPU would initialize CUDA, and this process could no longer be forked.
     is_forked = found[0].type == "cuda" and strategy_in_use.copies_this_process
     precision_in_use = _precision(
         precision, precision_plugin, chosen, found[0], owner, strategy_in_use, check=not is_forked
@@ -171,10 +172,10 @@ def runtime(
 
 
 def _once(owner: str, name: str, value: Any, given: Mapping[str, Any]) -> Any:
-    """Return what was given to the Trainer, or else to the strategy.
+    """Return the object passed to the Trainer, or else to the strategy.
 
     Raises:
-        MisconfigurationException: both have it.
+        MisconfigurationException: it was passed to both.
 
     """
     if value is not None and name in given:
@@ -233,7 +234,7 @@ def _layer_sync(sync_batchnorm: bool, layer_sync: LayerSync | None, owner: str) 
 
 def _cluster(given: ClusterEnvironment | None, accelerator: Accelerator) -> ClusterEnvironment:
     cluster = find_cluster() if given is None else given
-    # Nothing else has started the processes of this run.
+    # No launcher has started the processes of this run.
     return (accelerator.default_cluster() if type(cluster) is LightningEnvironment else None) or cluster
 
 
@@ -248,13 +249,13 @@ def _accelerator_for(accelerator: Any, strategy: Any, devices: Sequence[torch.de
         here = devices[0].type
         return next((kind.name() for kind in _kinds().values() if kind.device_type() == here), here)
     if devices and isinstance(accelerator, str) and (kind := _kinds().get(accelerator.lower())) is not None:
-        # Before it is looked for: the machine may not have one.
+        # Checked before the device is looked for: the machine may not have one.
         _check_parallel_devices(devices, kind, owner)
     return accelerator
 
 
 def _kind_for_strategy(strategy: Any) -> type[Accelerator] | None:
-    """Return the kind of device for which alone a strategy is; None for strategies that train on several kinds."""
+    """Return the only kind of device that a strategy supports; None if it supports several."""
     if isinstance(strategy, str):
         names = {strategy.lower()}
     elif isinstance(strategy, Strategy):
@@ -304,7 +305,7 @@ def _present_accelerators() -> list[str]:
 
 
 def _why_wrong_accelerator(accelerator: object, owner: str) -> str:
-    """Return what to write in place of something that is neither a name nor an Accelerator."""
+    """Return what to write instead of a value that is neither a name nor an Accelerator."""
     if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
         name = accelerator.__name__
         return f"{owner}(accelerator={name}): that is a class. Write {name}()."
@@ -313,7 +314,7 @@ def _why_wrong_accelerator(accelerator: object, owner: str) -> str:
 
 
 def _why_no_accelerator(name: str) -> str:
-    """Return why a name is no accelerator, and what to write."""
+    """Return why a name is not an accelerator, and what to write."""
     if name in elsewhere.ACCELERATORS:
         return elsewhere.ACCELERATORS[name].message()
     if name in _strategy_names():
@@ -326,7 +327,7 @@ def _why_no_accelerator(name: str) -> str:
 
 
 def _check_parallel_devices(devices: Sequence[torch.device], kind: type[Accelerator] | Accelerator, owner: str) -> None:
-    """Refuse a strategy's own devices that are not those of the accelerator."""
+    """Refuse a strategy's own devices that do not belong to the accelerator."""
     if wrong := next((device for device in devices if device.type != kind.device_type()), None):
         raise MisconfigurationException(
             f"{owner}(accelerator={kind.name()!r}) and a strategy with parallel_devices=[{wrong}]: both choose the "
@@ -353,7 +354,7 @@ def _devices(
         _check_parallel_devices(devices, accelerator, owner)
         return devices, num_nodes
     if devices is None or devices == "auto":
-        # What has started the processes has set their number, also where an environment of Ray's is passed.
+        # The launcher has set the number of processes, also if an environment of Ray's is passed.
         started: ClusterEnvironment = ProcessGroupEnvironment() if ProcessGroupEnvironment.detect() else cluster
         if isinstance(started, (TorchElasticEnvironment, ProcessGroupEnvironment)):
             per_machine = started.local_world_size()
@@ -377,7 +378,7 @@ def _devices(
 
 
 def _count_of_indices(devices: Any) -> int:
-    """Return how many different indices a list of them has, also as text such as "0,1"; 0 for anything else."""
+    """Return how many different indices a list, or a string such as "0,1", has; 0 for anything else."""
     if isinstance(devices, str) and "," in devices:
         devices = [int(part) if part.strip().isdigit() else part for part in devices.split(",") if part.strip()]
     if not isinstance(devices, (list, tuple)):
@@ -415,7 +416,7 @@ def _strategy(
 def _named_strategy(
     strategy: str | None, accelerator: Accelerator, count: int, on_this_machine: int, owner: str
 ) -> Strategy:
-    """Return the strategy of a name; with "auto" that of the accelerator for ``count`` processes."""
+    """Return the strategy of a name; with "auto" the accelerator's strategy for ``count`` processes."""
     name = "auto" if strategy is None else strategy.lower()
     if name in REGISTERED_STRATEGIES:
         return REGISTERED_STRATEGIES[name]()
@@ -468,7 +469,7 @@ def _check_kind_of_device(strategy: Strategy, accelerator: Accelerator, device: 
 
 
 def _why_no_strategy(name: str, devices: int) -> str:
-    """Return why a name is no strategy, and what to write."""
+    """Return why a name is not a strategy, and what to write."""
     if name in elsewhere.STRATEGIES:
         return elsewhere.STRATEGIES[name].message(devices)
     if name in elsewhere.ACCELERATORS or name == "gpu" or name in _kinds():
@@ -569,7 +570,7 @@ def _named_precision(
     if name in ("16-true", "bf16-true"):
         return HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)  # type: ignore[arg-type]
     if name in ("fp8", "transformer-engine", "transformer-engine-float16"):
-        # Before the package is imported: the device may not support it at all.
+        # Checked before the package is imported: the device may not support it at all.
         if check:
             _prefix_owner(owner, check_float8, device, name)
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16

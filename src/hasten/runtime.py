@@ -72,13 +72,13 @@ class Runtime:
     """Device, precision and strategy of one process of a run.
 
     ``resolve.runtime`` makes it. ``engine`` has the functions of a step (``backward``, ``make_step(...)``, ...). They
-    and ``bind(...)`` are chosen once; where nothing has to be added, they are those of torch or of the user.
+    and ``bind(...)`` are chosen once; where nothing has to be added, they are torch's or the user's functions.
 
     Args:
         accelerator: the kind of device.
         strategy: how the model lives on the devices; attached to them.
         precision: the floating-point format.
-        cluster: what started the processes.
+        cluster: the environment that started the processes.
         checkpoint_io: writes and reads checkpoints.
         device_ids: indices of the devices of this machine.
 
@@ -108,10 +108,10 @@ class Runtime:
         strategy, precision = self.strategy, self.precision
         self.scaler = precision.scaler
         self.steps = strategy.steps
-        # Whether there are other processes to exchange anything with.
+        # Whether there are other processes.
         self.several_processes = strategy.world_size > 1
         self.syncs_gradients = strategy.engine.exchanges
-        # What the precision changes.
+        # The methods of the precision that do something.
         self._changed = {
             name for name in _BY_PRECISION if getattr(type(precision), name) is not getattr(Precision, name)
         }
@@ -122,12 +122,12 @@ class Runtime:
     def _choose_engine(self) -> None:
         strategy = self.strategy
         self._overridden = detect_overrides(strategy, self.precision)
-        # What computes a step: the strategy's, with the methods that a program has overridden.
+        # Computes a step: the strategy's engine, with the methods that a program has overridden.
         self.engine = with_overrides(strategy.engine, strategy, self.precision)
         self._reduce = strategy.reduce if defined_by_program(strategy, "reduce") else strategy.all_reduce
 
     def detect_overrides(self) -> None:
-        """Find the methods, and the precision, that a program has given its strategy since; called before each run."""
+        """Find methods, and a precision, that a program has set on its strategy since; called before each run."""
         precision = self.strategy.precision_plugin
         if precision is not self.precision:
             precision.check_device(self.device)
@@ -148,7 +148,7 @@ class Runtime:
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads checkpoints: that of the strategy."""
+        """Writes and reads checkpoints: the strategy's ``checkpoint_io``."""
         return self.strategy.checkpoint_io
 
     @checkpoint_io.setter
@@ -181,14 +181,13 @@ class Runtime:
             trainer: an object that gets the results of copies of this process; see ``machine.spawn.KeepsResults``.
             kwargs: for the function.
 
-        Returns:
-            the result in this process; with copies of this process, that of the first.
+        Returns: the result in this process; with copies of this process, the result of the first.
 
         """
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
-        """Fill what ``init_module`` left empty, and have the strategy divide ``module``; see ``Strategy.shard``."""
+        """Initialize what ``init_module`` left empty, and divide ``module``; see ``Strategy.shard``."""
         if left_out:
             fill_empty(module, stored)
         self.strategy.shard(module, stored)
@@ -262,8 +261,8 @@ class Runtime:
         """Return a context in which modules are created on the device and in the precision of the run.
 
         Args:
-            empty_init: do not initialize parameters, as weights are loaded afterwards. Those that are not loaded get
-                their initial values when training begins, or in ``Fabric.setup``. A strategy that shards parameters
+            empty_init: do not initialize parameters, as weights are loaded afterwards. Parameters that are not loaded
+                get their initial values when training begins, or in ``Fabric.setup``. A strategy that shards parameters
                 makes them on the meta device.
 
         """
@@ -291,7 +290,7 @@ class Runtime:
         if self.steps is not None:
             sent: T = self.steps.to_device(data, device)
             return sent
-        # Copies from pinned memory are asynchronous; from other memory torch waits by itself.
+        # Copies from pinned memory are asynchronous; from other memory torch waits for them.
         moved: T = move_to(data, device, non_blocking=copies_in_background(device))
         return moved
 
@@ -351,7 +350,7 @@ def _nothing() -> None:
 
 
 class _Reused:
-    """The context of ``make``, to be entered again and again, also nested; autocasts, slow to create, are kept."""
+    """A reusable and reentrant version of the context of ``make``; autocasts, slow to create, are kept."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -372,7 +371,7 @@ class _Reused:
 
 
 def _is_ours(method: object) -> bool:
-    """Return whether a method is hasten's: one that a program has put in its place is called instead of the engine."""
+    """Return whether a method is hasten's own; a method that a program has set is called instead of the engine."""
     return str(getattr(method, "__module__", "")).startswith("hasten")
 
 

@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed's engine: what the user gave, joined with what Trainer and Fabric say."""
+"""The configuration of DeepSpeed's engine: the user's, joined with the settings of Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER_LOOPS = {
 
 
 def read_config(config: object) -> dict[str, Any] | None:
-    """Return the configuration of ``DeepSpeedStrategy(config=...)``; that of the environment variable without one.
+    """Return the configuration of ``DeepSpeedStrategy(config=...)``; without one, the file that the environment names.
 
     Args:
         config: a dict, the path of a JSON file, or None.
@@ -35,7 +35,7 @@ def read_config(config: object) -> dict[str, Any] | None:
     Raises:
         FileNotFoundError: the file does not exist.
         TypeError: ``config`` is neither.
-        ValueError: the file is no JSON object, or has something that hasten does not train with.
+        ValueError: the file does not hold a JSON object, or has a setting that hasten does not train with.
 
     """
     given = "DeepSpeedStrategy(config=...)"
@@ -133,7 +133,7 @@ class EngineSettings:
                 )
             zero["overlap_comm"] = False
 
-    def take_precision(self, name: str) -> None:
+    def set_precision(self, name: str) -> None:
         """Enable what ``precision=name`` computes in.
 
         Raises:

@@ -19,7 +19,7 @@ _NOT_CARRIED_OVER = ("amsgrad", "maximize", "differentiable")
 
 
 def is_cpu_adam(optimizer: Optimizer) -> bool:
-    """Return whether DeepSpeed steps an optimizer on the host as it is."""
+    """Return whether DeepSpeed can step this optimizer on the host."""
     kind = type(optimizer)
     return comes_from(kind, "deepspeed") and "CPU" in kind.__name__
 
@@ -29,7 +29,7 @@ def check_offloaded(optimizer: Optimizer, keep: str) -> None:
 
     Args:
         optimizer: the user's.
-        keep: the strategy that steps the optimizer as it is, to be written in the program.
+        keep: the strategy that steps this optimizer unchanged, as it would be written in the program.
 
     Raises:
         ValueError: it is neither torch's Adam or AdamW nor one of DeepSpeed's, or DeepSpeedCPUAdam does not compute
@@ -84,7 +84,7 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
     decoupled, first = bool(groups[0]["decoupled_weight_decay"]), groups[0]
     made: Any = DeepSpeedCPUAdam(
         groups,
-        # The values of the groups are those of each step.
+        # The groups hold the values of each step.
         lr=float(first["lr"]),
         betas=tuple(map(float, first["betas"])),
         eps=first["eps"],
@@ -98,7 +98,7 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
     optimizer.state = made.state
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(made, hooks, getattr(optimizer, hooks))
-    made.step = _own_step(made, optimizer)
+    made.step = _step_on_host(made, optimizer)
     for scheduler in schedulers:
         _move(scheduler, optimizer, made)
     replaced: Any = optimizer
@@ -140,15 +140,15 @@ def check_resumed(optimizer: Optimizer) -> None:
             )
 
 
-def _own_step(made: Any, replaced: Any) -> Callable[..., Any]:
-    """Return a step of which torch's schedulers, of either optimizer, know, and whose numbers a resumed run has."""
+def _step_on_host(made: Any, replaced: Any) -> Callable[..., Any]:
+    """Return a step that torch's schedulers of both optimizers recognize, and that a resumed run repeats exactly."""
     weak, step, update = ref(made), type(made).step, made.ds_opt_adam.adam_update
     nothing = [torch.zeros(1) for _ in range(4)]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         own: Any = weak()
         replaced._opt_called = own._opt_called = True
-        # The kernel multiplies powers of the betas up from step to step, and computes them anew after others. It always
+        # The kernel updates powers of the betas from step to step, and computes them again after other betas. It always
         # does now: otherwise a resumed run would round in another way.
         update(own.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *nothing)
         return step(own, *args, **kwargs)
@@ -158,7 +158,7 @@ def _own_step(made: Any, replaced: Any) -> Callable[..., Any]:
 
 
 def _move(scheduler: Any, replaced: Optimizer, made: Optimizer) -> None:
-    """Have a scheduler, and those that it consists of, belong to another optimizer."""
+    """Make a scheduler, and the schedulers inside it, belong to another optimizer."""
     for each in _with_parts(scheduler):
         if getattr(each, "optimizer", None) is replaced:
             each.optimizer = made

@@ -42,7 +42,7 @@ class EngineState:
 
     Args:
         engine: DeepSpeed's.
-        groups: for each group of the optimizer its parameters, as they were before the engine was made.
+        groups: for each group of the optimizer its parameters before the engine was made.
 
     """
 

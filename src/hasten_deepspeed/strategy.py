@@ -106,7 +106,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         reduce_bucket_size: elements that are reduced at once.
         zero_allow_untested_optimizer: train with optimizers that DeepSpeed's authors have not tested.
         logging_batch_size_per_gpu: samples of a batch, from which the engine computes its throughput; "auto" or None
-            for that of the train dataloader.
+            for the batch size of the train dataloader.
         config: DeepSpeed's configuration, a dict or the path of a JSON file, in place of the other arguments that
             configure it. Without it, the variable ``PL_DEEPSPEED_CONFIG_PATH`` can name a file.
         logging_level: of DeepSpeed's messages.
@@ -231,7 +231,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._precision: Precision = Precision()
         self._owner = "Trainer"
         self._local_rank_before: Any = _NOT_SET
-        # That of the optimizer, or of the module that is evaluated; then those of other modules that are evaluated.
+        # The engine of the optimizer, or of the module that is evaluated; then the engines of other evaluated modules.
         self._engine: Any = None
         self._engines: list[Any] = []
         self._state: EngineState | None = None
@@ -288,7 +288,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
         self._precision = precision
         self._settings = EngineSettings(self.config)
-        self._settings.take_precision(precision.precision)
+        self._settings.set_precision(precision.precision)
         super().set_precision(precision)
 
     # -- once
@@ -391,7 +391,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._deepspeed()
         in_16_bits = bool((self.config.get("bf16") or {}).get("bf16_optimizer_states"))
         own, said = as_cpu_adam(optimizer, [each.scheduler for each in schedulers], in_16_bits=in_16_bits)
-        # As those of the optimizer that the engine steps.
+        # The same methods as of the optimizer that the engine steps.
         optimizer.add_param_group, optimizer.zero_grad = _refuse_group, _nothing
         if not self._said_replaced:
             rank_zero_info(said)
@@ -425,7 +425,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return engine
 
     def _opened(self) -> None:
-        """Note that ``loss.backward()`` has computed gradients."""
+        """Record that ``loss.backward()`` has computed gradients."""
         self.engine.holds_gradients = True
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -463,7 +463,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._flags, self._parameters = [], []
         self.sharding.order, self.engine.factor = (), None
         self._settings = EngineSettings(self.config)
-        self._settings.take_precision(self._precision.precision)
+        self._settings.set_precision(self._precision.precision)
         if self._local_rank_before is not _NOT_SET:
             _put_back("LOCAL_RANK", self._local_rank_before)
             self._local_rank_before = _NOT_SET
@@ -549,7 +549,7 @@ class ZeroEngine(StepEngine):
     # -- before the first step
 
     def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
-        """Take what ``owner`` says about accumulation and clipping into the configuration."""
+        """Put the settings of ``owner`` for accumulation and clipping into the configuration."""
         self.strategy._owner = owner
         if accumulation is not None:
             self.strategy._settings.take_accumulation(accumulation, owner)
@@ -612,7 +612,7 @@ class ZeroEngine(StepEngine):
         return [basic], schedulers
 
     def see_loaders(self, loaders: Sequence[Any]) -> None:
-        """Tell the engine how many samples a batch has on a process; raise ValueError if the configuration differs."""
+        """Set the engine's number of samples per batch and process; raise ValueError if the configuration differs."""
         strategy = self.strategy
         if len(loaders) != 1 or isinstance(strategy._batch_size, int):
             return
@@ -752,7 +752,7 @@ class ZeroEngine(StepEngine):
         self.factor = factor if self.factor is None else self.factor * factor
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Have the next step multiply its gradients by 0."""
+        """Make the next step multiply its gradients by 0."""
         self.scale_gradients(optimizer, 0.0)
 
     def clip_norm(
@@ -855,7 +855,7 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 class _Kept:
-    """A weight that a checkpoint leaves out, as it is."""
+    """A weight that a checkpoint leaves out, unchanged."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,6 +1,7 @@
 """Run programs and packages written for Lightning unchanged: its module names lead to hasten.
 
-``hasten run program.py`` does it for a whole program; ``hasten_lightning.install()`` for the process that calls it.
+``hasten run program.py`` does it for a whole program; ``hasten_lightning.install()`` for the process that calls it. It
+must not import ``hasten_tools``.
 """
 
 from __future__ import annotations

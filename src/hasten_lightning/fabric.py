@@ -16,7 +16,7 @@ from hasten.precision import MixedPrecision
 from hasten.strategies.base import Strategy
 from hasten.types import AcceleratorLike, Devices, PathLike, Plugin, PrecisionName, StrategyLike
 from hasten_lightning import environment
-from hasten_lightning._classes.fabric_strategies import dress
+from hasten_lightning._classes.fabric_strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
 
 
@@ -53,7 +53,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(**given, **environment.of("Fabric"))
         if not isinstance(strategy, Strategy):
-            dress(self._runtime.strategy)
+            as_facade(self._runtime.strategy)
         if isinstance(self._runtime.precision, MixedPrecision):
             self._runtime.precision.convert_inputs_to_16_bits()
 

@@ -26,7 +26,7 @@ _replaced: dict[tuple[type, str], object] = {}
 
 
 class Facade(ABCMeta):
-    """The class of facades: what is an instance or a subclass of the class behind one is one of the facade, too.
+    """The metaclass of facades: instances and subclasses of the class behind a facade count as the facade's, too.
 
     The class behind a facade is its first base outside of this package. Subclasses of facades, which programs write,
     are ordinary classes.

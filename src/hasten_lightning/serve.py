@@ -28,7 +28,7 @@ Functions = dict[str, Callable[[Any], Any]]
 
 
 class ServableModule(ABC, nn.Module):
-    """A module that answers requests: subclass it beside ``LightningModule``.
+    """A module that answers requests: subclass it together with ``LightningModule``.
 
     Example::
 

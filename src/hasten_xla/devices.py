@@ -198,7 +198,7 @@ class XLAAccelerator(Accelerator):
         return XLAEnvironment()
 
     def precision_of(self, name: str) -> XLAPrecision | None:
-        """Return the precision of 16 bits; others are those of the strategy.
+        """Return the precision of 16 bits; for others the strategy's is used.
 
         Raises:
             MisconfigurationException: it needs a gradient scaler.

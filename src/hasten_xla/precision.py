@@ -63,7 +63,7 @@ class XLAPrecision(Precision):
         return data if self._half is None else self._half.convert_output(data)
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         if self._half is not None:
             self._half.convert_optimizer(optimizer)
 

@@ -1,4 +1,4 @@
-"""Training on XLA devices, above all TPUs: on one, with a process for each, or sharded over those of a machine."""
+"""Training on XLA devices, above all TPUs: on one, with a process for each, or sharded over all of a machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SingleDeviceXLAStrategy(OneProcess):
     """One process that computes on one XLA device.
 
     Args:
-        device: the index of the device on this machine, or ``torch.device("xla", index)``; by default that of
+        device: the index of the device on this machine, or ``torch.device("xla", index)``; by default the device in
             ``devices``.
         accelerator: in place of ``Trainer(accelerator=...)``.
         checkpoint_io: in place of ``Trainer(plugins=...)``.
@@ -223,7 +223,7 @@ class XLAStrategy(ParallelStrategy):
 
     @contextmanager
     def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
-        """Leave the gradients of this process alone in backward; the next one outside averages what has gathered."""
+        """Do not average gradients in backward; the next backward outside of the context averages their sum."""
         exchange = self._exchanges.get(id(wrapped))
         if exchange is None:
             yield
@@ -313,8 +313,8 @@ class XLAFSDPStrategy(OneProcess):
     """Parameters, gradients and optimizer states are sharded over the XLA devices of one machine, by one process.
 
     The engine is SPMD, as in the newer of torch_xla's two FSDP:
-    the program is that of one device, and XLA divides each operation. ``batch_size`` of a loader is that of all devices
-    together. Parameters keep their names and shapes, and checkpoints are whole files.
+    the program is written for one device, and XLA divides each operation. ``batch_size`` of a loader counts the samples
+    of all devices together. Parameters keep their names and shapes, and checkpoints are whole files.
 
     Args:
         accelerator: in place of ``Trainer(accelerator=...)``.
@@ -325,7 +325,7 @@ class XLAFSDPStrategy(OneProcess):
         activation_checkpointing_policy: classes of modules to recompute in backward.
         state_dict_type: "full": checkpoints are one file.
         sequential_save: leave it out: one process saves.
-        kwargs: none; those of torch_xla's FSDP are refused.
+        kwargs: none; arguments of torch_xla's FSDP are refused.
 
     Raises:
         TypeError: an argument is unknown or does not apply.
@@ -515,7 +515,7 @@ class _ShardedSteps(XLASteps):
 def make_states(optimizer: Optimizer) -> None:
     """Give torch's Adam and AdamW the states that their first step begins with.
 
-    The graph of a step that makes states differs from that of the others, and would be compiled for itself.
+    The graph of a step that makes states differs from the other graphs, and would be compiled separately.
     """
     if type(optimizer) not in (Adam, AdamW):
         return
@@ -535,7 +535,7 @@ def make_states(optimizer: Optimizer) -> None:
 
 
 def _take_chip(device: torch.device) -> torch.device:
-    """Let this process see one chip of a TPU only, so that others can use the rest; return its device."""
+    """Make only one chip of a TPU visible to this process, so that others can use the rest; return its device."""
     if "TPU_VISIBLE_CHIPS" in os.environ:
         return device
     from torch_xla._internal import tpu

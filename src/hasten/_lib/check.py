@@ -207,7 +207,7 @@ def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -
 
 
 def as_list(value: object) -> Any:
-    """Return a list in place of another sequence, such as a list of OmegaConf or a deque; other values as they are."""
+    """Return another sequence, such as a list of OmegaConf or a deque, as a list; return other values unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
         return list(value)
     return value

@@ -20,7 +20,7 @@ class WrongType(MisconfigurationException, TypeError):
 
 
 class NotPartOfLightning2(MisconfigurationException, NotImplementedError):
-    """Raised for what was removed before Lightning 2, whose own error is a ``NotImplementedError``."""
+    """Raised for features that were removed before Lightning 2, where Lightning raises a ``NotImplementedError``."""
 
 
 class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):

@@ -1,4 +1,4 @@
-"""Notes for errors of torch: which layer raised one, what it was given, and the line that usually mends it."""
+"""Notes for errors of torch: the layer that raised the error, its inputs, and the line that usually fixes it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _place_of(error: BaseException, batch: object) -> _Place:
     modules = [(frame, owner) for frame in place.frames if (owner := _module_of(frame)) is not None]
     if not modules:
         return place
-    # Wrappers such as DistributedDataParallel put their own name before those of the program's layers.
+    # Wrappers such as DistributedDataParallel put their own name before the names of the program's layers.
     roots = [owner for _, owner in modules if not comes_from(type(owner), *_WRAPPERS)]
     root, layer = roots[0] if roots else modules[0][1], modules[-1][1]
     name = next((name for name, module in root.named_modules() if module is layer), "")
@@ -139,7 +139,7 @@ def _place_of(error: BaseException, batch: object) -> _Place:
     return place
 
 
-# Modules of these are made around those of the program.
+# Packages with modules that wrap modules of the program.
 _WRAPPERS = ("torch", "hasten.strategies")
 
 
@@ -333,7 +333,7 @@ def _before_init(_: re.Match[str], place: _Place) -> str:
 
 
 def _without_init(kind: type) -> str:
-    """Return the line to add to a class of modules whose ``__init__`` does not begin with that of ``nn.Module``."""
+    """Return the line to add to a class of modules whose ``__init__`` does not begin with ``super().__init__()``."""
     code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]
     where = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
     return f"Write super().__init__() as the first line of {kind.__name__}.__init__{where}."

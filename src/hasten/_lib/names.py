@@ -1,4 +1,4 @@
-"""Names: the nearest to one that does not exist, unknown arguments, who defines a method, what parameters it has."""
+"""Names: the nearest to an unknown one, unknown arguments, which class defines a method, and its parameters."""
 
 from __future__ import annotations
 

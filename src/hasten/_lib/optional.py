@@ -12,7 +12,7 @@ from types import ModuleType
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-# Packages whose name differs from that of the module.
+# Packages whose name differs from the name of their module.
 _PACKAGES = {
     "sklearn": "scikit-learn",
     # Without the extra, the part for PyTorch is not installed.

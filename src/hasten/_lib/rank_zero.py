@@ -99,7 +99,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def messages_later() -> Iterator[None]:
-    """Keep messages quiet in the block, and let ``warn_once`` warn again after it of what it has warned in it."""
+    """Suppress messages in the block; ``warn_once`` repeats its warnings from the block after it."""
 
     def silent(record: object) -> bool:
         return False

@@ -139,7 +139,7 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
             return items
         if not isinstance(data, (dict, UserDict)):
             return type(data)(items)  # type: ignore[call-arg]
-        # A copy keeps what a subclass has beside its items: a default factory, the encodings of a tokenizer.
+        # A copy keeps what a subclass has in addition to its items: a default factory, the encodings of a tokenizer.
         new: Any = copy.copy(data)
         for key, value in items.items():
             new[key] = value
@@ -216,7 +216,7 @@ def send_to_host(values: Sequence[Any]) -> Arrival:
         return Arrival(scalars, [], None, None)
     devices = {scalars[i].device for i in places}
     if len(devices) > 1:
-        # Rare: metrics kept on the CPU beside losses on the device. The few CPU ones are read at once.
+        # Rare: some values are metrics on the CPU, others losses on the device. The few CPU ones are read at once.
         for i in [i for i in places if scalars[i].is_cpu]:
             scalars[i] = float(scalars[i])
         if len(devices) > 2:
@@ -302,7 +302,7 @@ def _call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> set[nn.Module]:
 
 
 def left_in_eval_mode(module: nn.Module) -> set[nn.Module]:
-    """Return the parts that ``module.train()`` leaves in eval mode; the modes stay as they are."""
+    """Return the parts that ``module.train()`` leaves in eval mode, without changing their modes."""
     if not any(defines_train(part) for part in module.modules()):
         return set()
     with preserve_modes(module), suppress(NotImplementedError):
@@ -346,7 +346,7 @@ def parameters_of(*optimizers: Any) -> list[Any]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a plain tensor: of a ``DTensor`` the whole, which all processes must ask for; others as they are."""
+    """Return a plain tensor: the whole of a ``DTensor`` (all processes must call this), other tensors unchanged."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 

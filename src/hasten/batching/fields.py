@@ -1,4 +1,4 @@
-"""Which fields of a loader's batches run over tokens and which over samples."""
+"""Find out which fields of a loader's batches have a dimension for tokens, and which have one for samples."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def mask_in(fields: Mapping[Any, object], key: Hashable) -> Tensor | None:
 
 @dataclass(eq=False)
 class FitWidth:
-    """A collate function, and its batches cut or filled up to the width they need.
+    """A collate function whose batches are cut or padded to the width they need.
 
     Columns that the mask leaves out for every sample, at the right end, are dropped from every field that runs over
     tokens, ``(batch, time, ...)``; if ``multiple_of`` asks for a wider batch, columns are added. Only padding is

@@ -1,4 +1,4 @@
-"""Several sequences in one row: hardly any padding, and no sequence sees another."""
+"""Pack several sequences into one row, with hardly any padding; no sequence attends to another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of different lengths become one batch: padded to the longest of the batch, not of the dataset."""
+"""Join samples of different lengths into a batch, padded to the longest of the batch, not of the dataset."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_same_fields(rows: Sequence[Mapping[Any, Any]]) -> None:
 
 
 class PadCollator:
-    """Joins samples of different lengths to a batch: each sequence padded to the longest of the batch.
+    """Joins samples of different lengths into a batch: each sequence is padded to the longest of the batch.
 
     Samples are dicts, tuples or tensors. Every field whose length differs within the batch is padded along its first
     dimension; the others are joined as ``default_collate`` does. A sample's result does not depend on the length of
@@ -59,7 +59,7 @@ class PadCollator:
             ``default_collate``.
         keys: the fields that are padded; by default those described above.
         padding: the padding value by field; by default -100 for fields that begin with ``label``, else 0, with a
-            warning for whole numbers beside the sequence, which may be classes.
+            warning for fields of whole numbers other than the sequence, which may be classes.
         multiple_of: pad to a multiple of so many tokens, or to the next of several widths. Few widths keep
             compiled programs and CUDA graphs usable; multiples of 8 suit tensor cores.
         mask_key: the field of the mask, int64 ``(batch, time)`` with 0 for padding; added to dicts that have none.

@@ -1,4 +1,4 @@
-"""``Trainer(batching=...)``: a user's DataLoader, with samples of like length in each batch."""
+"""``Trainer(batching=...)``: put samples of similar length into the same batch of a user's DataLoader."""
 
 from __future__ import annotations
 

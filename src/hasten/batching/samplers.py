@@ -23,7 +23,7 @@ GRAIN = 32
 
 
 class PlannedBatches(Sampler[list[int]]):
-    """A batch sampler that lays out a whole epoch at once; the base of those here.
+    """Base class of batch samplers that lay out a whole epoch at once.
 
     An epoch's plan depends only on the lengths, the random generator and the epoch, and always has the same number of
     batches. So every process of a run makes the same plan and takes its part, and a run that resumes in the middle of
@@ -33,7 +33,7 @@ class PlannedBatches(Sampler[list[int]]):
     # Missing without ``num_replicas``: then the Trainer or Fabric divides the data.
     num_replicas: int
     rank: int
-    # The arguments of a subclass, kept as attributes, that lay out an epoch beside those of this class.
+    # Attributes with the subclass's own arguments that determine the layout of an epoch.
     _arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -87,10 +87,10 @@ class PlannedBatches(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
 
-    # -- an epoch that goes on with another number of processes
+    # -- an epoch that continues with another number of processes
 
     def settings(self) -> dict[str, Any]:
-        """Return as plain data what lays out an epoch, beside the lengths, the epoch and random numbers."""
+        """Return as plain data what determines the layout of an epoch, besides lengths, epoch and random numbers."""
         names = (*self._arguments, "shuffle", "drop_last", "seed", "repeat")
         return {name: getattr(self, name) for name in names} | {"num_replicas": getattr(self, "num_replicas", None)}
 
@@ -192,7 +192,7 @@ class PlannedBatches(Sampler[list[int]]):
 
 
 class LengthBatchSampler(PlannedBatches):
-    """Batches of samples of like length: shuffled, sorted within windows, and the batches shuffled again.
+    """Batches of samples of similar length: shuffled, sorted within windows, and the batches shuffled again.
 
     Every sample comes exactly once an epoch. Which samples share a batch is random as far as their lengths allow:
     the wider the window, the less is padded and the less is random. On IMDB reviews padded to 512 tokens, half of

@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: another number of accumulated batches from given epochs on."""
+"""GradientAccumulationScheduler: change ``accumulate_grad_batches`` at given epochs."""
 
 from __future__ import annotations
 

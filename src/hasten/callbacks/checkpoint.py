@@ -58,8 +58,8 @@ _SCORES = (
     "kth_value",
     "last_model_path",
 )
-# The same for attributes that begin with an underscore, which the key "books" stores.
-_BOOKS = (
+# The same for attributes that begin with an underscore, which the key "ranking" stores.
+_RANKING = (
     "deferred",
     "last_at",
     "last_checkpoint_saved",
@@ -221,16 +221,17 @@ class ModelCheckpoint(Checkpoint):
             "monitor": self.monitor,
             "dirpath": self.dirpath,
             **{key: getattr(self, key) for key in _SCORES},
-            "books": {**{key: getattr(self, f"_{key}") for key in _BOOKS}, "origin": self._source.stage},
+            "ranking": {**{key: getattr(self, f"_{key}") for key in _RANKING}, "origin": self._source.stage},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ranking; from another folder only ``best_model_path``."""
         self.best_model_path = state_dict["best_model_path"]
-        books = state_dict.get("books", {})
+        # Earlier versions called it "books".
+        ranking = state_dict.get("ranking", state_dict.get("books", {}))
         # When the monitored value changes is a fact about the program, not about the folder.
-        self._source.stage = books.get("origin", self._source.stage)
-        self._deferred = books.get("deferred", self._deferred)
+        self._source.stage = ranking.get("origin", self._source.stage)
+        self._deferred = ranking.get("deferred", self._deferred)
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
             if not self._default_folder:
@@ -243,8 +244,8 @@ class ModelCheckpoint(Checkpoint):
         for key in _SCORES:
             setattr(self, key, state_dict.get(key, getattr(self, key)))
         self.kth_value = torch.as_tensor(self.kth_value)
-        for key in books.keys() & set(_BOOKS):
-            setattr(self, f"_{key}", books[key])
+        for key in ranking.keys() & set(_RANKING):
+            setattr(self, f"_{key}", ranking[key])
 
     # -- when to save
 
@@ -509,7 +510,7 @@ class ModelCheckpoint(Checkpoint):
     @contextmanager
     def _undo_on_failure(self) -> Iterator[None]:
         """Restore the ranking if the file that it describes cannot be saved."""
-        before = {name: getattr(self, name) for name in (*_SCORES, *(f"_{key}" for key in _BOOKS))}
+        before = {name: getattr(self, name) for name in (*_SCORES, *(f"_{key}" for key in _RANKING))}
         try:
             yield
         except BaseException:

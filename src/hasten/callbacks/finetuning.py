@@ -110,7 +110,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let all parameters of a module, or a nest of them, train."""
+        """Make all parameters of a module, or of nested collections of modules, trainable."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, True)
 
@@ -157,7 +157,7 @@ class BaseFinetuning(Callback):
         Args:
             modules: what to unfreeze.
             optimizer: gets a new group, unless it has all the parameters already.
-            lr: learning rate of the group; by default that of the first group divided by ``initial_denom_lr``.
+            lr: learning rate of the group; by default the first group's divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
             train_bn: train the parameters of batch normalization too; its running statistics follow in any case.
 
@@ -275,7 +275,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Train the rest of a model first, and its ``backbone`` too from a given epoch on.
 
     The backbone's learning rate starts low and is multiplied each epoch by ``lambda_func``; with ``should_align`` it
-    does not exceed that of the first group. The module needs an attribute ``backbone``.
+    does not exceed the first group's. The module needs an attribute ``backbone``.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch (from 0) in which the backbone trains.

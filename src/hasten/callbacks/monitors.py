@@ -196,8 +196,8 @@ _PURPOSE = "DeviceStatsMonitor(cpu_stats=...)"
 class DeviceStatsMonitor(Callback):
     """Log memory and load of the device each ``log_every_n_steps``, before and after a batch.
 
-    The keys are ``DeviceStatsMonitor.on_train_batch_start/allocated_bytes.all.peak`` and the like. On CUDA they are
-    those of ``torch.cuda.memory_stats`` (bytes and counts); on the CPU ``cpu_percent``, ``cpu_vm_percent`` and
+    The keys are ``DeviceStatsMonitor.on_train_batch_start/allocated_bytes.all.peak`` and the like. On CUDA they come
+    from ``torch.cuda.memory_stats`` (bytes and counts); on the CPU ``cpu_percent``, ``cpu_vm_percent`` and
     ``cpu_swap_percent`` of the whole machine, for which psutil must be installed. Nothing waits for the device.
 
     Args:
@@ -308,11 +308,11 @@ class ThroughputMonitor(Callback):
 
     The values go to the loggers each ``log_every_n_steps``, under ``train/device/samples_per_sec`` and the like;
     see ``hasten.report.throughput.Throughput`` for all of them. Rates are over the last ``window_size`` batches.
-    Nothing waits for the device: on CUDA times are those of CUDA events, read when they have happened. Time spent in
-    validation does not count as training.
+    Nothing waits for the device: on CUDA, times come from CUDA events, which are read after they have completed. Time
+    spent in validation does not count as training.
 
-    The operations of a batch are ``pl_module.flops_per_batch``, if there is one, read at every batch; else those of
-    the first batch of each stage, counted while it runs.
+    The operations of a batch are ``pl_module.flops_per_batch``, if there is one, read at every batch; else the
+    operations of the first batch of each stage, counted while it runs.
 
     Args:
         batch_size_fn: returns the number of samples of a batch.

@@ -58,7 +58,7 @@ class ModelPruning(Callback):
         resample_parameters: for that, draw new initial values.
         pruning_dim: the dimension whose slices structured pruning removes.
         pruning_norm: the norm by which ``"ln_structured"`` ranks them.
-        verbose: report nothing (0), how much is pruned (1), or that of each parameter (2).
+        verbose: report nothing (0), how much is pruned (1), or how much of each parameter (2).
         prune_on_train_epoch_end: prune when a training epoch ends, not when a validation does.
 
     Raises:
@@ -309,7 +309,7 @@ class ModelPruning(Callback):
 
     # -- checkpoints
 
-    # Which one it is among those of a Trainer that would have the same key.
+    # Its position among the callbacks of a Trainer that would have the same key.
     state_number = 0
 
     @property

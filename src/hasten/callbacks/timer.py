@@ -1,4 +1,4 @@
-"""Timer: how long a run takes, and its end when the time is up; and time limits on which all processes agree."""
+"""Timer: measures a run and stops it when its time is up; and time limits on which all processes agree."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class WeightAveraging(Callback):
     The average is updated whenever ``should_update`` returns True: after each optimizer step unless you override it.
     During validation the module holds the average, also in the module's own hooks, and afterwards its own weights
     again, also if validation fails. A checkpoint's ``state_dict`` is the average, so that whoever loads it gets what
-    was validated; the training weights are stored beside it, and a resumed run continues with them bit for bit,
+    was validated; the training weights are stored in another entry, and a resumed run continues with them bit for bit,
     also from a checkpoint saved after training ended.
 
     Before the first update, validation, checkpoints and the end of training use the weights themselves. Buffers that
@@ -189,7 +189,7 @@ class WeightAveraging(Callback):
             self._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do so too if a resumed run had nothing left to train."""
+        """Do the same if a resumed run had nothing left to train."""
         if self._restarting and self._trained is None:
             self._catch_up(trainer, pl_module)
         WeightAveraging.on_train_end(self, trainer, pl_module)
@@ -207,7 +207,7 @@ class WeightAveraging(Callback):
         self._latest_update_epoch = state_dict.get("latest_update_epoch", -1)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Make the average the checkpoint's ``state_dict``, with the training weights beside it."""
+        """Make the average the checkpoint's ``state_dict``, and store the training weights in another entry."""
         average = self._average_model
         if average is None or not self._has_average:
             return
@@ -356,9 +356,9 @@ class ModelAverage:
 
 @contextmanager
 def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have ``module`` hold other tensors, by their names in it, for its ``state_dict()``.
+    """Make ``module`` hold other tensors, given by their names in it, for its ``state_dict()``.
 
-    Nothing is copied, and the module's own tensors stay as they are.
+    Nothing is copied, and the module's own tensors do not change.
     """
     # By the tensor: several parts may share one.
     stand_ins: dict[int, Tensor] = {}
@@ -633,7 +633,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self._loaded = state_dict["average_model_state"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """After training, store the training weights beside the average that the module holds by then."""
+        """After training, store the training weights in addition to the average, which the module holds by then."""
         if self._trained is not None and "optimizer_states" in checkpoint:
             with _shown(pl_module, self._trained):
                 checkpoint["current_model_state"] = trainer.strategy.state.state_dict(pl_module)

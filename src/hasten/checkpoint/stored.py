@@ -21,7 +21,7 @@ CONTENTS_FILE = "meta.pt"
 SHARD_ENDING = ".distcp"
 # The version of the format, under this key of the contents file.
 FORMAT = "hasten_folder"
-# The folder in it that holds the other files; "" if they are beside the contents.
+# The folder in it that holds the other files; "" if they are in the same folder as the contents.
 SHARDS = "shards"
 
 _FOREIGN = (
@@ -64,7 +64,7 @@ class Folder:
         if not isinstance(stored, dict) or FORMAT not in stored:
             self._take_foreign(stored)
             return
-        # A name alone: a path could lead elsewhere.
+        # Only a name is used: a path could lead elsewhere.
         inner = os.path.basename(stored.get(SHARDS, ""))
         self._shards = place.inside(inner) if inner else place
         self._contents = stored["contents"]
@@ -76,7 +76,7 @@ class Folder:
             raise CheckpointDamaged(f"{place} is damaged: {problem}.")
 
     def _take_foreign(self, stored: Any) -> None:
-        """Take what Lightning's sharded strategies wrote; there are no checksums."""
+        """Read what Lightning's sharded strategies wrote; there are no checksums."""
         from hasten.checkpoint import engine
 
         self._shards, self._checked = self.place, set()
@@ -144,7 +144,7 @@ class Folder:
             engine.read(targets, self._shards, self.layout, self.check_file)
 
     def empty(self, key: str) -> Tensor:
-        """Return a tensor into which the one of ``key`` fits whole."""
+        """Return an empty tensor for the whole tensor of ``key``."""
         return torch.empty(self.layout[key]["shape"], dtype=self.dtype_of(key), device=self._device)
 
     def dtype_of(self, key: str) -> torch.dtype:
@@ -154,7 +154,7 @@ class Folder:
 
 
 def missing(place: Place, sums: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return which of the files that were written is missing or has another size; None if all are there."""
+    """Return a file that is missing or has another size than was written; None if all are there."""
     present = place.sizes(map(os.path.basename, sums))
     for name, (size, _) in sums.items():
         if name not in present:
@@ -259,7 +259,7 @@ class StoredTensors(MutableMapping[str, Any]):
 
 
 class StoredCheckpoint(dict[str, Any]):
-    """What a checkpoint folder holds: like the dict of a file, but its tensors are read when they are needed."""
+    """The contents of a checkpoint folder: like the dict of a file, but its tensors are read when they are needed."""
 
     def whole(self) -> dict[str, Any]:
         """Return a dict of the same contents in which all tensors are read."""
@@ -286,7 +286,7 @@ def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
             with torch.no_grad():
                 target.copy_(source)
     for folder, wanted in by_folder.items():
-        # One pass, unless a tensor is wanted twice.
+        # One pass, unless a tensor is requested twice.
         while wanted:
             folder.read(dict(wanted))
             done = set(map(id, dict(wanted).values()))
@@ -319,7 +319,7 @@ def _with_tensors(value: Any, folder: Folder) -> Any:
 
 
 def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a dict, list or tuple with ``function`` applied to what is in it; other values as they are."""
+    """Return a dict, list or tuple with ``function`` applied to its items; return other values unchanged."""
     if isinstance(value, dict):
         items = {key: function(each) for key, each in value.items()}
         return items if type(value) is dict else type(value)(items)

@@ -1,6 +1,6 @@
 """The command line: ``LightningCLI`` makes a program with sub-commands, options and YAML configs of your classes.
 
-Needs jsonargparse, which the extra ``cli`` installs.
+Needs jsonargparse, which the extra ``cli`` installs. It must not import ``hasten.fabric`` or ``hasten.strategies``.
 """
 
 # ruff: noqa: E402 - missing packages are named before they are imported

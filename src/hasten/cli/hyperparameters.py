@@ -115,7 +115,7 @@ def with_checkpoint(
     Args:
         parser: the parser.
         config: what it read.
-        given: the keys that the command line gives, which override those of the checkpoint.
+        given: the keys that the command line gives, which override the checkpoint.
         kind: the class of the module.
         subclass_mode: it is chosen on the command line.
 

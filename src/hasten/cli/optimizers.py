@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as a command line names them: types to annotate with, classes made from configs."""
+"""Optimizers and schedulers on a command line: types for annotations, and classes made from configs."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class LightningArgumentParser(ArgumentParser):
         """Print the message of jsonargparse and the nearest key; exit with code 2."""
         parser = getattr(ex, "subcommand_parser", None) or self
         if not getattr(self, "_inner_parser", False):
-            # The message of an inner parser, for a class named in a config, becomes part of that of the outer one.
+            # The message of an inner parser, for a class named in a config, becomes part of the outer parser's message.
             message = "\n".join([message, *_hints(parser, message)])
         if callable(self._error_handler) or not self.exit_on_error:
             super().error(message, ex)

@@ -1,4 +1,4 @@
-"""The config of a run, saved beside what the run writes."""
+"""Save the config of a run in the run's folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class SaveConfigCallback(Callback):
     """Save the config of a ``LightningCLI`` in the ``log_dir`` of the run, before it starts.
 
-    A fit that resumes from a checkpoint in the same folder saves its config beside the first, as ``config-1.yaml``,
+    A fit that resumes from a checkpoint in the same folder saves its config next to the first, as ``config-1.yaml``,
     ``config-2.yaml``, ...
 
     Args:

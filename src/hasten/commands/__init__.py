@@ -1,4 +1,7 @@
-"""The command line: ``hasten COMMAND``. Commands are found by entry points and imported when they are used."""
+"""The command line: ``hasten COMMAND``. Commands are found by entry points and imported when they are used.
+
+It must not import ``hasten_tools``, ``hasten.trainer`` or ``hasten.loops``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: without the program's name; default: those of this process.
+        arguments: without the program's name; by default the arguments of this process.
 
     Returns:
         The exit code: 0 done, 1 it could not be done (the message says why), 2 wrong use, 130 interrupted.

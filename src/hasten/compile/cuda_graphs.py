@@ -81,7 +81,8 @@ def kept_outputs(outputs: T, *, all_of_them: bool) -> T:
 
     Args:
         outputs: of a recorded graph.
-        all_of_them: copy every tensor; else those of one element, such as losses, which are logged and collected.
+        all_of_them: copy every tensor; else only tensors of one element, such as losses, which are logged and
+            collected.
 
     Example::
 

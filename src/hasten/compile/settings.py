@@ -17,7 +17,7 @@ from hasten._lib.names import did_you_mean, unknown_word
 
 _Model = TypeVar("_Model")
 
-# Options of hasten, and those of torch.compile that the run does not decide.
+# Options of hasten, and options of torch.compile that the run does not decide.
 _OWN = ("regional", "cache")
 _KEYS = ("mode", "options", "backend", "dynamic", *_OWN)
 

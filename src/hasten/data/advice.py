@@ -1,6 +1,6 @@
 """Lightning's warnings about loaders, for programs that were written for it and may expect or silence them.
 
-hasten itself measures whether training waits for its data, and reads shuffled validation data as it is.
+hasten itself measures whether training waits for its data, and accepts shuffled validation data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For each name of a strategy or an accelerator elsewhere: why hasten does not have it, and what to write.
+"""Names of strategies and accelerators of other libraries: why hasten does not have each, and what to write.
 
 ``hasten/resolve.py`` makes its messages from these tables, and ``scripts/scale.py`` the page ``docs/scale.md``.
 """

@@ -1,6 +1,7 @@
-"""What packages beside the core build on: their entry points, and what is part of hasten (``origin``).
+"""What other packages build on: their entry points, and where code comes from (``origin``).
 
-It knows nothing of training, and no package that adds to hasten.
+It knows nothing of training, and must not import ``hasten_tools``, ``hasten_lightning``, ``hasten_deepspeed`` or
+``hasten_xla``, which it finds by name.
 """
 
 from __future__ import annotations

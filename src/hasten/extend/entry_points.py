@@ -1,4 +1,4 @@
-"""How packages add to hasten: by entry points, which ``pip`` writes down when it installs them.
+"""Entry points, by which packages add to hasten; ``pip`` records them when it installs a package.
 
 hasten's own tools come this way too: the core asks for a name, and knows no package that has it. A checkout of the
 source is often used without an installation (``PYTHONPATH=src``), or is newer than what was installed from it. So each

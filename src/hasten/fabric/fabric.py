@@ -142,10 +142,10 @@ class Fabric(RuntimeView):
             raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
-        # Of the engine that was made last, where the strategy makes one.
+        # The optimizers of the engine that was made last, if the strategy makes one.
         self._of_engine: list[Any] = []
-        # Parameters that optimizers still have, and the shards that have taken their place. Made when there are some,
-        # because it cannot be sent to other processes.
+        # Parameters that optimizers still hold, with the shards that have replaced them. Created when it is needed,
+        # because it cannot be pickled.
         self._replaced: MutableMapping[Tensor, Tensor] = {}
         self._launched = False
         self._inside_run = False
@@ -263,9 +263,9 @@ class Fabric(RuntimeView):
         """Make a module and its optimizers ready.
 
         Args:
-            module: the model. A compiled one stays compiled, inside of what the strategy wraps around it.
+            module: the model. A compiled module stays compiled, inside the wrapper of the strategy.
             optimizers: none, one or several.
-            scheduler: a learning rate scheduler to hand back with them.
+            scheduler: a learning rate scheduler to return with them.
             move_to_device: move the module to the device of this process.
 
         Returns:
@@ -281,7 +281,7 @@ class Fabric(RuntimeView):
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup")
         wrapped = self._wrapped_module(module, "setup", move_to_device, optimizers)
-        # After the module: a precision may have replaced layers, and an engine has made its own of the optimizer.
+        # After the module: a precision may have replaced layers, and an engine may have replaced the optimizer.
         made = self._wrapped_optimizers(self._of_engine or optimizers, "setup", scheduler)
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not made:
@@ -414,7 +414,7 @@ class Fabric(RuntimeView):
         return wrapped
 
     def _check_same(self, module: nn.Module, method: str) -> None:
-        # One without parameters to train may be that of a process alone.
+        # A module without parameters to train may exist on one process only.
         if self._runtime.several_processes and any(parameter.requires_grad for parameter in module.parameters()):
             same_program.require_same_module(f"Fabric.{method}()", module)
 
@@ -457,7 +457,7 @@ class Fabric(RuntimeView):
     def _check_optimizers(
         self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
     ) -> None:
-        """Check that optimizers train modules that were set up; make them fused where the arguments say so."""
+        """Check that optimizers train modules that were set up; make them fused if the arguments say so."""
         fused = self._speed.fused_optimizer
         for optimizer in optimizers:
             replace_parameters(optimizer, self._replaced, method)
@@ -482,7 +482,7 @@ class Fabric(RuntimeView):
         Args:
             tensor: the loss.
             args: for ``Tensor.backward``.
-            model: whose loss it is; only strategies with an engine of their own ask for it.
+            model: the model of the loss; only strategies with an engine of their own need it.
             kwargs: for ``Tensor.backward``.
 
         """
@@ -506,8 +506,8 @@ class Fabric(RuntimeView):
         """Limit the gradients of an optimizer's parameters.
 
         Args:
-            module: whose parameters they are.
-            optimizer: whose gradients to clip.
+            module: the module of these parameters.
+            optimizer: the optimizer of these parameters.
             clip_val: the largest size of each element.
             max_norm: the largest norm of all gradients together.
             norm_type: of the norm.
@@ -679,7 +679,7 @@ class Fabric(RuntimeView):
         Args:
             name: of the value.
             value: a number or a tensor with one element, which is read from the device now.
-            step: where it belongs.
+            step: the step of the value.
 
         """
         self.log_dict({name: value}, step=step)
@@ -725,8 +725,7 @@ class Fabric(RuntimeView):
             strict: raise for a name that the file does not have, and for weights that do not fit.
             weights_only: False reads Python objects too, which can run code: only for files you trust.
 
-        Returns:
-            what the file has beyond ``state``; all of it without ``state``.
+        Returns: the entries of the file that are not in ``state``; all of them without ``state``.
 
         Raises:
             KeyError: the file does not have one of the names.

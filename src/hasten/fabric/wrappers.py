@@ -1,4 +1,4 @@
-"""What Fabric's setup returns: wrappers around the user's module, optimizer and loader."""
+"""Wrappers around the user's module, optimizer and loader, which Fabric's setup returns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FabricModule(nn.Module):
     It shares parameters, buffers, children, names and state with the user's module; attributes are set there.
     """
 
-    # What the strategy made of the user's module; that module itself on a single device.
+    # The module that the strategy returned for the user's module; the same module on a single device.
     _wrapped: nn.Module
 
     def __init__(
@@ -318,11 +318,11 @@ class FabricDataLoader:
         steps: RecordedSteps | None = None,
     ) -> None:
         self._dataloader = loader
-        # Given where the device records operations, which run between two batches.
+        # Set if the device records operations, which run between two batches.
         self._steps = steps
         # Which processes must read the same batches.
         self._sharding = sharding
-        # Where batches are moved to; None for nowhere.
+        # The device to which batches are moved; None if they are not moved.
         self.device = device
         self._epoch = 0
 
@@ -426,7 +426,7 @@ def check_devices(module: nn.Module, method: str) -> None:
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], method: str) -> None:
-    """Have an optimizer that was made before its module was sharded train the shards."""
+    """Make an optimizer that was created before its module was sharded train the shards."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in replaced and optimizer.state.get(parameter):
@@ -444,7 +444,7 @@ def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str
         optimizer: the user's optimizer.
         modules: the modules that were set up.
         method: "setup" or "setup_optimizers".
-        exchanges: whether gradients are averaged over the processes, those of the modules only.
+        exchanges: whether gradients are averaged over the processes: only for parameters of the modules.
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

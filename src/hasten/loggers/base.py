@@ -1,4 +1,4 @@
-"""Logger: what every logger can do, and what those share that start a run or upload checkpoints."""
+"""Base classes of loggers: of all, of those that start a run, and of those that upload checkpoints."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Logger(ABC):
 
         Args:
             params: names and values.
-            args: what a logger takes besides, such as metrics to show beside them.
+            args: further arguments of a logger, such as metrics to show with the hyper-parameters.
             kwargs: the same by name.
 
         """

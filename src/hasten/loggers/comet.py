@@ -43,7 +43,7 @@ class CometLogger(UploadingLogger):
 
     Args:
         api_key: key of your account; ``$COMET_API_KEY`` or Comet's configuration file by default.
-        workspace: name of the workspace; that of the account by default.
+        workspace: name of the workspace; by default the account's.
         project: name of the project.
         experiment_key: key of the experiment, 32 to 50 letters and digits; an existing one is continued.
         mode: "get_or_create" (default), "get" (it must exist) or "create" (it must not).

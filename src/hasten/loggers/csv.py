@@ -28,7 +28,7 @@ _SMALL_BYTES = 64 * 1024
 
 
 class _Table:
-    """A CSV file on a local disk. At any moment it is one table, but for an unfinished last line after a kill."""
+    """A CSV file on a local disk. It is always one valid table, except for an unfinished last line after a kill."""
 
     def __init__(self, path: str) -> None:
         self.path = path

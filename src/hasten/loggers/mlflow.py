@@ -33,7 +33,7 @@ _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "a
 
 
 def resolve_tags() -> Callable[[dict[str, Any] | None], Any]:
-    """Return MLflow's function that adds tags such as the commit; without it, tags stay as they are."""
+    """Return MLflow's function that adds tags such as the commit; without it, tags do not change."""
     try:
         context = importlib.import_module("mlflow.tracking.context.registry")
     except ImportError:

@@ -32,8 +32,8 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         name: name of the experiment, a folder; None or "" for none.
         version: which run it is: N for ``version_N``, or a folder name; the next free N by default.
         log_graph: write the module's graph; it needs ``example_input_array``.
-        default_hp_metric: write ``hp_metric`` = -1 with hyper-parameters that come without values, as
-            TensorBoard shows them only beside some value.
+        default_hp_metric: write ``hp_metric`` = -1 with hyper-parameters that come without values, because TensorBoard
+            shows them only together with some value.
         prefix: put before every name, with "-" between.
         sub_dir: folder below the version, for the event files.
         **kwargs: passed to ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs``.
@@ -125,7 +125,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
 
         Args:
             params: dict or Namespace.
-            metrics: values to show beside them, by name, or one number for ``hp_metric``.
+            metrics: values to show with them, by name, or one number for ``hp_metric``.
             step: index of the optimizer step for these values.
 
         """

@@ -40,8 +40,8 @@ class WandbLogger(UploadingLogger):
         experiment: a run that is already started.
         prefix: put before every name, with "-" between.
         checkpoint_name: name of the artifact; "model-<id>" by default.
-        add_file_policy: "mutable" copies a checkpoint before it is sent; "immutable" sends the file itself, which
-            must then stay as it is.
+        add_file_policy: "mutable" copies a checkpoint before it is sent; "immutable" sends the file itself, which must
+            then not change.
         **kwargs: passed to ``wandb.init``, such as ``entity``, ``group``, ``tags``.
 
     Raises:
@@ -258,7 +258,7 @@ class WandbLogger(UploadingLogger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Log histograms of gradients or parameters as training goes on; this reads them from the device.
+        """Log histograms of gradients or parameters during training; this reads them from the device.
 
         Args:
             model: the module.

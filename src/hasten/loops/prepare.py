@@ -1,4 +1,4 @@
-"""Bring module, data and optimizers to where the loop can start."""
+"""Prepare module, data and optimizers for the loop, and restore a checkpoint."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _find_data_and_loggers(run: Run) -> None:
     assert run.state.fn is not None
     run.data.of(run.state.fn)[0].require()
     for logger in sorted(run.logged.loggers, key=lambda each: not getattr(each, "starts_first", False)):
-        # One that cannot write says so now, and paths that hold its version are known from here on.
+        # A logger that cannot write raises its error now, and paths that contain its version are known from here on.
         getattr(logger, "experiment", None)
 
 
@@ -155,13 +155,13 @@ def _restore_model(
         check_left_to_train(checkpoint, path, run.arguments)
         if run.arguments.speed.batch_size == "auto":
             resume_batch_size(run, checkpoint, datamodule)
-    # States of callbacks too: on_fit_start may depend on them, and an evaluation may use averaged weights.
+    # States of callbacks are restored too: on_fit_start may depend on them, and an evaluation may use averaged weights.
     state.restore(checkpoint, Phase.MODEL, path)
     return checkpoint
 
 
 def _place_and_wrap(run: Run) -> None:
-    """Bring the module to the device, with the optimizers of a fit, and have it called as the run computes."""
+    """Move the module and the optimizers of a fit to the device, and wrap the module's calls."""
     fitting, runtime = run.state.fn == TrainerFn.FITTING, run.runtime
     runtime.place(run.module)
     change_module(run)
@@ -176,7 +176,7 @@ def _go_to_start(run: Run, state: RunState, checkpoint: dict[str, Any] | None, p
     progress = run.progress
     run.metrics.remember()
     if checkpoint is not None:
-        # Before the loaders: which ones a program returns may depend on the epoch.
+        # Before the loaders: the loaders that a program returns may depend on the epoch.
         state.restore(checkpoint, Phase.POSITION, path)
         progress.in_epoch = progress.mid_epoch
     for source in (run.data.train, run.data.validation) if checkpoint is not None else (run.data.train,):
@@ -220,7 +220,7 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
 
 @contextmanager
 def _explained_mesh(module: LightningModule) -> Iterator[None]:
-    """Say with an error of ``configure_model`` that there is no device mesh, if that is what it has used."""
+    """If ``configure_model`` failed because it used a device mesh that does not exist, say so in the error."""
     try:
         yield
     except TypeError as error:
@@ -246,7 +246,7 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
     run.resume.from_batch = run.progress.total_batches
     run.resume.skip_sanity = True
     if ranks := (checkpoint.get("hasten") or {}).get("ranks"):
-        # Without the rest of the checkpoint, which would stay in memory until then.
+        # Keep only this part of the checkpoint: the rest would stay in memory until then.
         own = {"hasten": {"ranks": ranks}}
 
         def restore_random() -> None:
@@ -255,7 +255,7 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
 
         run.resume.restore_random = restore_random
     elif run.progress.mid_epoch:
-        # Lightning keeps no exact position.
+        # Lightning's checkpoints have no exact position.
         run.data.train.stream.start_at(run.progress.batch)
 
 
@@ -278,11 +278,11 @@ def configure_optimizers(run: Run) -> None:
     if owns_step:
         _check_beside_engine(run)
         optimizers, schedulers = run.runtime.engine.make(module, optimizers, schedulers)
-    take_optimizers(run, optimizers, schedulers)
+    set_optimizers(run, optimizers, schedulers)
 
 
 def _check_beside_engine(run: Run) -> None:
-    """Refuse what an engine that computes backward and steps does not do; tell it what the arguments say."""
+    """Refuse what an engine that computes backward and steps does not support; pass it the arguments."""
     arguments, speed, strategy = run.arguments, run.arguments.speed, run.runtime.strategy
     owner, clip_norm = type(run.module).__name__, arguments.gradient_clip_val or 0.0
     own = {
@@ -319,8 +319,8 @@ def _check_beside_engine(run: Run) -> None:
     strategy.engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
 
 
-def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
-    """Have a run train with these optimizers and schedulers; with others from when their lists change."""
+def set_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
+    """Make a run train with these optimizers and schedulers, and with others once their lists change."""
     run.optimizers = WatchedList(optimizers, lambda: _optimizers_changed(run))
     run.schedulers = WatchedList(schedulers, lambda: setattr(run, "changed", True))
     run.averages = AveragedWeights(optimizers)
@@ -330,7 +330,7 @@ def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSc
 
 
 def _optimizers_changed(run: Run) -> None:
-    """Go on with the optimizers that are in the list now."""
+    """Continue with the optimizers that are in the list now."""
     before = {id(wrapped.optimizer): wrapped for wrapped in run.wrapped_optimizers}
     optim.check_assigned(run.optimizers, automatic=run.module.automatic_optimization)
     new = change_optimizers(run, [one for one in run.optimizers if id(one) not in before])
@@ -377,7 +377,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
 
 
 def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:
-    """Return a closure that finishes the gradients which the user's has computed."""
+    """Return a closure that calls the user's closure and then finishes the gradients."""
 
     def closure_and_finish() -> Any:
         loss = closure()
@@ -413,7 +413,7 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
 
 
 def follow_arguments(run: Run, optimizer: InBackward) -> None:
-    """Have an optimizer that steps in backward clip as the arguments say; refuse what needs gradients after it."""
+    """Apply the arguments for clipping to optimizers that step in backward; refuse what needs gradients afterwards."""
     arguments, speed, batches = run.arguments, run.arguments.speed, run.window.accumulate_grad_batches
     name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
     instead = f"use torch.optim.{name} as it is."
@@ -457,14 +457,14 @@ def remake_loader(
         device: where the run computes.
 
     """
-    # "auto" is a number once it was found; until then the size is the loader's.
+    # "auto" has become a number once it was found; until then the loader's size is used.
     if isinstance(speed.batch_size, int) and stage == "train":
         loader = micro_batches.rebatched(loader, speed.batch_size, name=name)
     if isinstance(speed.num_workers, int):
         loader = with_workers(loader, speed.num_workers, stage=stage, name=name)
     if speed.resident:
-        # Before batching, which then cuts padding off whole batches. With "auto" what cannot be held is read as
-        # before, as it always is where nothing is trained.
+        # Before batching, which then cuts padding off whole batches. With "auto", and always in evaluations, data that
+        # cannot be held in memory is read as before.
         held_on = device if speed.resident == "device" else None
         as_stage = "validate" if speed.resident == "auto" else stage
         loader = resident(loader, device=held_on, stage=as_stage, name=name)
@@ -536,7 +536,7 @@ def check_compile(run: Run) -> None:
 
 
 def compile_module(run: Run) -> None:
-    """Have the module called compiled until the run ends; ``run.undo`` takes it back."""
+    """Compile the module's calls until the run ends; ``run.undo`` restores them."""
     settings = _settings(run)
     if settings is None:
         return
@@ -545,9 +545,9 @@ def compile_module(run: Run) -> None:
     settings = for_strategy("Trainer", settings, run.module, run.runtime.strategy)
 
     speed, runtime = run.arguments.speed, run.runtime
-    # Batches made by length have few widths, but not one; packed rows are as long as their tokens are many.
+    # Batches made by length have several widths; the length of packed rows is their number of tokens.
     dims = 1 if speed.batching is None and not speed.packed else 2
-    # Another graph than without them.
+    # The graph differs from the one without them.
     changes = (runtime.precision.precision, speed.dropout, speed.memory)
     model = compiled_model(
         run.module, settings, runtime.device, dims=dims, variant=str(changes), packed=bool(speed.packed)

@@ -1,4 +1,4 @@
-"""The user's methods and model: checked before a run, warned about in the first epoch, explained when a step fails."""
+"""Check the user's methods and model: before a run, in its first epoch, and when a step fails."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _OLD_HOOKS = {
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
 }
-# The steps, and the other methods whose base takes anything.
+# The steps, and other methods whose base class accepts any arguments.
 _STEPS = {
     "training_step": ("batch", "batch_idx"),
     "validation_step": ("batch", "batch_idx", "dataloader_idx"),
@@ -79,7 +79,7 @@ _MODULE_METHODS = (
 
 
 def check_call(arguments: Arguments, call: str, module: object, datamodule: object, *given: object) -> None:
-    """Check what a call was given, before anything starts."""
+    """Check the arguments of a call before anything starts."""
     if not isinstance(module, LightningModule):
         hint = ""
         if isinstance(module, type) and issubclass(module, LightningModule):
@@ -172,11 +172,11 @@ def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> str 
 
 
 def check_fit(run: Run) -> None:
-    """Check what can only be checked with loaders and optimizers there."""
+    """Check what can only be checked once loaders and optimizers exist."""
     if not run.data.train.is_off() and not run.data.validation.is_switched_off:
         run.data.validation_schedule.check(run.data.train.limit)
     for optimizer in run.optimizers:
-        # An engine takes the parameters out of its optimizer.
+        # An engine removes the parameters from its optimizer.
         if not parameters_of(optimizer) and not run.runtime.engine.owns_step:
             raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
         if run.module.automatic_optimization:
@@ -280,7 +280,7 @@ def check_signatures(
     ):
         if owner is None:
             continue
-        # hasten's own classes are right; what a program has put on an instance of one may not be.
+        # hasten's own classes are correct; methods that a program has set on an instance may not be.
         ours = is_builtin(type(owner))
         for name in [name for name in names if name in vars(owner)] if ours else names:
             if overrides(owner, base, name):
@@ -299,13 +299,13 @@ def _names(base: type) -> list[str]:
     return [name for name in functions if name.startswith(kept) or name.endswith("_dataloader")]
 
 
-# Arguments that are given always, by name, and have a default in the base.
+# Arguments that are always passed, by name, and have a default in the base class.
 _BY_NAME = ("gradient_clip_val", "gradient_clip_algorithm")
 
 
 @functools.cache
 def _arguments(base: type, name: str) -> tuple[str, ...]:
-    """Return the arguments that are always given: those without a default in the base, and a few others."""
+    """Return the arguments that are always passed: those without a default in the base class, and a few others."""
     parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
     always = ("optimizer_closure", *(_BY_NAME if name == "configure_gradient_clipping" else ()))
     return tuple(p.name for p in parameters if p.default is p.empty or p.name in always)
@@ -315,7 +315,7 @@ def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
     by_name = {name: None for name in arguments if name in _BY_NAME}
     function = _plain_function(method)
     if function is not None and not by_name:
-        # As below, without the time that a signature takes.
+        # The same as below, but faster than making a signature.
         code, count = function.__code__, len(arguments) + 1
         required = code.co_argcount - len(function.__defaults__ or ())
         at_most = math.inf if code.co_flags & inspect.CO_VARARGS else code.co_argcount
@@ -325,12 +325,12 @@ def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
     except TypeError:
         return False
     except ValueError:
-        pass  # Written in C: nothing is known.
+        pass  # Written in C: its signature is not known.
     return True
 
 
 def _plain_function(method: Any) -> FunctionType | None:
-    """Return the function of a method that nothing has been put around; None of everything else."""
+    """Return the function of a method without wrappers; None for anything else."""
     function = getattr(method, "__func__", None)
     return function if type(function) is FunctionType and not vars(function) else None
 
@@ -342,7 +342,7 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
             f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method. "
             "Rename what you keep there."
         )
-    # Which loaders there are is not known yet: see check_takes_loader.
+    # The number of loaders is not known yet: see check_takes_loader.
     of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
     if not of_loader and not _accepts(method, arguments) and not _accepts_stage(method, arguments):
         _refuse_signature(
@@ -368,7 +368,7 @@ def _refuse_signature(message: str) -> None:
 
 def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
     method = getattr(module, name)
-    # Evaluation steps are given dataloader_idx only where there are several loaders.
+    # Evaluation steps get dataloader_idx only if there are several loaders.
     if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
         return
     signature = str(inspect.signature(method))
@@ -401,7 +401,7 @@ def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> Non
             continue
         method, hook = getattr(module, name), f"`{type(module).__name__}.{name}()`"
         instead = f"Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
-        # A predict_step without it is not given it; nor is a step that fetches its batches itself.
+        # A predict_step without this argument does not get it, and neither does a step that fetches its batches itself.
         may_lack = name == "predict_step" or takes_iterator(method)
         if loaders > 1 and not may_lack and not _accepts(method, arguments):
             raise DataloaderIndexError(
@@ -419,20 +419,20 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
     """Warn of methods that the trainer does not call and that look like hooks: misspelt, or renamed by Lightning."""
     kind = type(owner)
     for name in dir(kind):
-        # Hooks are switched off by a number or "_" behind their names.
+        # Users disable hooks by appending a number or "_" to their names.
         if hasattr(base, name) or name.startswith("_") or name.rstrip("_0123456789") in hooks:
             continue
         method = inspect.getattr_static(kind, name)
         if not inspect.isfunction(method):
             continue
         if name in _OLD_HOOKS:
-            # With other arguments it has another use: callbacks of other libraries have such names.
+            # With other arguments it has another purpose: callbacks of other libraries use such names.
             given = ("self", "trainer", "pl_module") if base is Callback else ("self",)
             hook = _OLD_HOOKS[name] if _accepts(method, given) else None
         else:
-            # One or two letters of twenty differ.
+            # A cutoff of 0.9: one or two letters of twenty differ.
             hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
-        # Beside the hook itself it is a helper.
+        # If the hook itself is defined too, the method is a helper.
         if hook in hooks and not overrides(owner, base, hook):
             arguments = ", ".join(
                 ("self", *_STEPS[hook]) if hook in _STEPS else inspect.signature(getattr(base, hook)).parameters
@@ -469,7 +469,7 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
 
 
 class FirstEpoch:
-    """Looks at the first epoch of a fit, before its first batch and after its last."""
+    """Checks for mistakes in the first epoch of a fit, before its first batch and after its last."""
 
     def __init__(self) -> None:
         self._begun = self._ended = self._resumed = False
@@ -477,11 +477,11 @@ class FirstEpoch:
         self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
 
     def before_start(self, run: Run) -> None:
-        """Note the parts in eval mode before training: those that hooks or their own train() switch are meant so."""
+        """Record the parts in eval mode before training; parts that hooks or their own train() switch are intended."""
         self._in_eval_mode = {part for part in run.module.modules() if not part.training}
         self._broadcast = _broadcast_losses(run.module)
         if run.conventions.warns_of_settings and self._in_eval_mode and not self._begun:
-            # There, also of those that nothing trains.
+            # Under Lightning's names, also for modules that nothing trains.
             rank_zero_warn(
                 f"Found {len(self._in_eval_mode)} module(s) in eval mode at the start of training: dropout is off "
                 "there, and batch norm keeps its statistics. Write model.train() before fit, unless that is meant.",
@@ -491,7 +491,7 @@ class FirstEpoch:
         call_own_train(run.module)
 
     def at_start(self, run: Run) -> None:
-        """Warn of layers that would train in eval mode; by now every hook has had its chance to switch them."""
+        """Warn about layers that would train in eval mode; all hooks that could switch them have run by now."""
         if self._begun:
             return
         self._begun, self._resumed = True, run.progress.logged_step > 0
@@ -502,12 +502,12 @@ class FirstEpoch:
         found = [
             name
             for name, part in module.named_modules()
-            # A normalization may keep its statistics.
+            # Normalization layers may keep their statistics on purpose.
             if part in before and not part.training and not isinstance(part, torch_private.NormBase)
             if not trained.isdisjoint(part.parameters(recurse=False))
         ]
         if found:
-            # What the model's own train() keeps in eval mode is meant so.
+            # Parts that the model's own train() keeps in eval mode are intended.
             kept = left_in_eval_mode(module)
             found = [name for name in found if module.get_submodule(name) not in kept]
         if found:
@@ -530,7 +530,7 @@ class FirstEpoch:
             )
 
     def at_end(self, run: Run) -> None:
-        """Warn of what torch has warned of, and of values logged on steps that no logger has got."""
+        """Explain torch's warnings about losses, and warn about step values that no logger has received."""
         if not self._ended:
             _warn_of_broadcast_losses(run.module, self._broadcast)
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
@@ -547,12 +547,12 @@ class FirstEpoch:
 
 
 def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.Match[str]]:
-    """Return the warnings of torch of losses of two shapes: (module, text, line) to the shapes.
+    """Return torch's warnings about losses of two shapes, by (module, text, line), with the shapes.
 
-    Python notes the warnings that it has shown in the module whose line they name: nothing has to watch the steps.
+    Python records shown warnings in the module whose line they name, so no step has to be watched.
     """
     found = {}
-    # A loss that is a layer is called by a line of torch.
+    # A loss layer is called by a line of torch.
     for name in {**{kind.__module__: None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
         for shown in vars(sys.modules.get(name, sys)).get("__warningregistry__", ()):
             if isinstance(shown, tuple) and (shapes := _OF_TWO_SHAPES.match(str(shown[0]))):
@@ -561,7 +561,7 @@ def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.
 
 
 def _warn_of_broadcast_losses(module: LightningModule, before: Iterable[tuple[str, str, int]]) -> None:
-    """Say what mends a loss of two shapes, of which torch has warned in this fit."""
+    """Say how to fix a loss of two shapes, if torch has warned about one in this fit."""
     for (name, text, line), shapes in _broadcast_losses(module).items():
         if (name, text, line) in before:
             continue
@@ -635,7 +635,7 @@ def loss_of(output: object, run: Run) -> Tensor | None:
 
 
 def check_weight(weight: object, run: Run) -> None:
-    """Check what ``training_step`` returned as ``loss_weight``; one on a device is not waited for."""
+    """Check what ``training_step`` returned as ``loss_weight``, without waiting for a device."""
     shown = repr(weight)
     if isinstance(weight, Tensor):
         if weight.numel() == 1 and (not weight.is_cpu or 0 <= weight < math.inf):
@@ -666,7 +666,7 @@ def loss_is_missing(run: Run) -> RuntimeError:
 
 
 def weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
-    """Return the share of a loss in its accumulation, whose gradient is to be that of the mean over all its batches."""
+    """Return a loss scaled so that the accumulated gradient is the gradient of the mean over all batches."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
     if run.window.is_start:
         run.window.weight, run.window.is_unweighed = None, False
@@ -691,7 +691,7 @@ def counts_for_nothing(output: Any) -> bool:
 
 def check_some_loss(run: Run) -> None:
     """Raise if a whole epoch passed in which every batch was skipped."""
-    # Lightning warns at the first of them and goes on.
+    # Lightning warns at the first of them and continues.
     skipped_all = run.window.skipped_batches and run.window.skipped_batches >= run.progress.total_batches
     if run.optimizers and skipped_all and not run.conventions.mistakes_are_warnings:
         raise MisconfigurationException(
@@ -709,7 +709,7 @@ def step_of(run: Run, name: str) -> Callable[..., Any]:
     """Return a step of the module, for instance ``"training_step"``, or what a program's strategy puts in its place."""
     step: Callable[..., Any] = getattr(run.module, name)
     strategy = run.runtime.strategy
-    # With the signature of the module's, which says whether it takes the index of a batch.
+    # With the signature of the module's step, which shows whether it takes the index of a batch.
     return (
         functools.wraps(step)(functools.partial(getattr(strategy, name)))
         if defined_by_program(strategy, name)
@@ -740,11 +740,11 @@ def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
 
 
 def annotate(error: BaseException, step: str, module: nn.Module, batch: object, batch_idx: int) -> None:
-    """Add to an error of the user's step where it happened, on what, and what usually mends it."""
+    """Add to an error of the user's step where it happened, with which inputs, and the usual fix."""
     if getattr(error, "_hasten_place", False):
         return
     error.add_note(f"in {type(module).__name__}.{step}, batch {batch_idx}: {describe_batch(batch)}")
-    # The place comes first, also where what mends the error is known already.
+    # The place comes first, even if the fix is already known.
     error.__notes__.insert(0, error.__notes__.pop())
     explain(error, batch)
     text, note = str(error), None

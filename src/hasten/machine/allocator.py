@@ -18,7 +18,7 @@ from pathlib import Path
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 # The defaults of glibc, with the thresholds to which it raises them after large blocks were freed.
 _AFTER = {_TRIM_THRESHOLD: 64 * 2**20, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD: 32 * 2**20, _MMAP_MAX: 65536}
-# Requested from the system at once.
+# How much memory is requested from the system at a time.
 _PAD_BYTES = 64 * 2**20
 
 LIBRARIES = {"tcmalloc": "libtcmalloc*.so*", "jemalloc": "libjemalloc.so*"}

@@ -32,7 +32,7 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether something else starts the processes, so that hasten must not."""
+        """Whether a launcher starts the processes, so that hasten must not."""
 
     @property
     @abstractmethod
@@ -47,7 +47,7 @@ class ClusterEnvironment(ABC):
     @staticmethod
     @abstractmethod
     def detect() -> bool:
-        """Return whether this process runs in such a cluster."""
+        """Return whether this process runs in this kind of cluster."""
 
     @abstractmethod
     def world_size(self) -> int:
@@ -84,7 +84,7 @@ class ClusterEnvironment(ABC):
     def teardown(self) -> None:  # noqa: B027 - most hold nothing
         """Release resources of the cluster."""
 
-    # -- a job that goes on in another one
+    # -- a job that continues in another one
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class ClusterEnvironment(ABC):
 
     @property
     def requeued_job(self) -> str | None:
-        """A name of this job that it keeps when it is queued again; None if it cannot be."""
+        """A name of this job that it keeps when it is queued again; None if it cannot be requeued."""
         return None
 
     def requeue(self) -> str:
@@ -102,7 +102,7 @@ class ClusterEnvironment(ABC):
 
 
 class _FromVariables(ClusterEnvironment):
-    """A cluster that has its ranks in environment variables; of several names the first that is set counts."""
+    """A cluster whose ranks are in environment variables; of several names the first that is set counts."""
 
     _local_rank: tuple[str, ...] = ("LOCAL_RANK",)
     _node_rank: tuple[str, ...] = ("NODE_RANK", "GROUP_RANK")
@@ -236,8 +236,8 @@ class TorchElasticEnvironment(_ExternalCluster):
 class SLURMEnvironment(_ExternalCluster):
     """Processes started by ``srun``.
 
-    A job that asks for a signal before its time limit (``#SBATCH --signal=USR1@120``, ``#SBATCH --requeue``) goes on in
-    a new one: at the signal, all processes stop after the same step, the Trainer saves ``hpc_ckpt_JOB.ckpt`` in its
+    A job that asks for a signal before its time limit (``#SBATCH --signal=USR1@120``, ``#SBATCH --requeue``) continues
+    in a new job: at the signal, all processes stop after the same step, the Trainer saves ``hpc_ckpt_JOB.ckpt`` in its
     ``default_root_dir``, and the first process calls ``scontrol requeue JOB``. The requeued job continues from there.
 
     Args:
@@ -352,7 +352,7 @@ class SLURMEnvironment(_ExternalCluster):
         """Return the first host of a list of nodes; see ``first_host``."""
         return first_host(nodes)
 
-    # -- going on in a requeued job
+    # -- continuing in a requeued job
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
@@ -402,7 +402,7 @@ class KubeflowEnvironment(_ExternalCluster):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether the operator set the variables; those of torchrun in a pod are others."""
+        """Return whether the operator set the variables; torchrun in a pod sets others."""
         names = KubeflowEnvironment._required
         by_others = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return all(name in os.environ for name in names) and not any(name in os.environ for name in by_others)
@@ -449,12 +449,12 @@ class LSFEnvironment(_ExternalCluster):
         return all(name in os.environ for name in LSFEnvironment._required)
 
     def node_rank(self) -> int:
-        """Return the place of this machine in LSB_DJOB_RANKFILE."""
+        """Return the index of this machine in LSB_DJOB_RANKFILE."""
         hosts, name = self._hosts(), socket.gethostname()
         if name in hosts:
             return hosts.index(name)
         for place, host in enumerate(hosts):
-            # Of numeric addresses the first part says nothing.
+            # The first part of a numeric address is not a name.
             if not host[0].isdigit() and host.partition(".")[0] == name.partition(".")[0]:
                 return place
         raise ValueError(
@@ -548,7 +548,7 @@ class ProcessGroupEnvironment(_ExternalCluster):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether the program is in such a group, and hasten did not make it."""
+        """Return whether the program has joined a process group that hasten did not make."""
         return collectives.joined_before() and collectives.world_size() > 1
 
     def world_size(self) -> int:
@@ -568,7 +568,7 @@ class ProcessGroupEnvironment(_ExternalCluster):
         return _number("NODE_RANK", "GROUP_RANK", default=self.global_rank() // self.local_world_size())
 
 
-# What the implementations of MPI (Open MPI; MPICH, Intel, Cray; MVAPICH) tell the processes about their number.
+# Variables with the number of processes, of implementations of MPI (Open MPI; MPICH, Intel, Cray; MVAPICH).
 _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -591,7 +591,7 @@ def find_cluster() -> ClusterEnvironment:
 
 
 def number_of_processes(cluster: ClusterEnvironment) -> int:
-    """Return the number of processes; 1 where a program for a cluster runs by itself, for instance on a laptop."""
+    """Return the number of processes; 1 if a program for a cluster runs alone, for instance on a laptop."""
     try:
         return cluster.world_size()
     except KeyError:
@@ -623,7 +623,7 @@ def _set_by_launcher(name: str) -> int:
     """Return a variable that a launcher sets.
 
     Raises:
-        KeyError: it is not set. A guess would have several processes take themselves for the first.
+        KeyError: it is not set. With a guess, several processes would act as the first.
 
     """
     if name not in os.environ:
@@ -649,7 +649,7 @@ def _number(*names: str, default: int = 0) -> int:
 
 # -- the name that the processes of one run have in common
 
-# Where the name is kept: processes inherit it from the one that starts them.
+# The variable with the name: processes inherit it from the one that starts them.
 JOB_VARIABLE = "HASTEN_JOB"
 
 _OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")

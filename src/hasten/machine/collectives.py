@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OPERATIONS = ("mean", "sum", "max", "min", "product")
-# Long enough for a thread that only waits for the interpreter's lock, also on a busy machine.
+# Long enough for a thread that waits for the interpreter's lock, also on a busy machine.
 _EXIT_SECONDS = 0.1
 # How long a process that has lost a partner looks for the reason.
 _WORD_SECONDS = 2.0
@@ -39,7 +39,8 @@ _WORD_SECONDS = 2.0
 CAUSE_VARIABLE = "HASTEN_CAUSE_FILE"
 
 
-# The process group that `join` has made. Not kept alive: a fork would destroy it without its threads, and crash.
+# The process group that `join` has made. A weak reference: a fork would destroy the group without its threads, and
+# crash.
 _own_group: Callable[[], Any] = lambda: None  # noqa: E731 - until there is one
 
 
@@ -108,7 +109,7 @@ def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tens
 
 
 def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync_grads: bool = False) -> Any:
-    """Return ``data`` with each tensor replaced by those of all processes, stacked in a new first dimension.
+    """Return ``data`` with each tensor replaced by the tensors of all processes, stacked in a new first dimension.
 
     Args:
         data: a tensor or a collection of tensors, of the same shapes on every process.
@@ -217,7 +218,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def send(tensor: Tensor, to: int, *, device: torch.device) -> None:
     """Send a tensor to process ``to``, which must call ``receive`` for it."""
-    # As bytes: not every backend knows every type.
+    # Sent as bytes: not every backend knows every type.
     dist.send(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8), to)
 
 
@@ -275,7 +276,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
                 f"this process is already in a group of {dist.get_world_size()} processes, but the run asks for "
                 f"{party.world_size}. Use the same devices and num_nodes everywhere in one program."
             )
-        # That of the run to come, which may be longer than that of the first one.
+        # The timeout of the next run, which may be longer than the timeout of the first.
         if any(name in dist.get_backend() for name in ("gloo", "nccl")):
             torch_private.set_timeout(timeout)
         return
@@ -297,7 +298,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     global _own_group
     _own_group = weakref.ref(dist.group.WORLD)
     if is_host(device) or backend == "gloo":
-        # gloo connects every pair of processes: one that left early would break the connections of the others.
+        # gloo connects every pair of processes: a process that leaves early would break the connections of the others.
         dist.barrier()
     # With a group that still exists, the destructors of the backend's threads may abort the process.
     atexit.unregister(_leave_at_exit)
@@ -307,7 +308,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
 def _leave_at_exit() -> None:
     if joined() and "gloo" in dist.get_backend():
         # The thread that has done the last exchange frees its tensors, for which it waits for the interpreter's lock.
-        # One that waits when the interpreter ends would abort the process.
+        # If it still waits when the interpreter ends, it aborts the process.
         time.sleep(_EXIT_SECONDS)
     leave()
 
@@ -342,7 +343,7 @@ def lost_partner(error: BaseException) -> bool:
 
 
 def _lost_connection(error: BaseException) -> bool:
-    """Return whether a connection to another process broke; other errors of a backend are about this process."""
+    """Return whether a connection to another process broke; other errors of a backend concern this process."""
     if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
         return True
     text = str(error).lower()
@@ -354,7 +355,7 @@ def _lost_connection(error: BaseException) -> bool:
 
 @contextmanager
 def naming_who_ended() -> Iterator[None]:
-    """Replace the error of a lost connection by one that says which process has ended, where that can be known."""
+    """Replace the error of a lost connection by one that says which process has ended, if that is known."""
     if world_size() == 1:
         yield
         return

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class Accelerator(ABC):
     """One kind of device.
 
-    Subclass it for other hardware: ``Trainer(accelerator=MyAccelerator())``. What follows ``name`` is for hardware on
-    which hasten's own strategies and number formats do not compute.
+    Subclass it for other hardware: ``Trainer(accelerator=MyAccelerator())``. Attributes and methods after ``name`` are
+    for hardware that hasten's own strategies and number formats do not support.
     """
 
-    # Names of the strategies that compute on such devices, where hasten's usual ones do not. With strategy="auto" the
+    # Names of the strategies for these devices, if hasten's usual ones do not support them. With strategy="auto" the
     # first one trains on one device, and the second one on several.
     strategies: tuple[str, ...] = ()
 
@@ -70,7 +70,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def is_available() -> bool:
-        """Return whether this machine has such a device."""
+        """Return whether this machine has a device of this kind."""
 
     @staticmethod
     @abstractmethod
@@ -84,25 +84,25 @@ class Accelerator(ABC):
 
     @classmethod
     def check_available(cls, purpose: str) -> None:
-        """Raise an error that says what is missing, if it is known why there is no such device.
+        """If there is no device of this type and the reason is known, raise an error that says what is missing.
 
         Args:
-            purpose: what asks for one, ``"Trainer(accelerator='tpu')"``.
+            purpose: what needs the device, for instance ``"Trainer(accelerator='tpu')"``.
 
         """
         return
 
     @staticmethod
     def comes_first() -> bool:
-        """Return whether ``accelerator="auto"`` takes such devices before GPUs."""
+        """Return whether ``accelerator="auto"`` prefers these devices to GPUs."""
         return False
 
     def default_cluster(self) -> ClusterEnvironment | None:
-        """Return what knows the machines of a run where nothing has started its processes; None for the usual one."""
+        """Return the cluster of a run without a launcher; None for the usual one."""
         return None
 
     def precision_of(self, name: str) -> Precision | None:
-        """Return the precision for ``Trainer(precision=name)`` on such devices; None for that of the strategy.
+        """Return the precision for ``Trainer(precision=name)`` on these devices; None for the strategy's.
 
         Raises:
             ValueError: they do not compute in it.
@@ -267,7 +267,7 @@ ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUD
 
 @cache
 def added_accelerators() -> dict[str, type[Accelerator]]:
-    """Return what packages have added by entry points, by the names for ``accelerator=``; found once.
+    """Return the accelerators that packages add by entry points, by the names for ``accelerator=``; found once.
 
     Raises:
         TypeError: an entry point names something else than a subclass of Accelerator.

@@ -1,4 +1,4 @@
-"""The computer that this process runs on: cores, memory, whether someone works in a prompt, and locks of builds."""
+"""The computer that this process runs on: cores, memory, interactive sessions, and locks of builds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
-# How long a lock is waited for in silence.
+# How long to wait for a lock without a message.
 _LOCK_SECONDS = 20.0
 # The ranks of a run start within so many seconds of each other.
 _TOGETHER_SECONDS = 60.0
@@ -36,7 +36,7 @@ def total_memory_bytes() -> int | None:
 
 
 def available_memory_bytes() -> int | None:
-    """Return how much memory a process may still take: what machine and container have left; None if unknown."""
+    """Return how much memory a process may still take, on the machine and in its container; None if unknown."""
     free = _kilobytes("/proc/meminfo", "MemAvailable")
     with suppress(OSError, ValueError):
         limit = (_CONTROL_GROUP / "memory.max").read_text(encoding="ascii").strip()
@@ -48,7 +48,7 @@ def available_memory_bytes() -> int | None:
 
 
 def process_memory_bytes(*, peak: bool = False) -> int | None:
-    """Return the memory that this process holds, or held at its peak; None where the system is not Linux."""
+    """Return the memory that this process holds, or held at its peak; None if the system is not Linux."""
     return _kilobytes("/proc/self/status", "VmHWM" if peak else "VmRSS")
 
 
@@ -85,7 +85,7 @@ def _ipython_shell() -> Any:
 
 
 class LockWatch:
-    """Says where the lock is on which torch waits to build an extension; a build that was cut off leaves it."""
+    """Reports the lock on which torch waits to build an extension; an interrupted build leaves the lock behind."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -146,10 +146,11 @@ def _lock_waited_for(thread: int) -> str | None:
 
 
 def process_has_ended(number: int) -> bool:
-    """Return whether a process of this machine is known not to run any more; False where the system does not say."""
+    """Return whether a process of this machine is known to have ended; False if the system does not say."""
     try:
         with open(f"/proc/{number}/stat") as file:
-            # The name of the program, in parentheses, may have any character. Z: nobody has read its exit code.
+            # The name of the program, in parentheses, may contain any character. Z: a zombie, whose exit code has not
+            # been read.
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
     except OSError:
         return os.path.isdir("/proc/self")

@@ -24,21 +24,21 @@ from hasten.machine import agreement
 Facts = dict[str, Any]
 
 _POLL_SECONDS = (0.001, 0.05)
-# How often processes that have left are looked for.
+# How often to check for processes that have left.
 _LOOK_SECONDS = 1.0
 _MOST_NAMED = 3
-# Backends of groups without a store: MPI meets by itself, and a simulated group has no other processes.
+# Backends of groups without a store: MPI connects by itself, and a simulated group has no other processes.
 _WITHOUT_STORE = ("mpi", "fake")
 _ABSENT = "absent"
 
 
 def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
-    """Wait for all processes, and compare what they do: one digest each, and all of it only where digests differ.
+    """Wait for all processes, and compare what they do: one digest each, and all facts only if digests differ.
 
     Args:
         place: a name that is the same on all processes and used once.
         call: what is called, such as "Trainer.fit()".
-        facts: what must be the same, by name.
+        facts: plain data that must be the same on all processes, by name.
 
     Raises:
         RuntimeError: on all processes, if they differ; or if a process has left and cannot come.
@@ -87,7 +87,7 @@ _ALIKE = "Call fit, validate, test and predict on all processes, in the same ord
 
 
 def _wait(store: Any, keys: list[str], place: str, call: str) -> None:
-    """Wait until all keys are there; what watches the run ends it if that lasts too long."""
+    """Wait until all keys are there; the watchdog ends the run if that lasts too long."""
     pause, longest = _POLL_SECONDS
     next_look = time.monotonic() + _LOOK_SECONDS
     while not store.check(keys):
@@ -148,13 +148,13 @@ def _shown(value: Any) -> str:
 
 
 def versions() -> Facts:
-    """Return the versions of what a run depends on."""
+    """Return the versions of the packages that a run depends on."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"hasten's version": VERSION, "torch's version": torch.__version__, "Python's version": python}
 
 
 def plain(value: object) -> Any:
-    """Return ``value`` as plain data: numbers, texts and collections as they are, of other objects the class."""
+    """Return ``value`` as plain data: numbers, strings and collections unchanged, other objects by their class."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -184,7 +184,7 @@ def of_fields(arguments: Any, *, but: Container[str] = ()) -> Facts:
 
 
 def of_module(module: nn.Module) -> Facts:
-    """Return what a module is made of: its class, and dtype and shape of its parameters and buffers."""
+    """Return a description of a module: its class, and dtype and shape of its parameters and buffers."""
     facts: Facts = {"the module": name_of(type(module))}
     for name, parameter in module.named_parameters():
         facts[f"the parameter {name}"] = _tensor(parameter) + ("" if parameter.requires_grad else ", frozen")
@@ -216,7 +216,7 @@ def of_optimizers(optimizers: Iterable[Any], schedulers: Iterable[Any] = ()) -> 
     return facts
 
 
-# A process may be the only one that prints something.
+# Only one process may print.
 _SCHEDULERS_MAY_DIFFER = ("optimizer", "verbose", "rank", "local_rank", "global_rank")
 # Schedulers of schedulers of schedulers; beyond that they are compared by class.
 _DEEPEST = 3

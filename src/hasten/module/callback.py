@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Numbered(Protocol):
-    """A callback of which a Trainer may have several with the same arguments; the number is part of its state's key."""
+    """A callback that a Trainer may have several times with equal arguments; a number makes their state keys differ."""
 
     state_number: int
 
 
 class Callback(LogMethods, NotifiesOfHooks):
-    """The base of callbacks: code that runs at fixed points of a run, separate from the module.
+    """Base class of callbacks: objects whose hooks run at fixed points of a run, separate from the module.
 
     Override the hooks you need; a hook that is not overridden costs nothing. Callbacks run in the order of
     ``Trainer(callbacks=[...])``, before the same hook of the module. Callbacks with ``runs_last`` (checkpoints, early

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Keys of hyper-parameters that are the config of a command line: its class, and a mark that the rest is a config.
-# The names and the value are those of Lightning's files.
+# The names and the value are the same as in Lightning's files.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 _CONFIG_READER = "lightning.pytorch.cli.instantiate_module"
-# What may read such a config. Programs add the path of a function of their own.
+# Functions that may read these configs. Programs add the path of a function of their own.
 ALLOWED_INSTANTIATORS = {_CONFIG_READER, "pytorch_lightning.cli.instantiate_module"}
 
 # The class that is being made from a config, and the config.
@@ -127,7 +127,7 @@ class HyperparametersMixin:
         hparams = self.__dict__["_hparams"] = _merged(self.hparams, found, ignored)
         _warn_of_modules(hparams)
         for key in ignored & set(hparams):
-            # Kept by the __init__ of a base class.
+            # Hyper-parameters that the __init__ of a base class has saved.
             hparams.pop(key)
         self.__dict__.update(_log_hyperparams=logger, _hparams_name=name, _hparams_initial=_frozen(hparams))
 
@@ -155,7 +155,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The hyper-parameters as they were when they were saved."""
+        """The hyper-parameters at the time when they were saved."""
         return _frozen(self.__dict__.get("_hparams_initial", AttributeDict()))
 
 
@@ -188,7 +188,7 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
 def _merged(hparams: AttributeDict, found: Any, ignored: set[str]) -> Any:
     """Return hyper-parameters with those found in a call of ``save_hyperparameters``."""
     if _is_omegaconf(found) and not hparams:
-        # Kept as it is, with its interpolations and types.
+        # Not converted: it keeps its interpolations and types.
         config = need("omegaconf", purpose="save_hyperparameters(DictConfig)").OmegaConf
         kept = [key for key in found if key not in ignored]
         return found if len(kept) == len(found) else config.masked_copy(found, kept)
@@ -213,7 +213,7 @@ def _warn_of_modules(hparams: Mapping[str, Any]) -> None:
 def _init_arguments(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
     """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
     found: dict[str, Any] = {}
-    # By convention also those of a module whose __init__ makes this one, as far as it has others.
+    # By convention also the arguments of a module whose __init__ makes this one, if they have other names.
     of_makers: dict[str, Any] = {}
     is_made_by_module = conventions.current().hparams_of_makers
     while frame is not None:
@@ -285,7 +285,7 @@ def storable(value: Any, left_out: list[str] | None = None, place: str = "", *, 
 
     Args:
         value: the hyper-parameter.
-        left_out: gets the places of what is left out.
+        left_out: receives the places of values that are left out.
         place: the name of ``value`` in them.
         objects: whether objects of allowed classes stay.
 
@@ -326,7 +326,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_mapping(value: Any) -> Any:
-    """Return a config, a Namespace or a dataclass as a dict; anything else as it is."""
+    """Return a config, a Namespace or a dataclass as a dict; return anything else unchanged."""
     if _is_omegaconf(value):
         return _config_as_dict(value)
     return as_dict(value) if isinstance(value, Namespace) or _is_dataclass(value) else value
@@ -414,7 +414,7 @@ def _with_objects(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         left_out: list[str] = []
         if is_config or not files.is_plain(value):
             stored = storable(value, left_out, objects=False)
-            # What lacks a part is not what the module was made with.
+            # A container with missing values differs from the argument that the module was made with.
             if not left_out:
                 plain[str(name)] = stored
     if is_config:
@@ -469,7 +469,7 @@ def construct(
         check_entries(checkpoint, path, training=False)
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     stored = _stored(checkpoint, owner, is_module) if hparams_file is None else _read_hparams(hparams_file)
-    # __init__ may read by attribute what was a dataclass, a Namespace or an OmegaConf config.
+    # __init__ may read attributes of a value that was a dataclass, a Namespace or an OmegaConf config.
     stored = {name: _with_attributes(value) for name, value in stored.items()}
     if weights_only is False:
         # Files of earlier versions.
@@ -499,7 +499,7 @@ def construct(
 
 def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: bool | None, name: str) -> None:
     """Load the weights of a checkpoint into a new module, with the hooks of a run; ``name`` is for messages."""
-    # As in a run: on_load_checkpoint may need what configure_model makes.
+    # As in a run: on_load_checkpoint may need layers that configure_model makes.
     module.configure_model()
     shown = for_hooks(checkpoint) if conventions.current().checkpoints_have_loops else checkpoint
     module.on_load_checkpoint(shown)
@@ -532,7 +532,7 @@ def _stored(checkpoint: Mapping[str, Any], owner: Any, is_module: bool) -> dict[
     """Return the hyper-parameters in a checkpoint; plain data in place of objects that were not read."""
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     found: dict[str, Any] = {}
-    # The last one is that of all versions since 0.8.
+    # All versions since 0.8 use the last one.
     for entry in ("hparams", "module_arguments", key) if is_module else (key,):
         values = checkpoint.get(entry)
         plain = checkpoint.get(f"{entry}_plain") or {}
@@ -553,7 +553,7 @@ def _instantiator(name: object, stored: Mapping[str, Any], cls: type, path: str)
         )
     wanted = stored.get(CLASS_PATH)
     if wanted is not None:
-        # What it is, is checked where it is made; here nothing is imported because a file says so.
+        # The class is checked where the object is made; nothing is imported here because a file says so.
         module = str(wanted).rpartition(".")[0]
         if module not in sys.modules:
             raise ValueError(
@@ -604,7 +604,7 @@ def _taken_by_init(
     """Return the arguments without those in the checkpoint that ``__init__`` does not take."""
     unknown = [key for key in given if key not in parameters]
     if unknown and conventions.current().mistakes_are_warnings:
-        # As in Lightning, where programs pass all their options.
+        # As in Lightning, whose programs pass all their options.
         rank_zero_warn(f"{owner}.load_from_checkpoint(): __init__ does not take {unknown}, left out.")
         return {key: value for key, value in arguments.items() if key in parameters}
     return {key: value for key, value in arguments.items() if key in parameters or key in given}

@@ -54,7 +54,7 @@ def _of_trainer(name: str, doc: str) -> ReadOnly[int]:
 
 
 class _NoTrainer:
-    """In place of the Trainer of a module that Fabric runs."""
+    """Takes the place of the Trainer for a module that Fabric runs."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -101,7 +101,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     _trainer = None
     _fabric = None
     _automatic_optimization = True
-    # Whether the keys of a checkpoint must be exactly those of the module.
+    # Whether the keys of a checkpoint must match the module's exactly.
     strict_loading = True
     _example_input_array = None
     # Set by `from_compiled` of hasten_lightning.
@@ -126,8 +126,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         Returns:
             the loss, a tensor with one element that requires a gradient; or a dict with the loss under ``"loss"``; or
             None to skip the batch. A dict may also hold ``"loss_weight"``: how many samples or tokens the loss is the
-            mean of. Then gradients accumulated over several batches (and processes) are those of the mean over all of
-            them, and a batch of weight 0 adds nothing.
+            mean of. Then the gradient accumulated over several batches (and processes) is the gradient of the mean over
+            all of them, and a batch of weight 0 adds nothing.
 
         """
         _has_no(self, "training_step")
@@ -185,7 +185,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         return None
 
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
-        """Return callbacks of this module; they replace those of the same type in the Trainer."""
+        """Return callbacks of this module; they replace callbacks of the same type in the Trainer."""
         return []
 
     def configure_model(self) -> None:

@@ -14,7 +14,7 @@ from hasten._lib.tree import parameters_of
 from hasten.optim.fused import unwrapped, use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
 
-# Their step of one parameter depends on that parameter only.
+# Optimizers whose step of a parameter depends on that parameter only.
 _KINDS: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
     optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Adafactor, optim.Muon,
@@ -27,7 +27,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
     """Return an optimizer that steps each parameter during backward, and frees its gradient at once.
 
     Only one or two gradients exist at a time, which saves about as much memory as the weights take. The weights equal
-    those of the same optimizer stepped as usual. State and checkpoints are those of ``optimizer_class``.
+    those of the same optimizer stepped as usual. State and checkpoints have the format of ``optimizer_class``.
 
     Call ``optimizer.step()`` after each backward as usual; it ends the step. Gradients are freed at once, so they
     cannot be accumulated, discarded or clipped by their norm. The Trainer refuses these before training where
@@ -78,7 +78,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
         )
     made: InBackward = _class_of(cast("Any", optimizer_class))(params, **options)
     chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups)
-    # The step of each parameter takes about ten kernels otherwise.
+    # Otherwise the step of each parameter takes about ten kernels.
     launched = all(p.device.type in KERNELS_TO_JOIN for p in parameters_of(made))
     if launched and not chosen and why_not_fused(made) is None:
         use_fused(made)
@@ -87,7 +87,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
 
 
 class InBackward(Optimizer):
-    """The base of the classes that ``in_backward`` creates, next to the optimizer's class."""
+    """Base class, together with the optimizer's class, of the classes that ``in_backward`` creates."""
 
     # Limits each element of a gradient before its step; set by the Trainer.
     clip_value: float | None = None
@@ -112,7 +112,7 @@ class InBackward(Optimizer):
         self._handles = [handle for p in parameters if (handle := self._hook(p)) is not None]
 
     def stop(self) -> None:
-        """Leave gradients alone from now on."""
+        """Stop stepping in backward."""
         for handle in self.__dict__.get("_handles", ()):
             handle.remove()
         self._handles = []
@@ -176,7 +176,7 @@ class InBackward(Optimizer):
         """Step a parameter as soon as its gradient is computed; None if it cannot have one."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        # Also if it is frozen: it may be trained later, and torch refuses the hook until then.
+        # Frozen parameters too: they may be trained later, and torch refuses the hook until then.
         trained = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -190,7 +190,7 @@ class InBackward(Optimizer):
         groups = self.param_groups
         own = groups[self._group_index[parameter]]
         try:
-            # A group of only this parameter, with the options that schedulers change.
+            # A group with only this parameter, and the options that schedulers change.
             self.param_groups = [{**own, "params": [parameter]}]
             full_precision(self, functools.partial(unwrapped(self.optimizer_class.step), self))
         finally:

@@ -50,12 +50,13 @@ class LRSchedulerConfig:
 
 
 _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
-# Those that say when, and on what, automatic optimization steps a scheduler; the callbacks read the interval as well.
+# The keys that say when, and on which value, automatic optimization steps a scheduler; callbacks read the interval,
+# too.
 _WHEN_AUTOMATIC = ("frequency", "monitor", "strict", "reduce_on_plateau")
 _KEYS = ["optimizer", "lr_scheduler", "monitor"]
 
 
-# Values that are no scheduler, and no object with another way to step either.
+# Types of values that are certainly not schedulers.
 _PLAIN = (str, int, float, bool, list, tuple, type(None))
 _SCHEDULER_OBJECT = "Make one: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10), or another class of there."
 
@@ -197,7 +198,7 @@ def _check_interval(config: LRSchedulerConfig, where: str) -> None:
 
 
 def _required(function: Any) -> list[str]:
-    """Return the parameters without which a function cannot be called."""
+    """Return the required parameters of a function."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -287,7 +288,7 @@ def no_accumulation(optimizer: object, argument: str) -> MisconfigurationExcepti
 class HastenOptimizer:
     """An optimizer for manual optimization: ``step`` counts, and uses the precision of the run.
 
-    All other attributes are those of the wrapped optimizer, ``optimizer``.
+    All other attributes are read from the wrapped optimizer, ``optimizer``.
 
     Args:
         optimizer: the optimizer.
@@ -344,7 +345,7 @@ class HastenOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A scheduler created with this wrapper replaces this wrapper's step, not that of the optimizer inside.
+        # A scheduler created with this wrapper replaces this wrapper's step, not the step of the optimizer inside.
         if name in ("optimizer", "_step", "_toggled", "step"):
             object.__setattr__(self, name, value)
             if name == "step":

@@ -37,7 +37,7 @@ def muon(
 ) -> MuonAdamW:
     """Return one optimizer: Muon for the hidden matrices of a model, AdamW for its other parameters.
 
-    Hidden matrices are the two-dimensional weights except those of embeddings and of the head. Embeddings are
+    Hidden matrices are the two-dimensional weights, except the weights of embeddings and of the head. Embeddings are
     ``nn.Embedding`` layers and parameters with such names (``pos_embed``, ``class_token``). The head is the last
     ``Linear`` in a module named "head", "lm_head", "classifier" or "score", else the last ``Linear`` of the model; and
     any layer that shares its weight with an embedding. AdamW updates vectors (biases, scales of normalization), which
@@ -173,7 +173,7 @@ class MuonAdamW(Optimizer):
 
 
 class _In32Bits(TorchFunctionMode):
-    """Replace the copy in bfloat16 with which torch's Muon starts its iteration by one in 32 bits."""
+    """Make torch's Muon start its iteration with a copy in 32 bits instead of bfloat16."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

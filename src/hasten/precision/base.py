@@ -19,14 +19,14 @@ T = TypeVar("T")
 class Precision:
     """Full precision, and the base class of all others.
 
-    A subclass overrides what it changes. Methods that are not overridden cost nothing: the runtime finds out once, in
-    setup, which ones are. Those of a step (``backward``, ``optimizer_step``, ``clip_gradients``, ...) may also be
-    called by themselves.
+    A subclass overrides the methods that it changes. Methods that are not overridden cost nothing: the runtime finds
+    out once, in setup, which ones are. The methods of a step (``backward``, ``optimizer_step``, ``clip_gradients``,
+    ...) may also be called directly.
     """
 
     precision: str = "32-true"
 
-    # For types in which small gradients would become zero; None for all others.
+    # A gradient scaler for types in which small gradients would become zero; None for all others.
     scaler: torch.amp.GradScaler | None = None
 
     # Whether to convert the module before loading weights, because they would otherwise be rounded or not fit.

@@ -128,7 +128,7 @@ class BitsandbytesPrecision(DtypePrecision):
         return quantized
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         self._rest.convert_optimizer(optimizer)
 
 
@@ -181,7 +181,7 @@ def _layers(bnb: Any) -> dict[str, Any]:
         def take(self, state_dict: dict[str, Any], key: str) -> bool:
             if not state_dict[key].is_floating_point() or self.weight.is_floating_point():
                 if self.weight.SCB is None and self.state.SCB is not None:
-                    self.weight.SCB = self.state.SCB  # Where bitsandbytes looks for it.
+                    self.weight.SCB = self.state.SCB  # bitsandbytes expects the attribute here.
                 return False
             device = self.weight.device
             self.hold(state_dict.pop(key).to("cpu", torch.float16))

@@ -89,7 +89,7 @@ class HalfPrecision(DtypePrecision):
         return module
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         if self.keep_small_updates and isinstance(optimizer, Optimizer):
             keep_small_updates(optimizer)
 
@@ -137,7 +137,8 @@ class MixedPrecision(Precision):
         self.device = device
         self.scaler = scaler_for("MixedPrecision", precision, scaler, device)
         self._dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
-        # Autocast converts what it computes in 16 bits. Positions and the like keep their digits.
+        # Autocast converts the inputs of operations that it computes in 16 bits. Other inputs, such as positions, keep
+        # their digits.
         self._input_dtype = torch.float32
 
     def convert_inputs_to_16_bits(self) -> None:

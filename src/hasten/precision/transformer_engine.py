@@ -91,7 +91,7 @@ class TransformerEnginePrecision(DtypePrecision):
         return module.to(dtype=self.weights_dtype)
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits where the parameters have 16."""
+        """Make the optimizer step in 32 bits where the parameters have 16."""
         if self.weights_dtype != torch.float32:
             HalfPrecision().convert_optimizer(optimizer)
 

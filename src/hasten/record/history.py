@@ -22,7 +22,7 @@ from hasten.extend.entry_points import load
 if TYPE_CHECKING:
     import os
 
-# What each row has beside its values.
+# The keys of a row that are not values.
 _PLACE = ("step", "epoch", "time")
 # Values that ``print`` shows of one name: the last ones.
 _SHOWN = 5
@@ -106,7 +106,7 @@ class History(Sequence[dict[str, Any]]):
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, *, step: int, epoch: int, values: Mapping[str, float], time: float | None = None) -> None:
-        """Add values; those of the step and epoch of the last row become part of it.
+        """Add values; if the last row has the same step and epoch, they become part of it.
 
         Args:
             step: the step, as loggers count them.
@@ -440,7 +440,7 @@ def _finite(column: Sequence[float]) -> list[float]:
 
 
 def _sparkline(column: Sequence[float], width: int = 120, height: int = 24) -> str:
-    """Return a small curve as SVG; the colors are those of the page."""
+    """Return a small curve as SVG; it takes the colors of the page."""
     values = _finite(column)
     if len(values) < 2:
         return ""

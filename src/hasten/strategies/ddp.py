@@ -84,7 +84,7 @@ class _CurrentDDP:
 
     def __init__(self, module: nn.Module, make: Callable[[], DistributedDataParallel]) -> None:
         self._module, self._make = module, make
-        # Which of these objects, and which DDP of it: the same on all processes.
+        # Numbers of this object and of its present DDP, the same on all processes.
         self._number, self._made = next(_numbers), 0
         self._exchanged: list[nn.Parameter] = []
         self.ddp: DistributedDataParallel | None = None
@@ -105,7 +105,7 @@ class _CurrentDDP:
         return self.ddp
 
     def _follow(self) -> None:
-        """Exchange the parameters that train now."""
+        """Exchange the gradients of the parameters that train now."""
         assert self.ddp is not None
         training = [parameter for parameter in self._parameters if parameter.requires_grad]
         exchanged, now = set(map(id, self._exchanged)), set(map(id, training))
@@ -114,7 +114,7 @@ class _CurrentDDP:
             self._agree(now)
             for parameter in self._exchanged:
                 if id(parameter) not in now and parameter.grad is not None:
-                    # An open accumulation has added to it on each process alone, and steps with it.
+                    # Each process has added its own gradients to an open accumulation, and would step with them.
                     parameter.grad = collectives.all_reduce(parameter.grad, "mean", device=parameter.grad.device)
             self._renew()
         else:
@@ -148,13 +148,13 @@ class _CurrentDDP:
         """Stop the exchange of gradients, whatever still refers to the DDP."""
         if self.ddp is not None:
             torch_private.remove_ddp_hooks(self.ddp)
-            # They refer to each other: neither would be freed before the garbage collector runs.
+            # The two refer to each other, so neither would be freed before the garbage collector runs.
             self.ddp.__dict__.pop("live", None)
 
     def _renew(self) -> None:
         held: list[nn.Parameter] = []
         if self.ddp is not None:
-            # Something may still refer to the old one, which must not exchange gradients any more.
+            # Other objects may still refer to the old DDP, which must not exchange gradients any more.
             torch_private.remove_ddp_hooks(self.ddp)
             if self.ddp.find_unused_parameters:
                 # Parameters that train in turns (a generator and its critic) are exchanged from their first turn on.
@@ -197,7 +197,7 @@ class DDPStrategy(ParallelStrategy):
         ddp_comm_wrapper: wraps the hook.
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
         timeout: how long the others wait for a process within a step, 10 minutes by default; then the run ends, with
-            the place of each rank. Checkpoints, ``prepare_data`` and barriers may take three times as long.
+            a report of where each rank is. Checkpoints, ``prepare_data`` and barriers may take three times as long.
         start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
             copies of this one.
         shard_optimizer: divide the optimizers' states over the processes (ZeRO-1). Each process steps its part of the
@@ -265,7 +265,7 @@ class DDPStrategy(ParallelStrategy):
         self._simulate_collectives()
 
     def exchange_with(self, hook: Callable[..., Any]) -> float | None:
-        """Have DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
+        """Make DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
 
         Returns:
             the size of a bucket in MiB; None for torch's.
@@ -343,7 +343,7 @@ class DDPStrategy(ParallelStrategy):
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         if not isinstance(wrapped, DistributedDataParallel):
-            # With nothing to train there was nothing to wrap.
+            # If nothing trains, nothing was wrapped.
             return nullcontext()
         ddp = _current(wrapped)
         if ddp.static_graph and "has_seen_graph" not in ddp.__dict__:
@@ -391,7 +391,7 @@ class DDPEngine(StepEngine):
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    # Each backward has prepared itself and is over: DDP must not wait for another one.
+                    # Each backward has been prepared and is over: DDP must not wait for another one.
                     wrapped.require_backward_grad_sync = False
 
             wrapped.module.__dict__["function"] = unprepared

@@ -51,7 +51,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a module was divided.
+    """The result of dividing a module: its blocks, the rest, and the mesh.
 
     Args:
         blocks: names of the parts whose parameters are gathered together, each by itself.
@@ -72,7 +72,7 @@ class FSDPStrategy(ShardedStrategy):
     """Fully sharded data parallelism: each process holds a part of parameters, gradients and optimizer states.
 
     The engine is torch's ``fully_shard`` (FSDP2). Parameters are ``DTensor``; the parameters of a block are gathered
-    when it computes. Weights, losses and gradient norms are those of one process up to rounding.
+    when it computes. Weights, losses and gradient norms equal those of one process up to rounding.
 
     Args:
         accelerator: in place of ``Trainer(accelerator=...)``.
@@ -84,8 +84,8 @@ class FSDPStrategy(ShardedStrategy):
         timeout: see ``ParallelStrategy``.
         cpu_offload: keep parameters, gradients and optimizer states in host memory, and step there: True or torch's
             ``CPUOffloadPolicy``.
-        mixed_precision: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``). By default what
-            ``precision`` says: "bf16-mixed" computes in bfloat16 and reduces gradients in 32 bits.
+        mixed_precision: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``). By default it follows
+            ``precision``: "bf16-mixed" computes in bfloat16 and reduces gradients in 32 bits.
         auto_wrap_policy: which parts are gathered by themselves: a set of module classes, or a function of FSDP1's
             form. By default every repeated block; ``strategy.plan`` shows the choice.
         activation_checkpointing: classes of modules to recompute in backward.
@@ -259,7 +259,7 @@ class FSDPStrategy(ShardedStrategy):
         )
         if self._policy.param_dtype is not None:
             for part in module.modules():
-                # Running statistics of 32 bits need parameters of 32 bits.
+                # Running statistics in 32 bits need parameters in 32 bits.
                 if (
                     isinstance(part, torch_private.NormBase)
                     and part.track_running_stats
@@ -274,10 +274,10 @@ class FSDPStrategy(ShardedStrategy):
             shard(block, reshard_after_forward=self._reshards)
             made.insert(0, block)
         rest: list[nn.Module] = [module]
-        # Kept gathered between forward and backward, which begins with it.
+        # The rest stays gathered between forward and backward, because backward begins with it.
         after_forward = None if self._reshards else False
         if is_manual(module):
-            # Each backward of manual optimization ends a forward: that of one of the parts. Parts that a toggled
+            # Each backward of manual optimization ends the forward of one of the parts. Parts that a toggled
             # optimizer does not train may have no backward.
             rest = children_apart(module, self.name)
             after_forward = True
@@ -369,9 +369,9 @@ def is_manual(module: nn.Module) -> bool:
 
 
 def gathered_apart(module: nn.Module, found: Collection[nn.Module]) -> list[nn.Module]:
-    """Return those of the parts ``found`` that can be gathered by themselves, outer ones before those inside of them.
+    """Return the parts of ``found`` that can be gathered by themselves, outer parts before the parts inside of them.
 
-    A parameter is gathered in one place: a part with one that is used elsewhere too is left out.
+    A parameter is gathered in one place: a part that shares a parameter with other parts is left out.
     """
     order = {id(part): place for place, part in enumerate(module.modules())}
     users = _users(module)
@@ -428,7 +428,7 @@ def _users(module: nn.Module) -> dict[int, int]:
 
 
 def _checked_policy(argument: str, policy: Any) -> Any:
-    # Some objects of torch.distributed.fsdp.wrap are no functions.
+    # Some objects of torch.distributed.fsdp.wrap are not functions.
     if policy is None or torch_private.has_policy(policy) or (callable(policy) and not isinstance(policy, type)):
         return policy
     given = [policy] if isinstance(policy, type) else policy
@@ -460,7 +460,7 @@ def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
 
 
 def _by_function(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Return what a function of FSDP1's form chooses: children first, with the elements they have left over."""
+    """Return the parts that a function of FSDP1's form chooses: children first, with their remaining elements."""
     found: list[nn.Module] = []
 
     def visit(part: nn.Module, is_root: bool) -> int:

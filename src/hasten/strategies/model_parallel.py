@@ -64,8 +64,8 @@ class ModelParallelStrategy(ShardedStrategy):
       ``self.device_mesh["tensor_parallel"]`` and ``self.device_mesh["data_parallel"]``;
     - ``parallelize_fn``, in programs with Fabric.
 
-    What is not sharded over the groups by then, hasten shards with ``fully_shard``. All processes of a tensor-parallel
-    group read the same batches, and their random generators start equal.
+    hasten shards with ``fully_shard`` whatever is not sharded over the groups by then. All processes of a
+    tensor-parallel group read the same batches, and their random generators start equal.
 
     Args:
         parallelize_fn: called as ``parallelize_fn(module, device_mesh)``; divides the module in place and returns it.
@@ -221,7 +221,8 @@ class ModelParallelStrategy(ShardedStrategy):
 
             logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
             self._mesh = init_device_mesh(self.root_device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
-            # Modules refer to the mesh, and it to its groups: those that outlive the program's end may abort it.
+            # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
+            # end.
             atexit.register(torch_private.registered_groups(self._mesh).clear)
         return function(*args, **kwargs)
 
@@ -284,7 +285,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
         assert self._plan is not None
         if self.tensor_parallel_size == 1:
-            # Nothing to split, but a name that is wrong here is wrong on more processes, too.
+            # There is nothing to split, but a name that is wrong here is also wrong with more processes.
             resolve(module, self._plan, 1, **self._options)
         else:
             self.styles = apply_plan(module, self.device_mesh[TENSOR], self._plan, **self._options)
@@ -292,7 +293,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self._warn_of_little(module)
 
     def _warn_of_little(self, module: nn.Module) -> None:
-        """Warn if the plan of a model leaves most of it whole, as those of some models name their output layer only."""
+        """Warn if a model's plan leaves most of it whole: the plans of some models name the output layer only."""
         parameters = list(module.parameters())
         split = sum(p.numel() for p in parameters if any(place.is_shard() for place in getattr(p, "placements", ())))
         total = sum(p.numel() for p in parameters)
@@ -305,7 +306,7 @@ class ModelParallelStrategy(ShardedStrategy):
             )
 
     def _shard_over_groups(self, module: nn.Module) -> None:
-        """Shard over the groups what the user has not."""
+        """Shard over the groups the parameters that the user has not sharded."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         whole = [name for name, parameter in module.named_parameters() if not _is_sharded_over_groups(parameter)]
@@ -323,7 +324,7 @@ class ModelParallelStrategy(ShardedStrategy):
             parts = gathered_apart(module, repeated_blocks(module))[::-1]
         for part in parts:
             fully_shard(part, mesh=mesh)
-        # Each backward of manual optimization ends a forward: that of one of the children.
+        # Each backward of manual optimization ends the forward of one of the children.
         rest = children_apart(module, self.name) if is_manual(module) else [module]
         for part in rest:
             if not isinstance(part, FSDPModule):
@@ -332,7 +333,7 @@ class ModelParallelStrategy(ShardedStrategy):
             keep_class_name(part)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        # Something may have drawn numbers on one process only.
+        # Code may have drawn random numbers on one process only.
         self.equal_generators()
         return super().wrap(module)
 
@@ -399,7 +400,7 @@ class ShardsOverGroups(Shards):
             )
 
     def begin_epoch(self) -> None:
-        """Have the processes of a tensor-parallel group read and drop out alike."""
+        """Give the processes of a tensor-parallel group the same batches and dropout masks."""
         self.strategy.equal_generators()
 
     def check_batch(self, batch: object) -> None:
@@ -459,7 +460,7 @@ def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[
 
 
 def _problem_of_argument(name: str) -> str:
-    """Return what is wrong with an argument that there is not."""
+    """Return the message for an unknown argument."""
     if re.match("pipeline|pp(_|$)", name):
         return f"{PIPELINE_IN_FABRIC}."
     if re.match("context|cp(_|$)", name):
@@ -469,7 +470,7 @@ def _problem_of_argument(name: str) -> str:
 
 
 def _digest(batch: object) -> str:
-    """Return a text that is the same for equal batches."""
+    """Return a string that is the same for equal batches."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

@@ -40,7 +40,7 @@ _SEQUENCE = Shard(1)
 class _SplitDropout(ParallelStyle):
     """Dropout of features that are split: each process draws the mask of all features and takes its part.
 
-    So the masks are those of one process, and the generators of the group stay equal.
+    So the masks equal those of one process, and the generators of the group stay equal.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -203,8 +203,8 @@ class Part:
     Args:
         name: of the module in the model.
         module: the module.
-        style: how torch splits it.
-        pattern: what the plan calls it.
+        style: torch's style for it.
+        pattern: its name pattern in the plan.
         owner: the module that holds it.
 
     """
@@ -247,7 +247,7 @@ def apply_plan(
         if part.module in _split or any(map(_is_split, part.module.parameters())):
             # An earlier run or the program itself has split it.
             continue
-        # Values are equal everywhere: nothing has to be sent.
+        # Values are equal on all processes, so nothing has to be sent.
         style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
         parallelize_module(part.module, mesh, style, src_data_rank=None)
         for parameter in part.module.parameters():
@@ -258,7 +258,7 @@ def apply_plan(
     _tie(tied)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoder) and any(part.owner in layer.layers for part in parts):
-            # Its nested tensors are for a kernel that takes whole weights.
+            # Nested tensors are for a kernel that takes whole weights.
             layer.use_nested_tensor = False
     return {part.name: part.style for part in parts}
 
@@ -283,7 +283,7 @@ def _output(
     if output.placements != layouts:
         output = output.redistribute(placements=layouts)
     if layouts == (_SEQUENCE,) and isinstance(module, nn.Embedding):
-        # Of unequal parts torch returns views with gaps, which the next layer may not take.
+        # For unequal parts torch returns views with gaps, which the next layer may not accept.
         output = output.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
     return output.to_local() if local else output
 
@@ -306,7 +306,7 @@ def resolve(
             (``"colwise"``, ``"rowwise"``, ...). "auto" takes the plan that the model has.
         size: the number of processes of a group.
         sequence_parallel: split the activations between blocks along the sequence; with "auto" only.
-        loss_parallel: leave the logits split over the classes; with "auto", that of the output layer.
+        loss_parallel: leave the logits split over the classes; with "auto", the logits of the output layer.
 
     Raises:
         ValueError: the plan does not fit the model or the size of the group; the message names the module.
@@ -348,7 +348,7 @@ def resolve(
     return parts
 
 
-# Module name -> its style, and what the plan calls it.
+# Module name -> its style, and its name pattern in the plan.
 _Named = dict[str, tuple[ParallelStyle, str]]
 
 
@@ -383,7 +383,7 @@ def _automatic(model: nn.Module) -> _Named:
             full = ".".join(filter(None, (prefix, pattern)))
             for name in _matching(pattern, inner):
                 whole = ".".join(filter(None, (prefix, name)))
-                # Outer plans hold those of their parts, and come first.
+                # Outer plans contain the plans of their parts, and come first.
                 if style != _WHOLE and whole not in named:
                     named[whole] = (_style(style, full), full)
             # Experts are parameters, not modules.
@@ -442,7 +442,7 @@ def _matching(pattern: str, names: list[str]) -> Iterator[str]:
     tokens = pattern.split(".")
     for name in names:
         own = name.split(".")
-        # The model itself, whose name is empty, is meant only by an empty pattern.
+        # Only an empty pattern matches the model itself, whose name is empty.
         if len(own) == len(tokens) and all(map(fnmatchcase, own, tokens)) and bool(name) == bool(pattern):
             yield name
 
@@ -546,7 +546,7 @@ def _returns_split_logits(style: ParallelStyle) -> bool:
 
 
 def _split_loss(model: nn.Module, named: _Named, sequence_parallel: bool) -> None:
-    """Have the output layer leave its logits split, as ``loss_parallel`` needs them."""
+    """Make the output layer leave its logits split, as ``loss_parallel`` needs them."""
     output = _output_layers(model, named)
     if len(output) != 1:
         found = _some(output) if output else "none"

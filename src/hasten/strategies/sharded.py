@@ -79,7 +79,7 @@ class ShardedStrategy(ParallelStrategy):
 
     sharding: Shards
     engine: ShardedEngine
-    # A part of torch's message, and what usually mends it.
+    # A part of torch's message, and the usual fix.
     _advice: ClassVar[dict[str, str]] = ADVICE
 
     def __init__(
@@ -141,7 +141,8 @@ class ShardedStrategy(ParallelStrategy):
                 "layer with its input size, or run a batch through the module in configure_model()."
             )
         _refuse_hooks(module, self.name)
-        # ``fully_shard`` and ``parallelize_module`` make new parameters: what the program has noted on one is kept.
+        # ``fully_shard`` and ``parallelize_module`` make new parameters: attributes that the program has set on one are
+        # kept.
         notes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
         tensors = [*module.parameters(), *module.buffers()]
         with torch.no_grad():
@@ -161,7 +162,7 @@ class ShardedStrategy(ParallelStrategy):
                 vars(parameter).setdefault(attribute, value)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add what usually mends an error of torch, and have the module begin its next step anew.
+        """Add the usual fix to an error of torch, and let the module begin its next step from a clean state.
 
         The exception may have ended a forward or backward half-way.
         """
@@ -177,7 +178,7 @@ class ShardedStrategy(ParallelStrategy):
                 state.begin_anew()
 
     def teardown(self) -> None:
-        # Another run may go on with the same module.
+        # Another run may continue with the same module.
         self.engine.drop_all_held_gradients()
         self._parts = []
         super().teardown()
@@ -198,7 +199,7 @@ class ShardedStrategy(ParallelStrategy):
     # -- modules made on the meta device
 
     def _fill(self, module: nn.Module, stored: Container[str]) -> None:
-        """Give a divided module on the meta device memory, and initial values where no checkpoint brings them.
+        """Give a divided module on the meta device memory, and initial values that no checkpoint provides.
 
         The values are drawn in the first process, part by part and in the order in which the constructors draw them,
         and sent to the others: ``reset_parameters`` on shards would draw other numbers than one process does.
@@ -219,7 +220,7 @@ class ShardedStrategy(ParallelStrategy):
             for prefix, part in _units(module, missing):
                 self._fill_unit(prefix, part)
         if len(set(before)) == 1:
-            # As if this process had drawn them, too.
+            # The generators advance as if this process had drawn the values, too.
             RandomGenerators().load_state_dict(self.broadcast(RandomGenerators().state_dict()))
 
     def _fill_unit(self, prefix: str, part: nn.Module) -> None:
@@ -272,7 +273,7 @@ class ShardedStrategy(ParallelStrategy):
 
 
 class PartialSharding(Sharding):
-    """Processes have parts of parameters."""
+    """Sharding for strategies whose processes have parts of parameters."""
 
     shards_parameters = True
 
@@ -281,7 +282,7 @@ class PartialSharding(Sharding):
         return module
 
     def to_host(self, module: nn.Module) -> bool:
-        """Leave ``module`` where it is: the device of a mesh is that of its shards."""
+        """Leave ``module`` where it is: its shards are on the device of the mesh already."""
         return False
 
     def without_gradients(self) -> torch.no_grad:
@@ -365,7 +366,7 @@ class Shards(PartialSharding):
         return self.order or tuple(_sharded_parts(module))
 
     def compute_along(self, module: nn.Module) -> None:
-        """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
+        """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
         parts = _sharded_parts(module)
         for name in self.forward_order(module):
             self.strategy.engine.route(_nothing, parts[name])()
@@ -394,7 +395,7 @@ class Shards(PartialSharding):
         if not is_sharded(like) or getattr(kept, "shape", None) != like.shape:
             if hasattr(kept, "read_into"):
                 return kept.full()
-            # A copy: what a file holds may be mapped into memory.
+            # A copy: the contents of a file may be mapped into memory.
             return kept.clone() if isinstance(kept, Tensor) else kept
         if hasattr(kept, "read_into"):
             empty = torch.empty_like(like, dtype=kept.dtype)
@@ -479,7 +480,7 @@ class ShardedEngine(StepEngine):
     # -- gradients
 
     def drop_held_gradients(self, optimizer: Optimizer) -> None:
-        """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees those of the shards alone."""
+        """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees only the gradients of the shards."""
         if self.has_held_gradients:
             self.drop_all_held_gradients(set(map(id, parameters_of(optimizer))))
 
@@ -512,8 +513,7 @@ class ShardedEngine(StepEngine):
     ) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, a plain tensor.
 
-        The norm is that of all gradients together, whatever meshes they are divided over: those of each mesh are
-        reduced over it.
+        The norm covers all gradients together, over all meshes: gradients of each mesh are reduced over it.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total = total_norm(gradients, norm_type)
@@ -541,7 +541,7 @@ class ShardedEngine(StepEngine):
 
         def step_and_reshard(closure: Callable[[], Any] | None = None) -> Any:
             result = step(closure)
-            # A forward that no backward followed has left the old weights gathered.
+            # A forward without a backward has left the old weights gathered.
             reshard()
             return result
 
@@ -707,7 +707,7 @@ def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Compute nothing, in a forward that gathers parameters for others."""
+    """Compute nothing in a forward that gathers parameters for other processes."""
 
 
 def keep_class_name(module: nn.Module) -> None:
@@ -716,7 +716,7 @@ def keep_class_name(module: nn.Module) -> None:
     made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
 
 
-# -- what a program has noted on its parameters
+# -- attributes and hooks of a program's parameters
 
 
 def _refuse_hooks(module: nn.Module, strategy: str) -> None:

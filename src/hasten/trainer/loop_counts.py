@@ -76,7 +76,7 @@ class ReadyCompleted(Counters):
             assigned(name, value)
 
     def tell(self, assigned: Callable[[str, int], None]) -> Self:
-        """Have ``assigned`` called with the name and value of each counter that is assigned from now on."""
+        """Call ``assigned`` with the name and value of each counter that is assigned from now on."""
         object.__setattr__(self, "_assigned", assigned)
         return self
 
@@ -107,7 +107,7 @@ class Processed(Started):
 
 @dataclass
 class LoopCounts(Counters):
-    """The counts of the whole run, and those of the current round (an epoch, or a call)."""
+    """The counts of the whole run, and of the current round (an epoch, or a call)."""
 
     total: ReadyCompleted = field(default_factory=Processed)
     current: ReadyCompleted = field(default_factory=Processed)

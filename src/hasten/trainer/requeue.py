@@ -1,4 +1,4 @@
-"""Runs that a cluster interrupts, queues again and continues."""
+"""Save and resume runs that a cluster interrupts and queues again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_path(trainer: Trainer) -> str | None:
 
 
 def save(trainer: Trainer, run: Run) -> None:
-    """Save a fit that is to go on in the requeued job; all processes call it, after the same batch."""
+    """Save a fit that is to continue in the requeued job; all processes call it, after the same batch."""
     path = own_path(trainer)
     if path is not None and run.state.fn == TrainerFn.FITTING and trainer.total_batch_idx >= 0:
         trainer.save_checkpoint(path)
@@ -60,7 +60,7 @@ def requeue(trainer: Trainer) -> None:
 
 
 def resumed_path(trainer: Trainer, ckpt_path: PathLike | None) -> str | None:
-    """Return the checkpoint from which a fit goes on because its job was requeued; None if there is none."""
+    """Return the checkpoint from which a fit continues because its job was requeued; None if there is none."""
     own = own_path(trainer)
     if trainer.state.fn != TrainerFn.FITTING or own is None or not present(own):
         return None

@@ -115,7 +115,7 @@ class Trainer(TrainerView):
         inference_mode: evaluate in inference mode instead of ``no_grad``.
         use_distributed_sampler: give each process its own part of the data.
         uneven: what to do if the processes have different numbers of training batches. "stop" (default) ends every
-            epoch on all of them where the one with the fewest batches does, "error" raises. See docs/processes.md.
+            epoch on all processes when the first has no more batches, "error" raises. See docs/processes.md.
         detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a NaN gradient raises an error that names
             the function and, if known, the layer. Steps take several times as long.
         on_bad_loss: what to do if the loss is NaN or infinite. "warn" (default) warns at the next logging interval
@@ -133,7 +133,7 @@ class Trainer(TrainerView):
         enable_autolog_hparams: pass hyper-parameters to the loggers.
         profiler: "simple", "advanced", "pytorch" or a Profiler, to report where the time goes; None for none.
         model_registry: must be None; it belongs to a hosted product.
-        speed: use those of the arguments below that make this training faster, up to a class of changes: "exact" for
+        speed: switch on the arguments below that make this training faster, up to a class of changes: "exact" for
             rounding at most, "auto" for other random draws as well (as if from another seed), "same samples in other
             batches" or "lower precision" to go further; "same bits" for nothing that changes a number. Choosing takes
             at most 3 % of the expected training, and is remembered; see docs/speed.md.
@@ -274,7 +274,7 @@ class Trainer(TrainerView):
     def with_arguments(self, **changes: object) -> Trainer:
         """Return a new Trainer with the same callbacks, loggers and arguments, except for those changed.
 
-        The new Trainer has its own counters, metrics and run; this one stays as it is. Callbacks and loggers are
+        The new Trainer has its own counters, metrics and run; this one does not change. Callbacks and loggers are
         the same objects, also those added to this Trainer since it was made. Callbacks that a Trainer adds by itself
         (progress bar, model summary, checkpoints, timer) follow the new arguments and are made again.
 
@@ -295,7 +295,7 @@ class Trainer(TrainerView):
         """
         own = set(map(id, self._default_callbacks))
         callbacks = [callback for callback in self._callbacks if id(callback) not in own]
-        # A copy, for the attributes that a subclass adds; __init__ of the subclass may have other arguments.
+        # Copied, because a subclass may add attributes and its __init__ may have other arguments.
         new = copy.copy(self)
         Trainer.__init__(new, **{**self._given, "callbacks": callbacks, **changes})
         if not {"logger", "barebones", "fast_dev_run", "default_root_dir"} & changes.keys():
@@ -390,10 +390,10 @@ class Trainer(TrainerView):
         """Evaluate on the validation data.
 
         Args:
-            model: the module; the one of the last call by default.
+            model: the module; by default the module of the last call.
             dataloaders: one or several loaders, or a datamodule.
-            ckpt_path: weights to use: a path or URL, "best" or "last"; by default those of ``model``, or of the best
-                checkpoint of the last fit without ``model``.
+            ckpt_path: weights to use: a path or URL, "best" or "last"; by default the weights of ``model``, or without
+                ``model`` of the best checkpoint of the last fit.
             verbose: print the values.
             datamodule: provides the data instead.
             weights_only: see ``fit``.
@@ -434,7 +434,7 @@ class Trainer(TrainerView):
         """Call ``predict_step`` on every batch.
 
         Args:
-            model: the module; the one of the last call by default.
+            model: the module; by default the module of the last call.
             dataloaders: one or several loaders, or a datamodule.
             datamodule: provides the data instead.
             return_predictions: False not to keep the outputs, for instance where a callback writes them.
@@ -492,7 +492,7 @@ class Trainer(TrainerView):
         if aside is not None:
             run.observers.pace.end_checkpoint(aside, filepath, functools.partial(parts.saved_as, self, filepath))
 
-    # To try something out.
+    # Runs for tools that try something out.
     prepared_run = limited_runs.prepared_run
     limited_run = limited_runs.limited_run
     show_run = limited_runs.show_run
@@ -605,7 +605,7 @@ class Trainer(TrainerView):
             if stop.signal in also:
                 rank_zero_info("The signal to requeue the job came when the run was over: the program goes on.")
             elif stop.signal is not None:
-                # It came when the run was over, and still ends the program.
+                # A signal that came when the run was over still ends the program.
                 parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
         return result
 
@@ -640,7 +640,7 @@ class Trainer(TrainerView):
             observers=Observers(levers=self.chosen_levers),
         )  # fmt: skip
         if before is not None and fn != TrainerFn.FITTING and before.module is module:
-            # A checkpoint saved after an evaluation still holds the state that the last fit left.
+            # A checkpoint saved after an evaluation still holds the state of the last fit.
             run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
             run.schedulers, run.data.train, run.averages = before.schedulers, before.data.train, before.averages
             if fn != TrainerFn.VALIDATING:
@@ -717,7 +717,7 @@ class Trainer(TrainerView):
             for logger in self._called_loggers():
                 logger.finalize(status)
             run.undo.close()
-            run.window.loss = None  # It holds the graph of the step.
+            run.window.loss = None  # The loss holds the graph of the step.
             parts.to_host(run, failed=status != "success")
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
@@ -753,12 +753,12 @@ class Trainer(TrainerView):
         self._ckpt_path = path
         if path is None:
             return None, None
-        # A run does not need the hyper-parameters.
+        # Hyper-parameters are not needed to resume a run.
         with hyper_parameters_left_out():
             checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
         assert self._hooks is not None
         if self._hooks.on_load_checkpoint is nothing:
-            # Otherwise after that hook, which may repair the checkpoint.
+            # Otherwise entries are checked after that hook, which may repair the checkpoint.
             check_entries(checkpoint, path, training=self.state.fn == TrainerFn.FITTING)
         checkpoint = from_lightning(checkpoint, path)
         rank_zero_info(f"Restoring from {path}")

@@ -277,8 +277,7 @@ def find_batch_size(
         datamodule: of the call, or None.
         ckpt_path: of the call.
 
-    Returns:
-        The size; None to keep that of the loader (``fast_dev_run``), or of the checkpoint of a resumed run.
+    Returns: The size; None to keep the size of the loader (``fast_dev_run``), or of the checkpoint of a resumed run.
 
     Raises:
         ValueError: something else than a loader decides how large its batches are.

@@ -1,4 +1,4 @@
-"""Learning rate search: train while the rate grows, and find where the loss falls fastest."""
+"""Search for a learning rate: increase it while training, and find where the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def sweep(run: Run, options: SweepOptions) -> LRFinder:
 
 
 class SweepAtStart(Callback):
-    """Sweeps when a fit begins, before its loaders are made: those of the sweep are the first ones."""
+    """Sweeps when a fit begins, before its loaders are made: the loaders of the sweep are the first ones."""
 
     def __init__(self, options: SweepOptions) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""The attribute that holds the value found, wherever module, datamodule or their hyper-parameters keep it."""
+"""Find and set the attribute that a search tunes, in the module, the datamodule or their hyper-parameters."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Tuner:
         return found
 
     def _show(self, search: _Search, model: LightningModule, datamodule: LightningDataModule | None) -> None:
-        """Have the Trainer show the module and its data, as after ``fit``."""
+        """Make the Trainer show the module and its data, as after ``fit``."""
         model.trainer = self._trainer
         # None where other processes searched.
         if search.run is not None:
@@ -199,7 +199,7 @@ class _Search:
     Args:
         find: the search; called with the run.
         method: the call whose loaders are made.
-        loaders: how many of its loaders the search has used: that of training, and that of validation.
+        loaders: how many sources of loaders to load again after the search: 1 for training, 2 with validation.
 
     """
 

@@ -20,7 +20,7 @@ from hasten.module.datamodule import LightningDataModule
 if TYPE_CHECKING:
     from hasten_deepspeed.summary import DeepSpeedSummary as DeepSpeedSummary
 
-# That of an engine beside the core is imported when it is used; ``extend.moved`` says where the module is.
+# The class of an engine is imported when it is used; ``extend.moved`` says where its module is.
 __getattr__ = attach(__name__, {"hasten.report.deepspeed": "DeepSpeedSummary"})[0]
 
 

@@ -83,7 +83,7 @@ def save_hyperparameters(
         obj: a module or datamodule.
         *args: what to save; by default all arguments of ``__init__``.
         ignore: names to leave out.
-        frame: of the ``__init__``; by default that of the caller.
+        frame: the frame of the ``__init__``; by default the caller's.
         given_hparams: ignored.
 
     """

@@ -235,7 +235,7 @@ _BY_ORIGINAL = {
 }
 
 
-def dress(strategy: base.Strategy) -> None:
+def as_facade(strategy: base.Strategy) -> None:
     """Make a strategy that was chosen by its name one of these classes, as if the program had made it.
 
     Its processes then wait for each other half an hour, as in Lightning.

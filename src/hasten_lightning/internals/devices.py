@@ -1,4 +1,4 @@
-"""Which devices a text or number means, and tensors that have no device yet."""
+"""Parse devices from a string or number; tensors that have no device yet."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _kinds(include_cuda: bool, include_mps: bool) -> list[tuple[Any, bool]]:
 
 
 def normalize_parse_gpu_string_input(s: _GPUs) -> int | list[int] | tuple[int, ...] | None:
-    """Return the number or the list that a text means; other values as they are."""
+    """Return the number or the list that a string means; return other values unchanged."""
     if not isinstance(s, str):
         return s
     return [int(part) for part in s.split(",") if part.strip()] if "," in s else int(s)
@@ -156,7 +156,7 @@ def log_device_info(trainer: Trainer) -> None:
 
 
 def is_slurm_interactive_mode() -> bool:
-    """Return whether a person works in this job of SLURM, so that its processes are not those of a run."""
+    """Return whether this is an interactive job of SLURM, whose processes do not belong to a run."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 

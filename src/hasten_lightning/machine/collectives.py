@@ -125,7 +125,7 @@ class Collective(ABC):
         """Return what the library behind it calls a reduction."""
 
     def setup(self: Self, **kwargs: object) -> Self:
-        """Join the other processes, unless that has happened; arguments are those of ``init_group``."""
+        """Join the other processes, unless that has happened; the arguments are the same as of ``init_group``."""
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self
@@ -347,7 +347,7 @@ def _set(variables: dict[str, str | None]) -> Iterator[None]:
 
 
 class SingleDeviceCollective(Collective):
-    """The collectives of one process, which has nobody to exchange anything with.
+    """The collectives of one process, which exchange nothing.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Methods that Lightning's strategies have and programs call or override, over those of hasten's strategies.
+"""Methods of Lightning's strategies that programs call or override, implemented with methods of hasten's strategies.
 
 The loops call what a program has overridden (``runtime.py``); these are the methods as Lightning names them, for
 programs that drive a strategy themselves or extend it with ``super()``.
@@ -34,9 +34,9 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class Methods(Strategy):
-    """What the strategies of Trainer and Fabric share."""
+    """Methods that the strategies of Trainer and Fabric share."""
 
-    # The layout of objects stays that of hasten's classes.
+    # Objects keep the layout of hasten's classes.
     __slots__ = ()
 
     @classmethod
@@ -271,7 +271,7 @@ class TrainerMethods(Methods):
         self.optimizers, self.lr_scheduler_configs = list(parsed[0]), list(parsed[1])
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which layers are wrapped as they are made: none, for parts are chosen afterwards."""
+        """Return a context for making layers; it wraps none, because parts are chosen afterwards."""
         return nullcontext()
 
     def on_train_start(self) -> None:
@@ -325,7 +325,7 @@ class FullyShardedMethods(Strategy):
 
     @property
     def mixed_precision_config(self) -> object:
-        """The number formats, as ``mixed_precision=`` or the precision of the run say; None for those of the module."""
+        """The number formats of ``mixed_precision=`` or of the run's precision; None for the module's own."""
         if self._given_mixed_precision is not None:
             return self._given_mixed_precision
         precision: Any = self.precision_plugin
@@ -334,7 +334,7 @@ class FullyShardedMethods(Strategy):
     def take_arguments(
         self, precision: object, mixed_precision: object, cpu_offload: object, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Keep arguments as they were given; return the further ones without those that make no difference here."""
+        """Store the arguments; return the further ones, without arguments that make no difference here."""
         require_fsdp_precision(precision)
         self._given_mixed_precision, self._given_cpu_offload = mixed_precision, cpu_offload
         self.kwargs: dict[str, Any] = {"use_orig_params": True, **options}

@@ -1,4 +1,4 @@
-"""``hasten consolidate``: one file of a sharded checkpoint, which is a folder."""
+"""``hasten consolidate``: make one file of a sharded checkpoint, which is a folder."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _allow(names: Sequence[str]) -> None:
         found = getattr(importlib.import_module(module), kind, None) if module else None
         if found is None:
             raise ValueError(f"--allow {name}: this class was not found. Write package.module.Class.")
-        # By the name in the file, which may differ from that of the class.
+        # By the name in the file, which may differ from the name of the class.
         allowed.append((found, name))
     torch.serialization.add_safe_globals(allowed)
 
@@ -81,7 +81,7 @@ def consolidate(folder: str, output: Path | None = None, *, weights_only: bool =
 
     Args:
         folder: the checkpoint, or its URL.
-        output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` beside ``folder``.
+        output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` next to ``folder``.
         weights_only: leave out what only training needs.
 
     Returns:

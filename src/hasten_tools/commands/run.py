@@ -1,4 +1,4 @@
-"""``hasten run``: a program written for Lightning, unchanged, on hasten."""
+"""``hasten run``: run a program written for Lightning, unchanged, on hasten."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     source = read_source(path, parser)
     hasten_lightning.install()
     sys.argv[:] = [given.program, *rest]
-    # A program imports what lies beside it.
+    # A program can import modules from its own folder.
     if not sys.flags.safe_path:
         sys.path[0] = os.path.abspath(path if source is None else path.parent)
     if source is None:
@@ -134,7 +134,7 @@ def _split(words: list[str], valued: set[str]) -> tuple[list[str], str | None, l
 
 
 def find_module(name: str, parser: Parser) -> str:
-    """Return the file of a module, as `python -m` finds it: those of the working directory come first."""
+    """Return the file of a module, as `python -m` finds it: the working directory comes first."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     try:

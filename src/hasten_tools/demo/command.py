@@ -1,4 +1,4 @@
-"""``hasten demo``: a real training, row by row faster."""
+"""``hasten demo``: run a real training, made faster row by row."""
 
 from __future__ import annotations
 

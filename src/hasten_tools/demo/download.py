@@ -1,4 +1,4 @@
-"""Archives of the demo: fetched where they are not yet, checked, and read without unpacking them to disk."""
+"""Archives of the demo: downloaded if they are missing, checked, and read without unpacking them to disk."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Images(Dataset[dict[str, Tensor]]):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of an image, a learned position for each, transformer blocks, and the mean of them classified.
+    """A Vision Transformer: patches with learned positions, transformer blocks, and a classifier of their mean.
 
     Args:
         side: pixels on each side of the image.
@@ -124,7 +124,7 @@ class VisionTransformer(nn.Module):
 
 
 class ImageTask(Task):
-    """Classify images, of which each has the same number of tokens."""
+    """Classify images, which all have the same number of tokens."""
 
     train_data: Images
     validation_data: Images

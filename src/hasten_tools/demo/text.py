@@ -148,7 +148,7 @@ class TextDataset(Dataset[dict[str, Any]]):
 
 @dataclass
 class Pad:
-    """Join samples to a batch: input_ids and attention_mask ``(batch, width)`` and labels ``(batch,)``, int64.
+    """Join samples into a batch: input_ids and attention_mask ``(batch, width)`` and labels ``(batch,)``, int64.
 
     Args:
         width: pad every batch to so many tokens; None pads each batch to its longest text.

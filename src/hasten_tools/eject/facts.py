@@ -1,4 +1,4 @@
-"""What a run of a program has: found out by preparing its first fit, without training."""
+"""Facts about a program, found by preparing its first fit without training."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ QUIETLY: dict[str, Any] = {
 
 @dataclass
 class Facts:
-    """What the first fit of a program has.
+    """The facts about a program's first fit.
 
     Args:
-        arguments: those of its Trainer that were given, with their values.
+        arguments: the arguments that the program passes to its Trainer, with their values.
         trained: the module's class.
         automatic: whether the loop steps the optimizer.
         closure: whether the optimizer's step computes the loss itself.

@@ -115,7 +115,7 @@ def _around(trainer: Trainer, facts: Facts, data: dict[str, Any]) -> str:
 
 
 def _arguments_of_trainer(given: dict[str, Any], parts: _Definitions) -> tuple[list[str], list[str]]:
-    """Return the code of plain arguments of a Trainer, and that of hasten's callbacks."""
+    """Return the code of plain arguments of a Trainer, and the code of hasten's callbacks."""
     arguments: list[str] = []
     callbacks: list[str] = []
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Eject a program: keep the user's code as it is written, and put a plain training loop in hasten's place."""
+"""Eject a program: keep the user's code unchanged, and put a plain training loop in hasten's place."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _imports_at_top(tree: ast.Module) -> tuple[int, int]:
 def _sorted_imports(rows: list[str], added: list[str]) -> list[str]:
     """Return import lines in groups: the future, the standard library, others.
 
-    Where comments stand between them they stay as they are.
+    Imports with comments between them are not changed.
     """
     tree = ast.parse("\n".join(rows))
     if any("#" in row for row in rows) or not all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body):
@@ -204,7 +204,7 @@ def _import_order(node: ast.Import | ast.ImportFrom) -> tuple[int, bool, str]:
 
 
 def _unused_before(source: Source) -> set[str]:
-    """Return the names that the program imports or assigns without reading them: they stay as they are."""
+    """Return the names that the program imports or assigns without reading them: these lines are not changed."""
     names = loaded_names(source.tree)
     found: set[str] = set()
     for node in ast.walk(source.tree):

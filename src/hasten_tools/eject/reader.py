@@ -353,7 +353,7 @@ class UseReader:
             self._note(f"logger={kind} left out: values go to metrics.jsonl")
 
     def _is_of_another_trainer(self, name: str, literal: Any, value: Any) -> bool:
-        """Return whether an argument as it is written differs from that of the Trainer that was run, and counts."""
+        """Return whether an argument in the source differs from the Trainer's that was run, and matters."""
         if literal is value or name in _FREE:
             return False
         differs = literal != value if name not in VALUES else value is None

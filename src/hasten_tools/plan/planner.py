@@ -1,4 +1,4 @@
-"""Plan a fit, and what single changes would make of it, each in a copy of this process."""
+"""Plan a fit, and the same fit with single changes, each in a copy of this process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan_fit(
     """Return what ``trainer.fit(model, ...)`` would need on many devices, without using any.
 
     Two training steps run in copies of this process, on tensors without data and in a process group that does not
-    exist. Nothing of this process changes. Numbers are those of the first process, which has the largest shards.
+    exist. Nothing of this process changes. Numbers describe the first process, which has the largest shards.
 
     Args:
         trainer: with the arguments of the program; ``devices``, ``num_nodes`` and ``accelerator`` do not matter.
@@ -64,9 +64,9 @@ def plan_fit(
         datamodule: provides the data instead.
         devices: the number of devices in all.
         num_nodes: the number of machines; by default machines of 8 devices.
-        strategy: a name or an object; that of the Trainer by default.
+        strategy: a name or an object; by default the Trainer's.
         tensor_parallel_size: split layers over as many processes, by ``ModelParallelStrategy(plan="auto")``.
-        precision: that of the Trainer by default.
+        precision: by default the Trainer's.
         memory_bytes: of one device; with it the plan says whether it fits, and which single change would make it fit.
         accelerator: "gpu" to step optimizers as torch does there, which takes more memory; "cpu".
         budget_seconds: for the changes; none is begun after this time.
@@ -147,7 +147,7 @@ def _check_machines(devices: int, nodes: int, tensor_parallel: int | None, accel
 
 
 class Variants:
-    """The variants of a plan: as the program is, and with one change."""
+    """The variants of a plan: the unchanged program, and the program with one change."""
 
     def __init__(
         self,

@@ -211,7 +211,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of a text such as "80GB" or "40 GiB".
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is not a size.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Loaders: order, sizes, workers that start, samples that can be read."""
+"""Check loaders: order, sizes, whether workers start, whether samples can be read."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def _pickling_error(thing: Any) -> str | None:
 
 
 class _Discarding(io.RawIOBase):
-    """A file that forgets what is written to it."""
+    """A file that discards everything written to it."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -427,7 +427,7 @@ def _all_labels(dataset: Any, labels: Tensor, batch: Any) -> Tensor | None:
 
 
 def _targets(dataset: Any) -> Tensor | None:
-    """Return the labels that a dataset has as an attribute, as those of torchvision do."""
+    """Return the labels that a dataset has as an attribute, as torchvision's datasets do."""
     found = getattr(dataset, "targets", None)
     if isinstance(found, (list, tuple)) and found and type(found[0]) is int:
         found = torch.tensor(found)

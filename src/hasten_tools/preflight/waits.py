@@ -1,4 +1,4 @@
-"""What makes a device wait in a step, and tensors that a module holds without registering them."""
+"""Find code that makes a device wait in a step, and tensors that a module holds without registering them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _KNOWN = frozenset({"example_input_array"})
 
 
 class Waits(TorchFunctionMode):
-    """Notes where the training step of a program reads values or frees memory, while it is entered.
+    """Records where the training step of a program reads values or frees memory, inside the block.
 
     Args:
         found: by place in the program, the number of batches and what was called there.

@@ -1,4 +1,4 @@
-"""What a checked run shows: batches, outputs, layers, gradients, losses and times."""
+"""Observe a checked run: batches, outputs, layers, gradients, losses and times."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class Observations:
 
 
 class NotFinite(BaseException):
-    """Ends the training of a check before weights become nan; no ``except Exception`` of a user swallows it."""
+    """Ends the training of a check before weights become nan; a user's ``except Exception`` does not catch it."""
 
 
 class StepWatch(Callback):
-    """Watches the batches of a checked run, and notes in ``seen`` what they show.
+    """Watches the batches of a checked run, and records its observations in ``seen``.
 
     Args:
         seen: where to.
@@ -121,7 +121,7 @@ class StepWatch(Callback):
             self._hooks.callback(handle.remove)
 
     def close(self) -> None:
-        """Take everything off the module."""
+        """Remove everything from the module."""
         self._block.close()
         self._hooks.close()
 
@@ -175,7 +175,7 @@ class StepWatch(Callback):
             if seen.loss is None and isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
                 seen.loss = outputs["loss"].detach()
         if batch_idx + 1 >= TRAIN_BATCHES:
-            # Modules that step by hand, or whose data goes on behind its limit.
+            # Modules that step by hand, or whose data continues after its limit.
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -322,7 +322,7 @@ def _described(outputs: object) -> str:
 
 
 class _SavedForBackward:
-    """Adds up the memory of what autograd keeps; parameters and views of the same memory count once or not at all."""
+    """Adds up the memory that autograd keeps; parameters do not count, and views of the same memory count once."""
 
     def __init__(self, module: nn.Module) -> None:
         self.bytes = 0
@@ -350,7 +350,7 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 
 class LabelsOutside(ValueError):
-    """Raised before a kernel reads behind the end of its memory, after which a GPU cannot be used any more."""
+    """Raised before a kernel reads beyond its memory, after which a GPU cannot be used any more."""
 
 
 _F = nn.functional
@@ -358,7 +358,7 @@ _CROSS_ENTROPY = {_F.cross_entropy, _F.nll_loss}
 
 
 class _Losses(TorchFunctionMode):
-    """Looks at the arguments of loss functions and embeddings before they are called."""
+    """Checks the arguments of loss functions and embeddings before they are called."""
 
     def __init__(self, seen: Observations) -> None:
         super().__init__()

@@ -542,7 +542,7 @@ class LineSearch:
         every = (*self._races.always, *levers)
         safety = max(lever.safety_in(self._facts) for lever in every)
         rows = [*self._rows.values(), *self._combinations]
-        # Ends of an interval are those of this speed, not of a conclusion from other races.
+        # The ends of the interval belong to this speed, not to a conclusion from other races.
         row = next((row for row in rows if frozenset(row.levers) == key_of_line(levers) and row.speed == speed), None)
         ends = (None, None, None) if row is None else (row.low, row.high, row.least)
         return Line(safety, composed(every), [lever.name for lever in every], speed, *ends)

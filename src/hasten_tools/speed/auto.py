@@ -73,9 +73,9 @@ def advise(
     """Measure which switches make this training faster, and recommend the line to write.
 
     Each switch trains a copy of the model in its own process, in turns with the fastest line so far, until it is
-    certain what it gains; its losses must be those of that line within the noise. Model, data, random numbers and
-    Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data cannot be
-    sent to other processes, use ``hasten advise program.py``.
+    certain what it gains; its losses must equal the losses of that line within the noise. Model, data, random numbers
+    and Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data
+    cannot be sent to other processes, use ``hasten advise program.py``.
 
     Args:
         trainer: the Trainer.
@@ -196,7 +196,7 @@ def choose_speed(
     """
     speed = trainer.given_arguments["speed"]
     if speed is not None:
-        # Once is enough: a second fit goes on with what the first one chose.
+        # Once is enough: a second fit continues with what the first one chose.
         trainer.change_arguments(speed=None)
         choice = _Choosing(trainer, model, train_dataloaders, datamodule, speed)
         trainer.chosen_levers, _changes[trainer] = choice.made(ckpt_path)
@@ -265,7 +265,7 @@ class _Choosing:
         return None if is_longer and self._is_alone() else found
 
     def _known_batches(self) -> float:
-        """Return the batches of the training as far as they are known now; infinite if not."""
+        """Return the number of training batches, if it is already known; else infinity."""
         trainer, batches = self._trainer, math.inf
         if trainer.max_steps >= 0:
             batches = trainer.max_steps * trainer.accumulate_grad_batches
@@ -417,7 +417,7 @@ def together(first: Advice, found: Advice, chosen: Sequence[Lever]) -> Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a checkpoint says of the levers of the run that saved it.
+    """The levers of the run that saved a checkpoint, as a part of it.
 
     Args:
         levers: their names; None if the run did not choose any, or if there is no checkpoint.

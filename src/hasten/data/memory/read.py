@@ -180,9 +180,9 @@ class DatasetReader:
     def read(self, loader: DataLoader[Any] | None = None, allocate: Allocate | None = None) -> Columns | list[Any]:
         """Return all samples, as columns if they are alike, else as a list.
 
-        Random states, the dataset's own too, do not change. Random samples are found by the generators that move while
-        samples are read, those of the dataset and its transforms among them, and by reading samples again: all of a
-        small dataset, at least 512 and one in ten of a large one.
+        Random states, the dataset's own too, do not change. Random samples are detected by generators that advance
+        while samples are read, including generators of the dataset and its transforms, and by reading samples again:
+        all of a small dataset, at least 512 and one in ten of a large one.
 
         Args:
             loader: whose workers read; without workers, or without a loader, this process does.
@@ -344,7 +344,7 @@ def is_random(dataset: object, read: Callable[[], object]) -> bool:
 
 
 class _RandomWatch:
-    """Notices random numbers drawn from the program's generators or the dataset's."""
+    """Detects random numbers drawn from the program's or the dataset's generators."""
 
     def __init__(self, dataset: object) -> None:
         self._dataset, self._rng = dataset, RngWatch()
@@ -360,7 +360,7 @@ class _RandomWatch:
 
 
 class DatasetProxy(Dataset[Any]):
-    """Other samples in place of a dataset's: attributes are read from the dataset, and set there."""
+    """Replaces the samples of a dataset; attributes are read from the original dataset, and set there."""
 
     _hasten_dataset: Any
 

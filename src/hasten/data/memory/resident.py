@@ -1,4 +1,4 @@
-"""A loader whose data is in memory as whole tensors: a batch is one indexing, not one call a sample."""
+"""A loader whose data is in memory as whole tensors: one indexing operation for each batch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ DEVICE_SHARE = 0.5
 class ResidentLoader(DataLoader[Any]):
     """A ``DataLoader`` that reads its dataset once and then makes each batch by one indexing of whole tensors.
 
-    Batches and their order are those of a ``DataLoader`` without workers, bit for bit, whatever sampler, shuffling,
-    generator or ``drop_last`` it has. Samples that one tensor for each field cannot hold (of different sizes, or other
-    objects), and those for which there is a ``collate_fn``, are held one by one and joined as usual.
+    Batches and their order are the same as with a ``DataLoader`` without workers, bit for bit, whatever sampler,
+    shuffling, generator or ``drop_last`` it has. Samples that one tensor for each field cannot hold (of different
+    sizes, or other objects), and those for which there is a ``collate_fn``, are held one by one and joined as usual.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read. If its
@@ -190,7 +190,7 @@ class HeldDataset(DatasetProxy):
 
 
 class _Changes:
-    """Notices changes of a dataset since its samples were read."""
+    """Detects changes of a dataset since its samples were read."""
 
     def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
         self.name, self._dataset, self._read = name, dataset, read

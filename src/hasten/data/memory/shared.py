@@ -1,6 +1,6 @@
 """``preload``: a dataset read once on each machine, into memory that all processes there share.
 
-The memory is that of files without a name (memfd). Another process maps them through ``/proc/PID/fd`` of the process
+The memory belongs to files without a name (memfd). Another process maps them through ``/proc/PID/fd`` of the process
 that made them; the kernel frees the memory when the last process that has mapped it ends, however it ends.
 """
 
@@ -206,7 +206,7 @@ def _read(reader: DatasetReader) -> tuple[list[SharedFile], Kind | None]:
 
 
 def _key(dataset: Any, name: str | None) -> str:
-    """Return a hash that identifies this dataset among those of the program, the same in all processes."""
+    """Return a hash that identifies this dataset within the program, the same in all processes."""
     with isolate_rng(include_cuda=False):
         ends = pickled([dataset[0], dataset[len(dataset) - 1]], identical=True)
     kind = type(dataset)
@@ -215,7 +215,7 @@ def _key(dataset: Any, name: str | None) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks; None if there is no such process."""
+    """Return when a process started, in the kernel's ticks; None if the process does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

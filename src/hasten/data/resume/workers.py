@@ -1,4 +1,4 @@
-"""What hasten adds to a loader's worker processes: each sends its random state along with its batches."""
+"""Additions to a loader's worker processes: each sends its random state along with its batches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class BatchWithState:
 
 @dataclass(eq=False)
 class StateCollate:
-    """The collate function of a worker: the user's, with the worker's state put beside the batch.
+    """The collate function of a worker: returns the user's batch together with the worker's state.
 
     A list of fewer samples than ``batch_size`` is the last batch of the worker's part of an ``IterableDataset``.
     """
@@ -89,7 +89,7 @@ class StateCollate:
         batch = self.collate(samples)
         info = get_worker_info()
         assert info is not None
-        # Sent once.
+        # Each state is sent once.
         state: State = {name: _to_send.pop(name) for name in list(_to_send)}
         if first_of_worker:
             state["first"] = first_of_worker.pop()
@@ -195,7 +195,7 @@ class WorkerStates:
     def start_epoch(self, number: int, states: list[State | None]) -> None:
         """Begin with batch ``number``, the workers being in ``states``."""
         self.number = self._first = number
-        # The state in which each worker began the epoch; None as PyTorch seeded it.
+        # The state in which each worker began the epoch; None if PyTorch seeded it.
         self.starts = list(states)
         self._last_worker = -1
         self._rounds: deque[int] = deque([number], maxlen=16)
