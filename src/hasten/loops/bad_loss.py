@@ -413,7 +413,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
         if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
     ]
     # Of a divided module no process computes a batch alone.
-    if found or run.runtime.strategy.sharding.shards_parameters:
+    if found or not run.runtime.engine.computes_alone:
         return found[0] if found else ""
 
     def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
