@@ -1,4 +1,4 @@
-"""What packages beside the core build on: their entry points, and what is part of hasten (``origin``).
+"""What packages beside the core build on: entry points, what is part of hasten (``origin``), what runs (``frames``).
 
 It knows nothing of training, and no package that adds to hasten.
 """
