@@ -36,7 +36,7 @@ from hasten.machine.host import is_interactive
 from hasten.machine.launch import forget_other_rank
 from hasten.precision.base import Precision
 from hasten.precision.bitsandbytes import MODES
-from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision, is_half, is_mixed
 from hasten.precision.float8 import Float8Precision, check_float8
 from hasten.precision.transformer_engine import TransformerEnginePrecision
 from hasten.runtime import Runtime
@@ -567,8 +567,8 @@ def _named_precision(
         return DoublePrecision()
     if (of_strategy := strategy.precision_of(name, device.type)) is not None:
         return of_strategy
-    if name in ("16-true", "bf16-true"):
-        return HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)  # type: ignore[arg-type]
+    if is_half(name):
+        return HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)
     if name in ("fp8", "transformer-engine", "transformer-engine-float16"):
         # Checked before the package is imported: the device may not support it at all.
         if check:
@@ -581,7 +581,8 @@ def _named_precision(
             "Using precision='bf16-mixed'."
         )
         name = "bf16-mixed"
-    return MixedPrecision(name, device.type)  # type: ignore[arg-type]
+    assert is_mixed(name)
+    return MixedPrecision(name, device.type)
 
 
 def _precision_name(precision: Any, owner: str) -> str:

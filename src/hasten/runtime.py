@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.names import defined_by_program
 from hasten._lib.tree import move_to
+from hasten.extend.origin import is_builtin
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.precision.base import Precision
 from hasten.precision.empty_init import NoInit, fill_empty, left_out
@@ -110,8 +111,7 @@ class Runtime:
         self.steps = strategy.steps
         # Whether there are other processes.
         self.several_processes = strategy.world_size > 1
-        self.syncs_gradients = strategy.engine.exchanges
-        # The methods of the precision that do something.
+        # What the precision changes.
         self._changed = {
             name for name in _BY_PRECISION if getattr(type(precision), name) is not getattr(Precision, name)
         }
@@ -124,6 +124,8 @@ class Runtime:
         self._overridden = detect_overrides(strategy, self.precision)
         # Computes a step: the strategy's engine, with the methods that a program has overridden.
         self.engine = with_overrides(strategy.engine, strategy, self.precision)
+        self._saved_by_program = defined_by_program(strategy, "save_checkpoint")
+        self._loaded_by_program = defined_by_program(strategy, "load_checkpoint")
         self._reduce = strategy.reduce if defined_by_program(strategy, "reduce") else strategy.all_reduce
 
     def detect_overrides(self) -> None:
@@ -202,7 +204,7 @@ class Runtime:
         """Return the module to call in training; ``module`` itself on a single device."""
         # A program that was written for Lightning's Fabric may have a method of its own.
         setup_module = getattr(self.strategy, "setup_module", None)
-        if setup_module is not None and not _is_ours(setup_module):
+        if setup_module is not None and not is_builtin(setup_module):
             wrapped: nn.Module = setup_module(module)
             return wrapped
         return self.strategy.wrap(module)
@@ -276,13 +278,13 @@ class Runtime:
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronize gradients."""
-        return self.strategy.no_sync(wrapped) if self.syncs_gradients else nullcontext()
+        return self.engine.no_sync(wrapped)
 
     def make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
     ) -> Callable[[], None]:
         """Return a function that exchanges the present gradients; see ``StepEngine.make_exchange``."""
-        return self.engine.make_exchange(module, wrapped, zero_loss) if self.syncs_gradients else _nothing
+        return self.engine.make_exchange(module, wrapped, zero_loss)
 
     def to_device(self, data: T) -> T:
         """Return ``data`` with its tensors on the device; the same object if they are there already."""
@@ -324,7 +326,7 @@ class Runtime:
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.
         """
-        if not _is_ours(self.strategy.save_checkpoint) and self.strategy.lightning_module is not None:
+        if self._saved_by_program and self.strategy.lightning_module is not None:
             self.strategy.save_checkpoint(contents, path, storage_options=storage_options)
         else:
             self.strategy.state.write(path, contents, storage_options)
@@ -333,7 +335,7 @@ class Runtime:
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
-        if not _is_ours(self.strategy.load_checkpoint) and self.strategy.lightning_module is not None:
+        if self._loaded_by_program and self.strategy.lightning_module is not None:
             return self.strategy.load_checkpoint(path, weights_only=weights_only)
         return self.strategy.state.read(path, map_location, weights_only)
 
@@ -343,10 +345,6 @@ class Runtime:
         self.strategy.teardown()
         self.precision.teardown()
         self.accelerator.teardown()
-
-
-def _nothing() -> None:
-    """Exchange nothing."""
 
 
 class _Reused:
@@ -368,11 +366,6 @@ class _Reused:
         if type(context) is torch.autocast:
             self._free.append(context)
         return swallowed
-
-
-def _is_ours(method: object) -> bool:
-    """Return whether a method is hasten's own; a method that a program has set is called instead of the engine."""
-    return str(getattr(method, "__module__", "")).startswith("hasten")
 
 
 @contextmanager

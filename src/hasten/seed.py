@@ -53,9 +53,10 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     """
     environment = os.environ.get("PL_GLOBAL_SEED")
-    origin, given = f"seed_everything(seed={seed!r})", 0 if seed is None else seed
+    origin = f"seed_everything(seed={seed!r})"
+    given: int | str = 0 if seed is None else seed
     if seed is None and environment is not None:
-        origin, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", environment  # type: ignore[assignment]
+        origin, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", environment
     elif seed is None and verbose:
         rank_zero_warn("seed_everything(): no seed given, so it is 0. Pass seed=<a whole number>.")
     try:
@@ -102,7 +103,7 @@ def seed_worker(worker_id: int, rank: int | None = None) -> None:
     congruential generator of Knuth's MMIX.
 
     """
-    rank = rank_zero_only.rank if rank is None else rank  # type: ignore[attr-defined]
+    rank = rank_zero_only.rank if rank is None else rank
     # PyTorch has seeded each worker with the seed of the epoch plus its id.
     base = torch.initial_seed() - worker_id
     state = (base << 32) | (worker_id << 16) | rank

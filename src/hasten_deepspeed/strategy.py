@@ -29,6 +29,7 @@ from hasten.machine.host import LockWatch
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.backward import InBackward
 from hasten.precision.base import Precision, to_floating
+from hasten.precision.builtin import is_half, is_mixed
 from hasten.strategies.base import StepEngine
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.sharded import PartialSharding, PartialState
@@ -277,8 +278,7 @@ class DeepSpeedStrategy(ParallelStrategy):
             )
 
     def precision_of(self, name: str, device: str) -> Precision | None:
-        known = ("16-mixed", "16-true", "bf16-mixed", "bf16-true")
-        return DeepSpeedPrecision(name) if name in known else None  # type: ignore[arg-type]
+        return DeepSpeedPrecision(name) if is_half(name) or is_mixed(name) else None
 
     def set_precision(self, precision: Precision) -> None:
         if class_of(precision) not in (Precision, DeepSpeedPrecision):
@@ -555,6 +555,21 @@ class ZeroEngine(StepEngine):
             self.strategy._settings.take_accumulation(accumulation, owner)
         if clip_norm is not None:
             self.strategy._settings.take_clipping(clip_norm, owner)
+
+    def check_compile(self, owner: str) -> None:
+        """Refuse torch's compiler: the engine calls the module with hooks of its own."""
+        raise MisconfigurationException(
+            f"{owner}(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
+        )
+
+    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
+        """Refuse what loops do between backward and step elsewhere."""
+        for holds, what, why in conflicts():
+            if holds:
+                raise MisconfigurationException(f"{what} and strategy={self.strategy.name!r}: {why}.")
+
+    def require_parameters(self, optimizer: Optimizer) -> None:
+        """Accept an optimizer without parameters: the engine has taken them."""
 
     def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
         """Make the engine of a module and its optimizer; return its optimizers and schedulers.

@@ -96,8 +96,13 @@ def exactly(init: Function) -> Function:
             kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         init(self, *args, **kwargs)
 
-    checked.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.getfullargspec` looks no further.
+    show_signature(checked, signature)
     return checked  # type: ignore[return-value]
+
+
+def show_signature(function: Callable[..., object], signature: inspect.Signature) -> None:
+    """Have ``inspect`` and command lines see another signature of a function; ``inspect`` looks no further."""
+    vars(function)["__signature__"] = signature
 
 
 def annotate(init: Callable[..., None], **types: object) -> None:
@@ -106,7 +111,7 @@ def annotate(init: Callable[..., None], **types: object) -> None:
     parameters = [
         each.replace(annotation=types.get(name, each.annotation)) for name, each in signature.parameters.items()
     ]
-    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    show_signature(init, signature.replace(parameters=parameters))
     inspect.unwrap(init).__annotations__.update(types)
 
 

@@ -9,14 +9,13 @@ import importlib.metadata
 import importlib.util
 import itertools
 import re
-import sys
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
 from hasten._lib.names import did_you_mean
+from hasten.extend import frames
 from hasten_lightning.facades import annotate
 from hasten_lightning.names import PRODUCTS, VERSION, alternative_to, read_table
 
@@ -175,8 +174,8 @@ class _Distribution(importlib.metadata.Distribution):
 
 def _called_by_find_spec() -> bool:
     """Return whether the caller is ``importlib.util.find_spec``, which returns None for a missing module."""
-    code, frame = importlib.util.find_spec.__code__, sys._getframe(2)
-    return any(one.f_code is code for one, _ in itertools.islice(traceback.walk_stack(frame), 3))
+    near = itertools.islice(frames.outwards(frames.caller(2)), 3)
+    return any(frames.is_call_of(frame, importlib.util.find_spec) for frame in near)
 
 
 class _Products(importlib.abc.MetaPathFinder):

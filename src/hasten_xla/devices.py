@@ -19,6 +19,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import install_line, installed
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.devices import Accelerator, whole_number
+from hasten.precision.builtin import is_half
 from hasten_xla.generator import GENERATOR
 from hasten_xla.generator import runtime_started as runtime_started
 from hasten_xla.precision import XLAPrecision
@@ -209,7 +210,7 @@ class XLAAccelerator(Accelerator):
                 "precision='16-mixed', accelerator='tpu': TPUs compute in bfloat16, which needs no gradient scaler. "
                 "Use precision='bf16-mixed' or 'bf16-true'."
             )
-        return XLAPrecision(name) if name in ("bf16-true", "16-true") else None  # type: ignore[arg-type]
+        return XLAPrecision(name) if is_half(name) else None
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return the memory in use and in all, in bytes, if the runtime reports it."""

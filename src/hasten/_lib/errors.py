@@ -8,6 +8,7 @@ from itertools import groupby
 from types import FrameType, TracebackType
 from typing import Any
 
+from hasten.extend import frames
 from hasten.extend.origin import is_builtin_file
 
 
@@ -138,9 +139,10 @@ def _is_bug_of_ours(error: BaseException) -> bool:
 
 def is_call_of_torch(frame: FrameType) -> bool:
     """Return whether a frame is of the functions through which torch calls ``forward``."""
-    code = frame.f_code
-    return code.co_name in ("_wrapped_call_impl", "_call_impl") and code.co_filename.endswith(_TORCH_CALLS)
+    return frames.name_of(frame) in ("_wrapped_call_impl", "_call_impl") and frames.file_of(frame).endswith(
+        _TORCH_CALLS
+    )
 
 
 def _is_ours(entry: TracebackType) -> bool:
-    return is_builtin_file(entry.tb_frame.f_code.co_filename)
+    return is_builtin_file(frames.file_of(entry.tb_frame))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import is_call_of_torch
 from hasten._lib.names import did_you_mean
-from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of
+from hasten.extend.frames import file_of, method_owner
+from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of, source_file
 
 _NO_BATCH = object()
 
@@ -45,7 +47,7 @@ class _Place:
         """Return the source line that raised the error."""
         if not self.frames:
             return ""
-        return linecache.getline(self.frames[-1].f_code.co_filename, self.lines[-1])
+        return linecache.getline(file_of(self.frames[-1]), self.lines[-1])
 
     def has_batch(self) -> bool:
         """Return whether the innermost function holds the batch of the step."""
@@ -144,10 +146,7 @@ _WRAPPERS = ("torch", "hasten.strategies")
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    code = frame.f_code
-    if code.co_argcount == 0 or code.co_varnames[0] != "self":
-        return None
-    owner = frame.f_locals.get("self")
+    owner = method_owner(frame)
     return owner if isinstance(owner, nn.Module) else None
 
 
@@ -333,9 +332,10 @@ def _before_init(_: re.Match[str], place: _Place) -> str:
 
 
 def _without_init(kind: type) -> str:
-    """Return the line to add to a class of modules whose ``__init__`` does not begin with ``super().__init__()``."""
-    code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]
-    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+    """Return the line to add to a class of modules whose ``__init__`` does not begin with that of ``nn.Module``."""
+    init = inspect.getattr_static(kind, "__init__")
+    file = source_file(init)
+    where = f" ({file}, line {init.__code__.co_firstlineno})" if file else ""
     return f"Write super().__init__() as the first line of {kind.__name__}.__init__{where}."
 
 

@@ -7,11 +7,11 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import ParamSpec
 
 from hasten.extend.origin import ROOTS
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
+_P = ParamSpec("_P")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -233,23 +233,23 @@ _OF_FABRIC = {
 }
 
 
-def without_unknown(owner: str) -> Callable[[_Init], _Init]:
+def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
     """Return a decorator for ``__init__`` of Trainer or Fabric that refuses unknown arguments by ``refuse_unknown``.
 
     Type checkers and editors see the arguments that there are, and no ``**kwargs``.
     """
 
-    def decorated(init: _Init) -> _Init:
+    def decorated(init: Callable[_P, None]) -> Callable[_P, None]:
         known = frozenset(inspect.signature(init).parameters)
 
         @functools.wraps(init)
-        def checked(self: object, *args: object, **given: object) -> None:
+        def checked(*args: _P.args, **given: _P.kwargs) -> None:
             if not known.issuperset(given):
                 unknown = {name: value for name, value in given.items() if name not in known}
                 refuse_unknown(unknown, init, owner)
-            init(self, *args, **given)
+            init(*args, **given)
 
-        return checked  # type: ignore[return-value]
+        return checked
 
     return decorated
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from hasten.extend import frames
 from hasten.extend.origin import is_builtin_file
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 log = logging.getLogger("hasten")
 log.setLevel(logging.INFO)
@@ -31,17 +32,33 @@ def _rank() -> int:
     return 0
 
 
-def rank_zero_only(function: _F, default: Any = None) -> _F:
+class RankZeroOnly(Protocol):
+    """The type of ``rank_zero_only``: a function that has the number of this process, which programs may set."""
+
+    rank: int
+
+    def __call__(self, function: Callable[_P, _T], default: Any = None) -> Callable[_P, _T]:
+        """Wrap ``function`` to return ``default`` without a call on all processes but the first."""
+
+
+def _with_rank(function: Callable[..., Any]) -> RankZeroOnly:
+    decorator = cast("RankZeroOnly", function)
+    decorator.rank = _rank()
+    return decorator
+
+
+@_with_rank
+def rank_zero_only(function: Callable[_P, _T], default: Any = None) -> Callable[_P, _T]:
     """Wrap ``function`` to return ``default`` without a call on all processes but the first."""
 
     @functools.wraps(function)
-    def on_first(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if rank_zero_only.rank == 0 else default  # type: ignore[attr-defined]
+    def on_first(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if rank_zero_only.rank == 0:
+            return function(*args, **kwargs)
+        absent: _T = default
+        return absent
 
-    return on_first  # type: ignore[return-value]
-
-
-rank_zero_only.rank = _rank()  # type: ignore[attr-defined]
+    return on_first
 
 
 @rank_zero_only
@@ -74,9 +91,11 @@ def rank_zero_warn(
 
 def _users_level() -> int:
     """Return the stacklevel, seen from the caller, of the first frame outside this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and is_builtin_file(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
+    level = 0
+    for frame in frames.outwards(frames.caller()):
+        level += 1
+        if not is_builtin_file(frames.file_of(frame)):
+            break
     return level
 
 

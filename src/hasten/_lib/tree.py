@@ -9,13 +9,16 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import copies_in_background, widest_float
 from hasten._lib.names import did_you_mean
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ATOMS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
@@ -346,8 +349,8 @@ def parameters_of(*optimizers: Any) -> list[Any]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a plain tensor: the whole of a ``DTensor`` (all processes must call this), other tensors unchanged."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    """Return a plain tensor: of a ``DTensor`` the whole, which all processes must ask for; others as they are."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def sharded_parameter(module: nn.Module) -> str | None:
@@ -355,7 +358,7 @@ def sharded_parameter(module: nn.Module) -> str | None:
     return next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)
 
 
-def is_sharded(value: object) -> bool:
+def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a ``DTensor``: a tensor of which each process may have a part."""
     # Nothing is one before this module is imported, and importing it takes long.
     module = sys.modules.get("torch.distributed.tensor")

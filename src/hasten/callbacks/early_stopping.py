@@ -291,8 +291,6 @@ class MetricSource:
         """Return whether both watch for the same value and know the same about it, as copies of a callback do."""
         return type(other) is type(self) and vars(other) == vars(self)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def start(self, trainer: Trainer) -> None:
         """Start watching when training starts; a value left from an earlier run is ignored until it changes."""
         self.validations = 0

@@ -174,8 +174,6 @@ class SharedDeadline:
         """Return whether both pass at the same batches, as copies of a callback do."""
         return type(other) is type(self) and vars(other) == vars(self)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def passed(self, trainer: Trainer, is_late: bool) -> bool:
         """Return the first process's ``is_late``; False between two broadcasts."""
         if not trainer.runtime.several_processes:

@@ -783,6 +783,6 @@ def _run_once_more(run: Run) -> None:
                 logged.batch, logged.batch_size = batch, 0
                 step(batch, batch_idx)
         finally:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
             logged.context, logged.batch, logged.batch_size = before
     run.data.train.stream.load_state_dict(position)

@@ -216,9 +216,12 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
                 # An unusual pickle protocol is reported by the error, if there is one.
                 warnings.filterwarnings("ignore", "Detected pickle protocol")
                 source, place = cast("Any", _local(path) if is_mapped else file), cast("Any", map_location)
+                read: dict[str, Any]
                 read = torch.load(source, map_location=place, weights_only=weights_only, mmap=is_mapped)
-                # Small tensors are copied, so that they do not depend on a file that may be removed.
-                return map_tensors(_copied_if_small, read) if is_mapped else read  # type: ignore[no-any-return]
+                if is_mapped:
+                    # What is small is kept: it must not depend on a file that may be removed.
+                    read = map_tensors(_copied_if_small, read)
+                return read
         except pickle.UnpicklingError as error:
             return _read_by_name(file, path, map_location, error)
         except Exception as error:

@@ -278,7 +278,7 @@ def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
     for source, target in pairs:
         if isinstance(source, StoredTensor):
             by_folder.setdefault(source.folder, []).append((source.key, target))
-        elif is_sharded(target) and not is_sharded(source):
+        elif is_sharded(target):
             from hasten.checkpoint import engine
 
             engine.copy_into(target, source)

@@ -34,13 +34,13 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 
     """
 
+    # The name that configs and saved files have for it.
+    __module__ = "hasten.cli"
+
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
         self.monitor = monitor
 
-
-# The name that configs and saved files have for it.
-ReduceLROnPlateau.__module__ = "hasten.cli"
 
 # What a scheduler may be here: torch's own ReduceLROnPlateau has no name to monitor.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)

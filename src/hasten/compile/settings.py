@@ -38,7 +38,7 @@ class CompileSettings:
     regional: bool = False
     cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
-    context: Any = None
+    context: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     context_records: bool = False
 
     @property
@@ -98,7 +98,7 @@ class CompileSettings:
 
         """
         if self.context is not None:
-            return self.context(function)  # type: ignore[no-any-return]
+            return self.context(function)
         return torch.compile(function, fullgraph=whole, **self.options)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import reprlib
-from typing import Any, TypeVar
+from collections.abc import Sized
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def _unshuffled(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
         f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
         "Use shuffle=False there to avoid this warning."
     )
-    return _with_sampler(loader, SequentialSampler(loader.dataset))  # type: ignore[arg-type]
+    return _with_sampler(loader, SequentialSampler(cast("Sized", loader.dataset)))
 
 
 def _shard(

@@ -1,4 +1,4 @@
-"""What other packages build on: their entry points, and where code comes from (``origin``).
+"""What other packages build on: entry points, where code comes from (``origin``), what is running (``frames``).
 
 It knows nothing of training, and must not import ``hasten_tools``, ``hasten_lightning``, ``hasten_deepspeed`` or
 ``hasten_xla``, which it finds by name.

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.arguments import check_speed
@@ -27,7 +26,6 @@ from hasten.fabric.wrappers import (
     FabricDataLoader,
     FabricModule,
     FabricOptimizer,
-    check_devices,
     check_optimizer,
     check_parameters,
     compiled_of,
@@ -142,10 +140,8 @@ class Fabric(RuntimeView):
             raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
-        # The optimizers of the engine that was made last, if the strategy makes one.
-        self._of_engine: list[Any] = []
-        # Parameters that optimizers still hold, with the shards that have replaced them. Created when it is needed,
-        # because it cannot be pickled.
+        # Parameters that optimizers still have, and the shards that have taken their place. Made when there are some,
+        # because it cannot be sent to other processes.
         self._replaced: MutableMapping[Tensor, Tensor] = {}
         self._launched = False
         self._inside_run = False
@@ -280,9 +276,8 @@ class Fabric(RuntimeView):
         self._require_launch("setup")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup")
-        wrapped = self._wrapped_module(module, "setup", move_to_device, optimizers)
-        # After the module: a precision may have replaced layers, and an engine may have replaced the optimizer.
-        made = self._wrapped_optimizers(self._of_engine or optimizers, "setup", scheduler)
+        wrapped, own = self._wrapped_module(module, "setup", move_to_device, optimizers, scheduler)
+        made = self._wrapped_optimizers(own)
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not made:
             return wrapped
@@ -293,7 +288,7 @@ class Fabric(RuntimeView):
     ) -> FabricModule:
         """Make a module ready; see ``setup``."""
         self._require_launch("setup_module")
-        return self._wrapped_module(module, "setup_module", move_to_device)
+        return self._wrapped_module(module, "setup_module", move_to_device)[0]
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Make optimizers ready.
@@ -319,7 +314,8 @@ class Fabric(RuntimeView):
             raise ValueError("Fabric.setup_optimizers() got no optimizer. Pass at least one.")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup_optimizers")
-        made = self._wrapped_optimizers(optimizers, "setup_optimizers")
+        self._check_optimizers(optimizers, "setup_optimizers")
+        made = self._wrapped_optimizers(optimizers)
         return made[0] if len(made) == 1 else tuple(made)
 
     @overload
@@ -374,8 +370,14 @@ class Fabric(RuntimeView):
         return made[0] if len(made) == 1 else made
 
     def _wrapped_module(
-        self, module: Any, method: str, move_to_device: bool, optimizers: Sequence[Optimizer] = ()
-    ) -> FabricModule:
+        self,
+        module: Any,
+        method: str,
+        move_to_device: bool,
+        optimizers: Sequence[Optimizer] = (),
+        scheduler: Scheduler | None = None,
+    ) -> tuple[FabricModule, Sequence[Optimizer]]:
+        """Return the module as the strategy wraps it, and the optimizers of the engine made of both."""
         if not isinstance(module, nn.Module):
             hint = f" Write {module.__name__}()." if isinstance(module, type) else ""
             if is_of_pipeline(module):
@@ -387,8 +389,8 @@ class Fabric(RuntimeView):
         if isinstance(original, FabricModule):
             raise set_up_twice("module", method)
         self._set_matmul_precision()
-        if move_to_device and not self.strategy.sharding.shards_parameters:
-            check_devices(original, method)
+        if move_to_device:
+            self.strategy.sharding.check_devices(original, f"Fabric.{method}()")
         before = dict(original.named_parameters())
         self._check_same(original, method)
         self._runtime.shard(original)
@@ -401,35 +403,27 @@ class Fabric(RuntimeView):
         if type(self).backward is Fabric.backward:
             # Bound directly: a call of Fabric.backward costs no extra function call.
             self.backward = self._runtime.engine.backward  # type: ignore[method-assign]
-        if self._runtime.engine.owns_step:
-            self._make_engine(original, method, optimizers, compiled=compiled is not None)
-        elif self._speed.compile is not None and compiled is None:
+        if compiled is not None:
+            self._runtime.engine.check_compile("Fabric")
+        elif self._speed.compile is not None:
             self._compile_in_place(original, self._speed.compile)
+        if method == "setup":
+            # After the module: a precision may have replaced layers.
+            self._check_optimizers(optimizers, method, scheduler)
+            self._runtime.engine.prepare(owner="Fabric", accumulation=None, clip_norm=None)
+            optimizers, _ = self._runtime.engine.make(original, list(optimizers), [])
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
         if isinstance(original, LightningModule):
             # It logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
-        return wrapped
+        return wrapped, optimizers
 
     def _check_same(self, module: nn.Module, method: str) -> None:
         # A module without parameters to train may exist on one process only.
         if self._runtime.several_processes and any(parameter.requires_grad for parameter in module.parameters()):
             same_program.require_same_module(f"Fabric.{method}()", module)
-
-    def _make_engine(self, module: nn.Module, method: str, optimizers: Sequence[Optimizer], *, compiled: bool) -> None:
-        """Make the engine of a strategy that steps itself; without optimizers it only computes forwards."""
-        if compiled or self._speed.compile is not None:
-            raise MisconfigurationException(
-                f"Fabric(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
-            )
-        self._of_engine = []
-        if method != "setup":
-            return
-        self._check_optimizers(optimizers, method)
-        self._runtime.engine.prepare(owner="Fabric", accumulation=None, clip_norm=None)
-        self._of_engine, _ = self._runtime.engine.make(module, list(optimizers), [])
 
     def _set_matmul_precision(self) -> None:
         if self._speed.matmul_precision is not None:
@@ -445,11 +439,7 @@ class Fabric(RuntimeView):
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
 
-    def _wrapped_optimizers(
-        self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
-    ) -> list[FabricOptimizer]:
-        if not self._runtime.engine.owns_step:
-            self._check_optimizers(optimizers, method, scheduler)
+    def _wrapped_optimizers(self, optimizers: Sequence[Optimizer]) -> list[FabricOptimizer]:
         made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
         self._optimizers.extend(made)
         return made
@@ -461,7 +451,7 @@ class Fabric(RuntimeView):
         fused = self._speed.fused_optimizer
         for optimizer in optimizers:
             replace_parameters(optimizer, self._replaced, method)
-            check_parameters(optimizer, self._modules, method, exchanges=self._runtime.syncs_gradients)
+            check_parameters(optimizer, self._modules, method, self._runtime.engine)
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
                 self._runtime.engine.check_in_backward("Fabric", optimizer.optimizer_class.__name__)

@@ -19,14 +19,13 @@ from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.errors import shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
 from hasten.data.divided import DividedDataset
 from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
-    from hasten.strategies.base import Sharding
+    from hasten.strategies.base import Sharding, StepEngine
     from hasten.strategies.recorded_steps import RecordedSteps
 
 # Always run through the strategy: the steps of a LightningModule.
@@ -409,22 +408,6 @@ def check_optimizer(optimizer: object, method: str) -> None:
     raise TypeError(f"Fabric.{method}(): a {type(optimizer).__name__} is not an optimizer.{hint}")
 
 
-def check_devices(module: nn.Module, method: str) -> None:
-    placed: dict[torch.device, str] = {}
-    for name, parameter in module.named_parameters():
-        placed.setdefault(parameter.device, name)
-    if (empty := placed.get(torch.device("meta"))) is not None:
-        raise ValueError(
-            f"Fabric.{method}(): the parameter {empty!r} is on the meta device and has no values to move. Fill the "
-            "module first: module.to_empty(device=fabric.device), then load its weights."
-        )
-    if len(placed) > 1:
-        rank_zero_warn(
-            f"Fabric.{method}(): the module has parameters on {', '.join(map(str, placed))}, and all are moved to one "
-            "device. Pass move_to_device=False to leave them where they are."
-        )
-
-
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], method: str) -> None:
     """Make an optimizer that was created before its module was sharded train the shards."""
     for group in optimizer.param_groups:
@@ -437,14 +420,18 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], 
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
 
-def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, *, exchanges: bool) -> None:
-    """Raise ValueError if an optimizer trains a module that was not set up.
+def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, engine: StepEngine) -> None:
+    """Raise if an optimizer trains a module that was not set up.
 
     Args:
         optimizer: the user's optimizer.
         modules: the modules that were set up.
         method: "setup" or "setup_optimizers".
-        exchanges: whether gradients are averaged over the processes: only for parameters of the modules.
+        engine: what computes gradients.
+
+    Raises:
+        ValueError: it trains none of the module that it is set up with.
+        MisconfigurationException: the gradients of its other parameters would not be averaged over the processes.
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -459,8 +446,7 @@ def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str
             f"Write {kind}(model.parameters(), ...) with that module, after any change of its layers."
         )
     # In setup, another module of the same optimizer may follow; setup_optimizers comes after all of them.
-    if method == "setup_optimizers" and outside and exchanges:
-        raise ValueError(
-            f"{wrong}belong to no module that was set up, so each process would train them alone. "
-            "Call model = fabric.setup_module(model) first."
+    if method == "setup_optimizers" and outside:
+        engine.refuse_outside(
+            f"{wrong}belong to no module that was set up", "Call model = fabric.setup_module(model) first."
         )

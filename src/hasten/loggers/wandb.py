@@ -322,7 +322,7 @@ class WandbLogger(UploadingLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        if rank_zero_only.rank == 0:
             # A run belongs to W&B's own process: another process of ours attaches to it there. It must have begun.
             run = self.experiment
             state["_attach_id"] = getattr(run, "_attach_id", None)

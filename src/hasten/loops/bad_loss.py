@@ -413,8 +413,8 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
         for name, parameter in run.module.named_parameters()
         if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
     ]
-    # No process can compute a batch of a divided module alone.
-    if found or run.runtime.strategy.sharding.shards_parameters:
+    # Of a divided module no process computes a batch alone.
+    if found or not run.runtime.engine.computes_alone:
         return found[0] if found else ""
 
     def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:

@@ -50,7 +50,7 @@ from hasten.loops.user_code import (
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
-from hasten.optim.fast_step import clears_gradients, is_watched, unchanged
+from hasten.optim.fast_step import is_watched, unchanged
 
 # (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` says where the batch is in its accumulation
 Step = Callable[[Any, int], Any]
@@ -173,9 +173,8 @@ def train_epoch(run: Run) -> None:
     if read_by is not None and not progress.last_batch:
         batches = read_by(batches)
 
-    if run.runtime.syncs_gradients and run.wrapped is run.module:
-        # At the start no parameter required gradients, so there was nothing to wrap; a callback may have unfrozen some.
-        run.wrapped = run.runtime.wrap(run.module)
+    if several_processes:
+        run.wrapped = run.runtime.engine.wrap_late(run.module, run.wrapped, run.runtime.wrap)
     run.observers.first_epoch.at_start(run)
     fetches = takes_iterator(run.module.training_step)
     if fetches:
@@ -391,11 +390,11 @@ class EpochSettings:
         run = self.run
         run.changed = False
         run.observers.pace.drop_sample()
-        # The user's zero_grad may keep gradients or set them to zeros, and an optimizer also steps with zeros.
-        run.window.keeps_gradients = not run.runtime.engine.owns_step and (
+        # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
+        run.window.keeps_gradients = (
             not run.module.automatic_optimization
             or overrides(run.module, LightningModule, "optimizer_zero_grad")
-            or not all(map(clears_gradients, run.optimizers))
+            or not all(map(run.runtime.engine.clears_gradients, run.optimizers))
         )
         # Batches of an accumulation; batches of the epoch's last accumulation, and the index of its first batch.
         self.accumulation_size, self.tail_size, self.tail_start = schedule.plan_windows(run)
@@ -649,7 +648,7 @@ def _forward_backward(run: Run) -> micro_batches.ForwardBackward:
     forward_backward = _forward_backward_once(run)
     if micro_batches.enabled(run):
         forward_backward = micro_batches.in_parts(run, forward_backward)
-    elif run.runtime.syncs_gradients:
+    elif run.runtime.several_processes:
         forward_backward = _synced(run, forward_backward)
     return forward_backward if run.observers.guard is None else run.observers.guard.watching(forward_backward)
 

@@ -52,7 +52,7 @@ def enabled(run: Run) -> bool:
 
 def exchanges_afterwards(run: Run) -> bool:
     """Return whether a process computes without the others, which it would leave waiting if it ran out of memory."""
-    return enabled(run) and _memory_limits(run).may_fail and run.runtime.syncs_gradients
+    return enabled(run) and _memory_limits(run).may_fail
 
 
 def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:

@@ -45,6 +45,7 @@ from hasten.module.hparams import logged_hparams
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import AveragedWeights
 from hasten.optim.backward import InBackward
+from hasten.optim.configure import warn_of_none
 from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.matmul import matmul_precision, without_effect
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
@@ -268,23 +269,23 @@ def configure_optimizers(run: Run) -> None:
         automatic=module.automatic_optimization,
         steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
     )
-    owns_step = run.runtime.engine.owns_step
-    if optimizers or not owns_step:
-        optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
     check_parameters(run, optimizers)
     optimizers = change_optimizers(run, optimizers)
     run.optimizers, run.schedulers = optimizers, schedulers
     check_optimizers(run)
-    if owns_step:
-        _check_beside_engine(run)
-        optimizers, schedulers = run.runtime.engine.make(module, optimizers, schedulers)
+    engine, clip_norm = run.runtime.engine, run.arguments.gradient_clip_val or 0.0
+    engine.check_beside(functools.partial(_conflicts_with_engine, run))
+    accumulation = run.window.accumulate_grad_batches if module.automatic_optimization else None
+    engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
+    optimizers, schedulers = engine.make(module, optimizers, schedulers)
+    warn_of_none(optimizers, owner)
     set_optimizers(run, optimizers, schedulers)
 
 
-def _check_beside_engine(run: Run) -> None:
-    """Refuse what an engine that computes backward and steps does not support; pass it the arguments."""
-    arguments, speed, strategy = run.arguments, run.arguments.speed, run.runtime.strategy
-    owner, clip_norm = type(run.module).__name__, arguments.gradient_clip_val or 0.0
+def _conflicts_with_engine(run: Run) -> tuple[tuple[object, str, str], ...]:
+    """Return what an engine that computes backward and steps does not do; see ``StepEngine.check_beside``."""
+    arguments, owner = run.arguments, type(run.module).__name__
     own = {
         name: f"{owner}.{name}()"
         for name in ("backward", "configure_gradient_clipping", "clip_gradients")
@@ -292,15 +293,15 @@ def _check_beside_engine(run: Run) -> None:
     }
     batches, every = run.window.accumulate_grad_batches, arguments.val_check_interval
     splits = isinstance(every, int) and every % batches > 0 and arguments.limit_val_batches != 0
-    for holds, what, why in (
-        ("backward" in own, own.get("backward"), "the engine computes backward. Change the loss in training_step"),
+    return (
+        ("backward" in own, own.get("backward", ""), "the engine computes backward. Change the loss in training_step"),
         (
             len(own.keys() - {"backward"}) > 0,
             next(reversed(own.values()), ""),
             "the engine clips. Use gradient_clip_val",
         ),
         (
-            bool(clip_norm) and arguments.gradient_clip_algorithm == "value",
+            bool(arguments.gradient_clip_val) and arguments.gradient_clip_algorithm == "value",
             "Trainer(gradient_clip_algorithm='value')",
             "the engine clips by norm. Leave it out",
         ),
@@ -310,13 +311,8 @@ def _check_beside_engine(run: Run) -> None:
             f"Trainer(val_check_interval={every}, accumulate_grad_batches={batches})",
             f"checkpoints after validation cannot hold an open accumulation. Use a multiple of {batches}",
         ),
-        (_settings(run) is not None, "Trainer(compile=...) or a compiled module", "leave it out"),
-        (speed.memory == "auto", "Trainer(memory='auto')", "use 'selective' or 'full'"),
-    ):
-        if holds:
-            raise MisconfigurationException(f"{what} and strategy={strategy.name!r}: {why}.")
-    accumulation = batches if run.module.automatic_optimization else None
-    strategy.engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
+        (arguments.speed.memory == "auto", "Trainer(memory='auto')", "use 'selective' or 'full'"),
+    )
 
 
 def set_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -209,7 +209,8 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
             if worst.item() == _LAST:
                 return
     finally:
-        batches.close()  # type: ignore[attr-defined]
+        if isinstance(batches, Generator):
+            batches.close()
 
 
 def _compare(run: Run, batches: Batches, state: int) -> None:

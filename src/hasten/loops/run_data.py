@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -281,9 +281,10 @@ class StageData:
         if self._conventions.opens_loaders_late and self.load() and self.limits[0] != 0:
             self.load()[0].begin()
 
-    def start_epoch(self) -> Iterator[tuple[Any, bool]]:
+    def start_epoch(self) -> Generator[tuple[Any, bool], None, None]:
         """Return the batches of a new epoch with a flag for the last."""
-        return self.stream.batches(self._cut(self.stream))
+        batches: Generator[tuple[Any, bool], None, None] = self.stream.batches(self._cut(self.stream))
+        return batches
 
     @property
     def certain_end(self) -> float | None:

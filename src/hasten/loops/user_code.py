@@ -25,7 +25,7 @@ from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments
 from hasten.elsewhere import conventions
-from hasten.extend.origin import comes_from, is_builtin
+from hasten.extend.origin import comes_from, is_builtin, module_of
 from hasten.hooks import overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -176,9 +176,7 @@ def check_fit(run: Run) -> None:
     if not run.data.train.is_off() and not run.data.validation.is_switched_off:
         run.data.validation_schedule.check(run.data.train.limit)
     for optimizer in run.optimizers:
-        # An engine removes the parameters from its optimizer.
-        if not parameters_of(optimizer) and not run.runtime.engine.owns_step:
-            raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
+        run.runtime.engine.require_parameters(optimizer)
         if run.module.automatic_optimization:
             batches = run.window.accumulate_grad_batches
             check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
@@ -219,11 +217,8 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             for name in ("optimizer_step", "on_before_optimizer_step", "on_after_backward")
         )
         if module.automatic_optimization and not copies:
-            if run.runtime.syncs_gradients:
-                instead += run.runtime.strategy.sharding.advice_on_optimizers()
-                raise MisconfigurationException(
-                    f"{problem}, so their gradients would not be averaged over the processes. {instead}"
-                )
+            advice = instead + run.runtime.strategy.sharding.advice_on_optimizers()
+            run.runtime.engine.refuse_outside(problem, advice)
             nothing_trained = len(outside) == len(parameters) and _held_by(module).isdisjoint(map(id, outside))
             if nothing_trained and any(parameter.requires_grad for parameter in own.values()):
                 raise MisconfigurationException(f"{problem}: it would not be trained. {instead}")
@@ -552,8 +547,8 @@ def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.
     Python records shown warnings in the module whose line they name, so no step has to be watched.
     """
     found = {}
-    # A loss layer is called by a line of torch.
-    for name in {**{kind.__module__: None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
+    # A loss that is a layer is called by a line of torch.
+    for name in {**{module_of(kind): None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
         for shown in vars(sys.modules.get(name, sys)).get("__warningregistry__", ()):
             if isinstance(shown, tuple) and (shapes := _OF_TWO_SHAPES.match(str(shown[0]))):
                 found[name, str(shown[0]), shown[2]] = shapes

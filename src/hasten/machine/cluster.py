@@ -159,7 +159,7 @@ class LightningEnvironment(_FromVariables):
 
     def set_global_rank(self, rank: int) -> None:
         self._global_rank = rank
-        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = rank
 
     def teardown(self) -> None:
         """Remove WORLD_SIZE, which only this run's processes had."""

@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hasten.extend import frames
+
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 # How long to wait for a lock without a message.
 _LOCK_SECONDS = 20.0
@@ -136,12 +138,10 @@ def process_age_seconds() -> float:
 
 def _lock_waited_for(thread: int) -> str | None:
     """Return the path of the lock on which a thread waits in torch's ``FileBaton``."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith("file_baton.py"):
+    for frame in frames.outwards(sys._current_frames().get(thread)):
+        if frames.name_of(frame) == "wait" and frames.file_of(frame).endswith("file_baton.py"):
             with suppress(Exception):
                 return str(frame.f_locals["self"].lock_file_path)
-        frame = frame.f_back
     return None
 
 

@@ -105,7 +105,7 @@ class StopRequests:
             self.signal, self._first_press = number, now
             if self._all_reduce is None:
                 self.agreed_signal = number
-            if number == signal.SIGINT and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            if number == signal.SIGINT and rank_zero_only.rank == 0:
                 # os.write: print is not safe in a signal handler that interrupted another print.
                 os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
         elif number == self.signal == signal.SIGINT and now - self._first_press > SAME_PRESS_SECONDS:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hasten.extend import frames
 from hasten.extend.origin import SOURCE, is_builtin_file
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -54,15 +55,13 @@ class Frame:
 
 def capture(thread: int) -> list[Frame]:
     """Return the stack of a thread of this process, the outermost call first; empty if the thread has ended."""
-    frame, frames = sys._current_frames().get(thread), []
-    while frame is not None:
-        code, owner = frame.f_code, _owner(frame.f_code.co_filename)
-        if (code.co_filename, code.co_qualname) == ("<string>", "<module>") and frame.f_back is not None:
-            # Code made by a library, such as ``dataclasses``; the code of ``python -c`` has no caller.
-            owner = "python"
-        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_qualname, owner))
-        frame = frame.f_back
-    return frames[::-1]
+    running, found = [*frames.outwards(sys._current_frames().get(thread))], []
+    for frame in reversed(running):
+        file, name = frames.file_of(frame), frames.full_name_of(frame)
+        # Made by a library, such as ``dataclasses``; that of ``python -c`` has no caller.
+        is_made = (file, name) == ("<string>", "<module>") and frame is not running[-1]
+        found.append(Frame(file, frame.f_lineno or 0, name, "python" if is_made else _owner(file)))
+    return found
 
 
 def _owner(file: str) -> str:

@@ -31,6 +31,7 @@ from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, loa
 from hasten.checkpoint.objects import NotRead, how_to_allow, not_read
 from hasten.checkpoint.stored import StoredTensors, whole
 from hasten.elsewhere import conventions
+from hasten.extend import frames
 from hasten.extend.origin import comes_from, package_of
 from hasten.loggers.base import as_dict
 
@@ -115,9 +116,7 @@ class HyperparametersMixin:
             4
 
         """
-        if frame is None and (current := inspect.currentframe()) is not None:
-            frame = current.f_back
-        given = _init_arguments(self, frame)
+        given = _init_arguments(self, frames.caller() if frame is None else frame)
         configured = _CONFIGURED.get()
         if configured is not None and configured[0] is type(self):
             given = {**given, **configured[1]} if args else configured[1]
@@ -210,34 +209,22 @@ def _warn_of_modules(hparams: Mapping[str, Any]) -> None:
             )
 
 
-def _init_arguments(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
+def _init_arguments(owner: object, start: types.FrameType) -> dict[str, Any]:
+    """Return the arguments of ``owner.__init__``, found in the call stack from ``start`` outwards."""
     found: dict[str, Any] = {}
     # By convention also the arguments of a module whose __init__ makes this one, if they have other names.
     of_makers: dict[str, Any] = {}
     is_made_by_module = conventions.current().hparams_of_makers
-    while frame is not None:
-        holder = _made_in(frame)
+    for frame in frames.outwards(start):
+        holder = frames.made_in(frame)
         if holder is owner:
             # The outer frame is the __init__ of the subclass, which takes precedence.
-            found |= _arguments_in(frame)
+            found |= frames.arguments_of(frame)
         elif is_made_by_module and isinstance(holder, HyperparametersMixin):
-            of_makers = {**_arguments_in(frame), **of_makers}
+            of_makers = {**frames.arguments_of(frame), **of_makers}
         elif found:
             is_made_by_module = False
-        frame = frame.f_back
     return {**found, **{name: value for name, value in of_makers.items() if name not in found}}
-
-
-def _made_in(frame: types.FrameType) -> Any:
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_name == "__init__" and code.co_argcount else None
-
-
-def _arguments_in(frame: types.FrameType) -> dict[str, Any]:
-    names = inspect.getargvalues(frame)
-    found = {name: names.locals[name] for name in names.args[1:] if name in names.locals}
-    return found | (names.locals.get(names.keywords, {}) if names.keywords else {})
 
 
 def _frozen(hparams: AttributeDict) -> AttributeDict:

@@ -235,6 +235,10 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
                 f"{owner}.configure_optimizers(): the scheduler {type(config.scheduler).__name__} drives an "
                 "optimizer that was not returned. Return that optimizer too."
             )
+
+
+def warn_of_none(optimizers: list[Any], owner: str) -> None:
+    """Warn if there is no optimizer to train with."""
     if not optimizers:
         rank_zero_warn(
             f"{owner}.configure_optimizers() returned None: nothing is trained. Return an optimizer to train."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypedDict, Unpack
 
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -10,6 +11,17 @@ from torch.optim import AdamW
 from hasten.optim.fused import fused_where_possible
 
 NamedParameters = list[tuple[str, Tensor]]
+
+
+class AdamWOptions(TypedDict, total=False):
+    """Further arguments of ``torch.optim.AdamW``."""
+
+    amsgrad: bool
+    maximize: bool
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
 
 
 def adamw(
@@ -20,7 +32,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     no_decay: Iterable[str] = (),
-    **options: object,
+    **options: Unpack[AdamWOptions],
 ) -> AdamW:
     """Return torch's AdamW in two groups: matrices decay, biases and scales of normalization do not.
 
@@ -59,7 +71,7 @@ def adamw(
         (others if plain else decays).append(parameter)
     parts = ((decays, weight_decay), (others, 0.0))
     groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)  # type: ignore[arg-type]
+    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
     return fused_where_possible(optimizer)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib import torch_private
+from hasten.extend.origin import source_file
 
 
 def draw(count: int, p: float) -> tuple[Tensor, int]:
@@ -181,7 +182,7 @@ def _has_torchs_forward(layer: nn.Module) -> bool:
     own = vars(layer).get("forward")
     return (own is None or getattr(own, "__func__", None) is type(layer).forward) and all(
         # By the file of the code, because functools.wraps copies names and module.
-        getattr(getattr(function, "__code__", None), "co_filename", None) == module.__file__
+        source_file(function) == module.__file__
         for function, module in (
             (type(layer).forward, torch.nn.modules.dropout),
             (torch.nn.functional.dropout, torch.nn.functional),

@@ -14,7 +14,7 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.optional import need
 from hasten.precision.base import DtypePrecision, Precision
-from hasten.precision.builtin import HalfPrecision
+from hasten.precision.builtin import HalfName, HalfPrecision
 from hasten.precision.layers import check_ignored, check_names, ignored, replace
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
@@ -70,8 +70,8 @@ class BitsandbytesPrecision(DtypePrecision):
         self.dtype = dtype
         super().__init__(dtype)
         self.ignore_modules = frozenset(ignore_modules or ())
-        names = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
-        self._rest = HalfPrecision(names[dtype]) if dtype in names else Precision()  # type: ignore[arg-type]
+        names: dict[torch.dtype, HalfName] = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+        self._rest = HalfPrecision(names[dtype]) if dtype in names else Precision()
 
     def check_device(self, device: torch.device) -> None:
         """Check that bitsandbytes has kernels for the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import torch
 from torch import nn
@@ -14,6 +14,20 @@ from hasten._lib.device import is_cuda, is_host
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
 from hasten.precision.small_updates import keep_small_updates
+
+# Parameters and computation in 16 bits, and computation alone.
+HalfName: TypeAlias = Literal["bf16-true", "16-true"]
+MixedName: TypeAlias = Literal["16-mixed", "bf16-mixed"]
+
+
+def is_half(name: str) -> TypeGuard[HalfName]:
+    """Return whether this is the name of a precision with parameters of 16 bits."""
+    return name in get_args(HalfName)
+
+
+def is_mixed(name: str) -> TypeGuard[MixedName]:
+    """Return whether this is the name of a precision that computes in 16 bits, with parameters of 32."""
+    return name in get_args(MixedName)
 
 
 class DoublePrecision(DtypePrecision):
@@ -57,10 +71,8 @@ class HalfPrecision(DtypePrecision):
 
     """
 
-    def __init__(
-        self, precision: Literal["bf16-true", "16-true"] = "16-true", *, keep_small_updates: bool = True
-    ) -> None:
-        check.one_of("HalfPrecision", "precision", precision, ("bf16-true", "16-true"))
+    def __init__(self, precision: HalfName = "16-true", *, keep_small_updates: bool = True) -> None:
+        check.one_of("HalfPrecision", "precision", precision, get_args(HalfName))
         check.boolean("HalfPrecision", "keep_small_updates", keep_small_updates)
         self.precision = precision
         self.keep_small_updates = keep_small_updates
@@ -127,11 +139,11 @@ class MixedPrecision(Precision):
 
     def __init__(
         self,
-        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        precision: MixedName = "16-mixed",
         device: str = "cuda",
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        check.one_of("MixedPrecision", "precision", precision, ("16-mixed", "bf16-mixed"))
+        check.one_of("MixedPrecision", "precision", precision, get_args(MixedName))
         device = torch.device(device).type if isinstance(device, (str, torch.device)) else device
         self.precision = precision
         self.device = device

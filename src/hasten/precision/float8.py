@@ -86,7 +86,8 @@ class Float8Precision(MixedPrecision):
                 return None
             if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
                 return None
-            return float8.convert_to_float8_training(nn.Sequential(layer), config=config)[0]  # type: ignore[no-any-return]
+            converted: nn.Module = float8.convert_to_float8_training(nn.Sequential(layer), config=config)[0]
+            return converted
 
         self._replaced += replace(module, convert)
         if not any(type(layer).__name__ == "Float8Linear" for layer in module.modules()):

@@ -67,8 +67,6 @@ class Series(Sequence[float]):
     def __eq__(self, other: object) -> bool:
         return self.values == (other.values if isinstance(other, Series) else other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy
 

@@ -10,7 +10,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
@@ -333,9 +334,6 @@ class StrategyPart:
 class Sharding(StrategyPart):
     """Where parameters are: whole in each process."""
 
-    # Whether ``shard`` replaces parameters by parts of them, which can compute only in a forward of the whole module.
-    shards_parameters: bool = False
-
     @property
     def shares_batches(self) -> bool:
         """Whether some processes must read the same batches, because layers are split over them."""
@@ -361,6 +359,31 @@ class Sharding(StrategyPart):
         strategy = self.strategy
         device = strategy.root_device
         return module.to(device) if strategy.steps is None else strategy.steps.place(module, device)
+
+    def check_devices(self, module: nn.Module, owner: str) -> None:
+        """Check that ``place`` can move ``module``.
+
+        Args:
+            module: the user's module.
+            owner: who moves it, for messages.
+
+        Raises:
+            ValueError: a parameter is on the meta device.
+
+        """
+        placed: dict[torch.device, str] = {}
+        for name, parameter in module.named_parameters():
+            placed.setdefault(parameter.device, name)
+        if (empty := placed.get(torch.device("meta"))) is not None:
+            raise ValueError(
+                f"{owner}: the parameter {empty!r} is on the meta device and has no values to move. Fill the "
+                "module first: module.to_empty(device=fabric.device), then load its weights."
+            )
+        if len(placed) > 1:
+            rank_zero_warn(
+                f"{owner}: the module has parameters on {', '.join(map(str, placed))}, and all are moved to one "
+                "device. Pass move_to_device=False to leave them where they are."
+            )
 
     def to_host(self, module: nn.Module) -> bool:
         """Move ``module`` to the host, in place, when a run is over; return whether it was on another device."""
@@ -390,6 +413,10 @@ class Sharding(StrategyPart):
         # may not make views in it.
         alone = self.strategy.world_size == 1 and self.strategy.steps is None
         return torch.inference_mode() if alone else torch.no_grad()
+
+    def compile_units(self, whole: T, by_block: Callable[[], T]) -> T:
+        """Return how a module is compiled: ``whole``, or ``by_block()`` if parameters are gathered inside of a step."""
+        return whole
 
     def advice_on_optimizers(self) -> str:
         """Return a sentence for optimizers with parameters that the module does not have; empty without shards."""
@@ -539,6 +566,35 @@ class StepEngine(StrategyPart):
     def check_compile(self, owner: str) -> None:
         """Raise ValueError if steps cannot be compiled by torch; ``owner`` is "Trainer" or "Fabric"."""
 
+    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
+        """Raise MisconfigurationException for what an engine that computes and steps by itself cannot do.
+
+        Args:
+            conflicts: returns (whether it is so, what is asked for, why not) of each.
+
+        """
+
+    def require_parameters(self, optimizer: Optimizer) -> None:
+        """Raise MisconfigurationException if an optimizer has nothing to train."""
+        if not parameters_of(optimizer):
+            raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
+
+    def refuse_outside(self, problem: str, advice: str) -> None:
+        """Raise where gradients are averaged over processes, and only those of the module.
+
+        Args:
+            problem: which parameters of an optimizer are outside of the module.
+            advice: what to write.
+
+        Raises:
+            MisconfigurationException: gradients are averaged.
+
+        """
+        if self.exchanges:
+            raise MisconfigurationException(
+                f"{problem}, so their gradients would not be averaged over the processes. {advice}"
+            )
+
     def require_alone(self, owner: str, advice: str) -> None:
         """Raise if processes wait for each other in a forward: one that runs out of memory would not reach it.
 
@@ -607,9 +663,31 @@ class StepEngine(StrategyPart):
 
     # -- gradients
 
-    def without_communication(self) -> AbstractContextManager[Any]:
-        """Return a context in which each process steps alone, so that no process waits for one that fails."""
-        return nullcontext()
+    @contextmanager
+    def without_communication(self) -> Iterator[None]:
+        """Have each process step alone within the context: one that fails leaves no other waiting."""
+        before, self.syncs_gradients = self.syncs_gradients, False
+        try:
+            yield
+        finally:
+            self.syncs_gradients = before
+
+    def wrap_late(self, module: nn.Module, wrapped: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return the module to call in training: ``wrap(module)`` if it was not wrapped yet.
+
+        A module without parameters to train exchanges nothing; a callback may unfreeze some.
+
+        Args:
+            module: the user's module.
+            wrapped: what ``wrap`` returned for it before.
+            wrap: see ``Strategy.wrap``.
+
+        """
+        return wrap(module) if wrapped is module and self.exchanges else wrapped
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not exchange gradients."""
+        return self.strategy.no_sync(wrapped) if self.exchanges else nullcontext()
 
     def sync_gradients(self, module: nn.Module) -> None:
         """Exchange gradients that ``no_sync`` holds back outside of the parameters; all processes call it."""
@@ -630,6 +708,11 @@ class StepEngine(StrategyPart):
             zero_loss: returns a loss that depends on the parameters and adds nothing to their gradients.
 
         """
+        return self._make_exchange(module, wrapped, zero_loss) if self.exchanges else _nothing
+
+    def _make_exchange(
+        self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
+    ) -> Callable[[], None]:
         routed = self.route(zero_loss, wrapped)
 
         def exchange() -> None:
@@ -715,6 +798,14 @@ class StepEngine(StrategyPart):
     def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return ``zero_grad()`` for ``optimizer``."""
         return fast_step.make_zero_grad(optimizer)
+
+    def clears_gradients(self, optimizer: object) -> bool:
+        """Return whether ``zero_grad`` of an optimizer leaves no gradient."""
+        return fast_step.clears_gradients(optimizer)
+
+
+def _nothing() -> None:
+    """Exchange nothing."""
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

@@ -8,8 +8,8 @@ import itertools
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -338,7 +338,7 @@ class DDPStrategy(ParallelStrategy):
                 rank=self.global_rank,
                 world_size=self.world_size,
                 device=self._collective_device,
-                exchanges=lambda: self.engine.steps_together,
+                exchanges=lambda: self.engine.exchanges,
             )
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
@@ -360,8 +360,6 @@ class DDPEngine(StepEngine):
     strategy: DDPStrategy
     syncs_gradients = True
     steps_in_backward = False
-    # False while each process trains alone.
-    steps_together: bool = True
 
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` inside the forward of DDP, which prepares its backward."""
@@ -435,14 +433,6 @@ class DDPEngine(StepEngine):
         if isinstance(wrapped, DistributedDataParallel) and _current(wrapped).broadcast_buffers:
             for buffer in wrapped.buffers():
                 torch.distributed.broadcast(buffer, source)
-
-    @contextmanager
-    def without_communication(self) -> Iterator[None]:
-        before, self.steps_together = self.steps_together, False
-        try:
-            yield
-        finally:
-            self.steps_together = before
 
 
 class DDPState(StateIO):

@@ -21,7 +21,7 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.memory import recomputed_blocks, repeated_blocks
 from hasten.precision.base import Precision
-from hasten.precision.builtin import HalfPrecision, MixedPrecision
+from hasten.precision.builtin import HalfPrecision, MixedPrecision, is_mixed
 from hasten.precision.fsdp import FSDPPrecision
 from hasten.strategies.sharded import ShardedStrategy, keep_class_name
 
@@ -203,7 +203,7 @@ class FSDPStrategy(ShardedStrategy):
             warn_once("fsdp-cpu-offload", "FSDPStrategy(cpu_offload=...) changes nothing on the CPU. Leave it out.")
 
     def precision_of(self, name: str, device: str) -> Precision | None:
-        return FSDPPrecision(name, device=device) if name.endswith("-mixed") else None  # type: ignore[arg-type]
+        return FSDPPrecision(name, device=device) if is_mixed(name) else None
 
     def set_precision(self, precision: Precision) -> None:
         if isinstance(precision, MixedPrecision):

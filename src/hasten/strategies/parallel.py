@@ -233,7 +233,7 @@ class ParallelStrategy(Strategy):
         self._local_rank = local_rank
         cluster.set_global_rank(cluster.node_rank() * self.num_processes + local_rank)
         self._global_rank = cluster.global_rank()
-        rank_zero_only.rank = self._global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = self._global_rank
 
     # -- facts
 

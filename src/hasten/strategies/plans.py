@@ -433,8 +433,7 @@ def _style(style: object, pattern: str) -> ParallelStyle:
             f"{given} has no counterpart in torch.distributed.tensor.parallel. hasten knows {', '.join(known)}."
             f"{did_you_mean(style, known)}"
         )
-    is_class = isinstance(style, type) and issubclass(style, ParallelStyle)
-    hint = f" Write {style.__name__}()." if is_class else ""  # type: ignore[attr-defined]
+    hint = f" Write {style.__name__}()." if isinstance(style, type) and issubclass(style, ParallelStyle) else ""
     raise TypeError(f"{given} is not a torch ParallelStyle or the name of one.{hint}")
 
 

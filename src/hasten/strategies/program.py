@@ -260,7 +260,7 @@ class ProgramMethods:
 # -- which methods a program has overridden
 
 _OF_PRECISION = ("pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
-_OF_STRATEGY = ("backward", "optimizer_step", "reduce")
+_OF_STRATEGY = ("backward", "optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
 
 
 def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bool, ...]:

@@ -275,11 +275,12 @@ class ShardedStrategy(ParallelStrategy):
 class PartialSharding(Sharding):
     """Sharding for strategies whose processes have parts of parameters."""
 
-    shards_parameters = True
-
     def place(self, module: nn.Module) -> nn.Module:
         """Return ``module``: parts are where the strategy has put them."""
         return module
+
+    def check_devices(self, module: nn.Module, owner: str) -> None:
+        """Accept parameters on any device: the strategy places them."""
 
     def to_host(self, module: nn.Module) -> bool:
         """Leave ``module`` where it is: its shards are on the device of the mesh already."""
@@ -288,6 +289,10 @@ class PartialSharding(Sharding):
     def without_gradients(self) -> torch.no_grad:
         """Return ``torch.no_grad``: views of parts need tensors that may change outside of inference mode."""
         return torch.no_grad()
+
+    def compile_units(self, whole: T, by_block: Callable[[], T]) -> T:
+        """Return ``by_block()``: gathering parameters between the layers of a whole module would break its graph."""
+        return by_block()
 
     def advice_on_optimizers(self) -> str:
         return (
@@ -385,7 +390,7 @@ class Shards(PartialSharding):
         """Return a value in the first process as a whole tensor on the host; for a shard, None in the others."""
         if not is_sharded(value):
             return value
-        full = value.full_tensor()  # type: ignore[attr-defined]
+        full = value.full_tensor()
         return full.cpu() if self.strategy.is_global_zero else None
 
     def from_checkpoint(self, value: object, target: object) -> Any:
@@ -502,10 +507,10 @@ class ShardedEngine(StepEngine):
             if state.is_root is not None:  # None before the first forward.
                 state.end_backward()
 
-    def make_exchange(
+    def _make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
     ) -> Callable[[], None]:
-        """Return a function that reduces the gradients that ``no_sync`` has held back so far."""
+        # What ``no_sync`` has held back so far is reduced.
         return lambda: self.sync_gradients(module)
 
     def clip_norm(
@@ -656,7 +661,7 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
         return torch.tensor(0.0)
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None  # type: ignore[attr-defined]
+        key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
         groups.setdefault(key, []).append(gradient)
     norms: list[Tensor] = []
     for alike in groups.values():
@@ -753,8 +758,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     for name in ("reset_parameters", "_reset_parameters"):
-        if callable(method := getattr(module, name, None)):
-            return method  # type: ignore[no-any-return]
+        method: Callable[[], None] | None = getattr(module, name, None)
+        if callable(method):
+            return method
     return None
 
 

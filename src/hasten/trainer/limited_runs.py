@@ -162,10 +162,7 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
     if run.module.automatic_optimization:
         # Schedulers exist for programs that read the learning rate, and never step.
         schedulers = [dataclasses.replace(config, frequency=sys.maxsize) for config in schedulers]
-    if run.runtime.syncs_gradients and not exchange_gradients:
-        run.runtime = copy.copy(run.runtime)
-        run.runtime.syncs_gradients = False
-    else:
+    if exchange_gradients or not run.runtime.several_processes:
         run.wrapped = outer.wrapped
     set_optimizers(run, outer.optimizers, schedulers)
     run.averages.resume_with(None)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hasten.callbacks import lambda_function
 from hasten.loggers import comet
-from hasten_lightning.facades import Facade, accepted, exactly
+from hasten_lightning.facades import Facade, accepted, exactly, show_signature
 
 # In the order in which they are parameters.
 _HOOKS = [
@@ -58,7 +58,7 @@ _HOOK_SIGNATURE = inspect.Signature([
 
 
 def _with_hooks(init: Callable[..., None]) -> Callable[..., None]:
-    init.__signature__ = _HOOK_SIGNATURE  # type: ignore[attr-defined]
+    show_signature(init, _HOOK_SIGNATURE)
     return init
 
 

@@ -14,6 +14,7 @@ from types import ModuleType, TracebackType
 
 from hasten._lib.names import did_you_mean_file
 from hasten.commands.parser import Parser
+from hasten.extend.frames import file_of
 
 # hasten's own arguments of Trainer and Fabric: name, its values, whether it may stand without one, and what it does.
 OWN_ARGUMENTS = (
@@ -198,6 +199,6 @@ def _explain(error: BaseException) -> None:
 
 def _of_the_program(traceback: TracebackType | None, file: str) -> TracebackType | None:
     """Return the traceback from the program's first line on; None if it did not come so far."""
-    while traceback is not None and os.path.abspath(traceback.tb_frame.f_code.co_filename) != file:
+    while traceback is not None and os.path.abspath(file_of(traceback.tb_frame)) != file:
         traceback = traceback.tb_next
     return traceback

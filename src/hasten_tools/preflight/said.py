@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import site
-import sys
 import sysconfig
 import traceback
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 from hasten._lib import rank_zero
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.explain import remedy_for, remedy_of
+from hasten.extend import frames
 from hasten.extend.origin import is_builtin, is_builtin_file
 from hasten.hooks import HOOK_NAMES
 from hasten_tools.preflight.report import CheckRow, Rows
@@ -84,7 +84,7 @@ def place_of(file: str, line: int) -> str:
 
 def _entries(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
     for frame, line in traceback.walk_tb(trace):
-        yield frame.f_code.co_filename, line, frame.f_code.co_name
+        yield frames.file_of(frame), line, frames.name_of(frame)
 
 
 def _entries_of_program(error: BaseException) -> list[tuple[str, int, str]]:
@@ -176,14 +176,9 @@ class Warned:
 
 def _who_warns() -> str:
     """Return the file that called ``warnings.warn``, from within ``warnings.showwarning``."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and os.path.basename(frame.f_code.co_filename) in (
-        "warnings.py",
-        "_py_warnings.py",
-        os.path.basename(__file__),
-    ):
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_code.co_filename)
+    between = ("warnings.py", "_py_warnings.py", os.path.basename(__file__))
+    frame = frames.first_outside(frames.caller(2), lambda file: os.path.basename(file) in between)
+    return "" if frame is None else frames.file_of(frame)
 
 
 # By a part of the message.

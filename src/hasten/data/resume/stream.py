@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -143,7 +143,7 @@ class Stream:
 
     # -- the batches
 
-    def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
+    def batches(self, limit: int | None = None) -> Generator[tuple[Any, bool], None, None]:
         """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
 
         All batches of the loader are read, whatever its length says, unless ``ends_at_length``. If the length is not
@@ -166,7 +166,7 @@ class Stream:
         end = min((number for number in (certain, length, limit) if number is not None), default=None)
         return self._iterate_to(end, certain)
 
-    def _iterate_to(self, end: int | None, certain: int | None) -> Iterator[tuple[Any, bool]]:
+    def _iterate_to(self, end: int | None, certain: int | None) -> Generator[tuple[Any, bool], None, None]:
         iterator = self._current = self._begin()
         position, exhausts = self._position, certain is not None and end == certain
         length = self.length if certain is None else certain
@@ -729,7 +729,7 @@ class CombinedStream:
 
     # -- the batches
 
-    def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
+    def batches(self, limit: int | None = None) -> Generator[tuple[Any, bool], None, None]:
         self.open()
         if not self._resumes:
             self.consumed = 0
@@ -895,7 +895,7 @@ class _Reader:
 
     def again(self) -> None:
         """Begin the stream's next own epoch inside a joint one."""
-        self.batches: Iterator[tuple[Any, bool]] | None = None
+        self.batches: Generator[tuple[Any, bool], None, None] | None = None
         self.count, self.at_end = 0, False
 
     def next(self, end: int | None, consumed: int, *, cycles: bool = False) -> Any:
@@ -926,7 +926,7 @@ class _Reader:
         """Stop reading the stream without ending its epoch."""
         batches, self.batches = self.batches, None
         if batches is not None:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
 
     def state_dict(self, again: bool) -> dict[str, Any]:
         """Return the stream's position; ``again``: before the last joint batch."""
