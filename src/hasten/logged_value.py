@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.device import widest_float
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.tree import children, move_to, whole
 from hasten.machine import collectives
 
@@ -184,8 +184,11 @@ class LoggedValue:
                 self.metric = value
             elif self.metric is not value:
                 raise MisconfigurationException(
-                    f"self.log({self.name!r}, metric): another {type(value).__name__} object than before. Make it "
-                    "once, as an attribute of the module (self.metric = ... in __init__), and log that object."
+                    f"self.log({self.name!r}, metric): another {type(value).__name__} object than before.",
+                    fix=(
+                        "Make it once, as an attribute of the module (self.metric = ... in __init__), and log that "
+                        "object."
+                    ),
                 )
             self.value = value
             self.weight = 1
@@ -215,7 +218,8 @@ class LoggedValue:
             raise MisconfigurationException(
                 f"self.log({self.name!r}, metric): the `{type(self.metric).__name__}.compute()` return of "
                 f"{self.name!r} must be a tensor of one element, and it computes {describe(value)}. Only a value of "
-                "one element can be logged: call compute() at the end of the epoch and log its parts."
+                "one element can be logged:",
+                fix="call compute() at the end of the epoch and log its parts.",
             )
         return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
 
@@ -334,9 +338,10 @@ def _as_float(value: Any, device: torch.device) -> Tensor:
 def _not_scalar(name: str, value: Any) -> ValueError:
     kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    return ValueError(
-        f"self.log({name!r}, ...): a logged value must have one element, got {kind}{shape}. Reduce it first, for "
-        f"instance self.log({name!r}, value.mean()), or log each element under its own name."
+    return make_error(
+        ValueError,
+        f"self.log({name!r}, ...): a logged value must have one element, got {kind}{shape}.",
+        fix=f"Reduce it first, for instance self.log({name!r}, value.mean()), or log each element under its own name.",
     )
 
 
@@ -363,8 +368,8 @@ def reduction(reduce_fx: object, where: str) -> str:
     found = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
     if found is None:
         raise MisconfigurationException(
-            f"{where}: reduce_fx={reduce_fx!r} is not known. Use 'mean', 'sum', 'min' or 'max'; for anything "
-            "else log a torchmetrics.Metric."
+            f"{where}: reduce_fx={reduce_fx!r} is not known.",
+            fix="Use 'mean', 'sum', 'min' or 'max'; for anything else log a torchmetrics.Metric.",
         )
     return found
 

@@ -201,15 +201,15 @@ class LoggedValues:
         elif logged.options is not None:
             raise MisconfigurationException(
                 f"{where}: this name was logged here before with other arguments "
-                f"({logged.options.differences(options)}). Use the same arguments each time, or another name."
+                f"({logged.options.differences(options)}).",
+                fix="Use the same arguments each time, or another name.",
             )
         logged.on_step, logged.on_epoch = _when(row, options, where)
         logged.prog_bar = bool(options.prog_bar)
         logged.logger = options.logger is None or bool(options.logger)
         if options.logger and not self.loggers:
-            self._warn(
-                "no logger", f"{where}, logger=True: the Trainer has no logger configured. Leave logger=True out."
-            )
+            what = f"{where}, logger=True: the Trainer has no logger configured."
+            self._warn("no logger", what, "Leave logger=True out.")
         logged.reduce = reduction(options.reduce_fx, where)
         logged.enable_graph = bool(options.enable_graph)
         logged.zero_only = bool(options.rank_zero_only)
@@ -226,7 +226,7 @@ class LoggedValues:
         elif several_processes and logged.on_epoch and not options.sync_dist and not options.rank_zero_only:
             self._warn(
                 name,
-                f"{where}: the mean over the epoch is taken on each process alone. "
+                f"{where}: the mean over the epoch is taken on each process alone.",
                 "Pass sync_dist=True to take it over all processes.",
                 PossibleUserWarning,
             )
@@ -241,8 +241,11 @@ class LoggedValues:
         if not is_part and conventions.current().metrics_are_attributes:
             raise MisconfigurationException(
                 f"{where}: this {type(metric).__name__} is not part of {type(self.module).__name__}, so it would be "
-                "neither reset nor saved. You can fix this by setting an attribute for the metric in your module: "
-                "self.metric = ... in __init__()."
+                "neither reset nor saved.",
+                fix=(
+                    "You can fix this by setting an attribute for the metric in your module: self.metric = ... in "
+                    "__init__()."
+                ),
             )
 
     def _warn_of_two_stages(self, logged: LoggedValue, where: str) -> None:
@@ -254,7 +257,8 @@ class LoggedValues:
                 self._warn(
                     f"metric of two stages {id(logged.metric)}",
                     f"{where}: this {type(logged.metric).__name__} is logged in {other.row.name} too, with one state "
-                    "for both: validation resets what training has gathered. Make one metric for each.",
+                    "for both: validation resets what training has gathered.",
+                    "Make one metric for each.",
                 )
 
     def find_batch_size(self, name: str) -> int:
@@ -266,7 +270,7 @@ class LoggedValues:
             self._warn(
                 "batch_size",
                 f"self.log({name!r}, ...): an epoch mean is weighted by the batch size, and this batch "
-                f"({describe(self.batch)}) does not show it; {size} was taken. "
+                f"({describe(self.batch)}) does not show it; {size} was taken.",
                 f"Write self.log({name!r}, ..., batch_size=...) to set it.",
             )
         self.batch_size = size
@@ -604,10 +608,10 @@ class LoggedValues:
     def _contexts_of(self, stage: str) -> Iterable[LoggingContext]:
         return [context for context in self._contexts.values() if context.row.stage == stage]
 
-    def _warn(self, key: str, message: str, category: type[Warning] = UserWarning) -> None:
+    def _warn(self, key: str, what: str, fix: str, category: type[Warning] = UserWarning) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            rank_zero_warn(message, category)
+            rank_zero_warn(what, category, fix=fix)
 
     # -- state
 
@@ -681,15 +685,15 @@ def _check_place(row: Hook, name: object, where: str) -> None:
     """Raise unless a value can be logged under this name in this hook."""
     if row.log is None:
         raise MisconfigurationException(
-            f"{where}: values cannot be logged here. Log them in a step, or in an epoch hook such as "
-            "on_train_epoch_end."
+            f"{where}: values cannot be logged here.",
+            fix="Log them in a step, or in an epoch hook such as on_train_epoch_end.",
         )
     if not isinstance(name, str):
         raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")
     if "/dataloader_idx_" in name:
         raise MisconfigurationException(
-            f"{where}: the Trainer adds '/dataloader_idx_' to names itself. Choose another name, or use "
-            "add_dataloader_idx."
+            f"{where}: the Trainer adds '/dataloader_idx_' to names itself.",
+            fix="Choose another name, or use add_dataloader_idx.",
         )
 
 
@@ -700,12 +704,12 @@ def _when(row: Hook, options: LogOptions, where: str) -> tuple[bool, bool]:
     on_epoch = row.log.on_epoch if options.on_epoch is None else bool(options.on_epoch)
     if on_step and not row.log.step_allowed:
         raise MisconfigurationException(
-            f"{where}: on_step=True is not possible outside of steps. Use on_epoch=True (the default)."
+            f"{where}: on_step=True is not possible outside of steps.", fix="Use on_epoch=True (the default)."
         )
     if not on_step and not on_epoch:
         raise MisconfigurationException(
-            f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere. "
-            "Set one of them."
+            f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere.",
+            fix="Set one of them.",
         )
     return on_step, on_epoch
 
@@ -719,7 +723,8 @@ def _check_loaders_apart(context: LoggingContext, name: str, value: Any, where: 
         if not other.loader_suffix and not (is_metric(value) and other.metric is value):
             raise MisconfigurationException(
                 f"{where}: with add_dataloader_idx=False the dataloaders {loader_idx} and {context.loader_idx} both "
-                f"log {name!r}. Leave add_dataloader_idx out, or log f'{name}_{{dataloader_idx}}'."
+                f"log {name!r}.",
+                fix=f"Leave add_dataloader_idx out, or log f'{name}_{{dataloader_idx}}'.",
             )
 
 
@@ -742,6 +747,6 @@ class _Ignore:
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                "self.log() does nothing with Trainer(barebones=True), which switches logging off. Leave barebones "
-                "out to log."
+                "self.log() does nothing with Trainer(barebones=True), which switches logging off.",
+                fix="Leave barebones out to log.",
             )

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from hasten._lib import torch_private
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.tree import leaves
 from hasten.extend.origin import ROOTS, comes_from
 from hasten.seed import is_generator
@@ -103,10 +103,10 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
 
     """
     if how not in HOW:
-        raise ValueError(f"memory={how!r}: use {' or '.join(map(repr, HOW))}.")
+        raise make_error(ValueError, f"memory={how!r}:", fix=f"use {' or '.join(map(repr, HOW))}.", argument="memory")
     blocks = repeated_blocks(module)
     if not blocks:
-        raise ValueError(f"memory={how!r}: {nothing_repeated(module)}")
+        raise make_error(ValueError, f"memory={how!r}: {nothing_repeated(module)}", argument="memory")
     with recomputed_blocks(blocks, how):
         yield len(blocks)
 
@@ -199,9 +199,12 @@ class _Recomputed:
                 raise MisconfigurationException(
                     f"memory={'selective' if self.selective else 'full'!r}: {type(self.block).__name__}.forward gave "
                     "other values when it was computed again in backward. It changes or draws from something that "
-                    "cannot be restored, for instance a global variable, an attribute of a class or an iterator. Keep "
-                    "it in an attribute of the block (a number, a list, a generator of random numbers), or leave "
-                    "memory out: micro_batch='auto' needs less memory, too."
+                    "cannot be restored, for instance a global variable, an attribute of a class or an iterator.",
+                    fix=(
+                        "Keep it in an attribute of the block (a number, a list, a generator of random numbers), or "
+                        "leave memory out: micro_batch='auto' needs less memory, too."
+                    ),
+                    argument="memory",
                 )
             else:
                 outputs.clear()

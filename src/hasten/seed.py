@@ -58,7 +58,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     if seed is None and environment is not None:
         origin, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", environment
     elif seed is None and verbose:
-        rank_zero_warn("seed_everything(): no seed given, so it is 0. Pass seed=<a whole number>.")
+        rank_zero_warn("seed_everything(): no seed given, so it is 0.", fix="Pass seed=<a whole number>.")
     try:
         seed = int(given)
     except (TypeError, ValueError):

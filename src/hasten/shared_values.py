@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import widest_float
+from hasten._lib.errors import make_error
 from hasten._lib.tree import send_to_host
 from hasten.logged_value import SETTINGS, LoggedValue, is_metric
 from hasten.machine import agreement
@@ -415,9 +416,11 @@ def _check_same_names(everybody: Sequence[tuple[list[Absent], list[_StepName], l
     for described, _, _, _ in everybody:
         for each in described:
             if each.is_metric and each.metric is None and each.loader in without:
-                raise RuntimeError(
-                    f"self.log({each.key}): some processes have no batches, and do not find the metric to exchange its "
-                    "states. Make it an attribute of the module, which is not in a list or dict."
+                raise make_error(
+                    RuntimeError,
+                    f"self.log({each.key}): some processes have no batches, and do not find the metric to exchange "
+                    "its states.",
+                    fix="Make it an attribute of the module, which is not in a list or dict.",
                 )
 
 

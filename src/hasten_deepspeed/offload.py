@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from hasten._lib.errors import make_error
 from hasten.extend.origin import comes_from
 
 _CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
@@ -43,22 +44,28 @@ def check_offloaded(optimizer: Optimizer, keep: str) -> None:
     if kind not in (Adam, AdamW):
         base = next((each.__name__ for each in (AdamW, Adam) if isinstance(optimizer, each)), None)
         what = f"a subclass of torch.optim.{base}, which may step in another way" if base else "not one of them"
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{kind.__name__} with offload_optimizer: DeepSpeed steps Adam and AdamW on the host, and {kind.__name__} "
-            f"is {what}. Use torch.optim.{base or 'AdamW'}, {kept}."
+            f"is {what}.",
+            fix=f"Use torch.optim.{base or 'AdamW'}, {kept}.",
         )
     for argument in _NOT_CARRIED_OVER:
         if any(group.get(argument) for group in optimizer.param_groups):
             # torch cannot step what ZeRO gives it with differentiable=True either.
             instead = "." if argument == "differentiable" else f", {kept}."
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{kind.__name__}({argument}=True) with offload_optimizer: {_CPU_ADAM}, which steps on the host, "
-                f"cannot do that. Leave {argument} out{instead}"
+                "cannot do that.",
+                fix=f"Leave {argument} out{instead}",
             )
     if len({bool(group["decoupled_weight_decay"]) for group in optimizer.param_groups}) > 1:
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{kind.__name__} with offload_optimizer: decoupled_weight_decay differs by parameter group, and "
-            f"{_CPU_ADAM}, which steps on the host, has one value for all. Give the groups the same, {kept}."
+            f"{_CPU_ADAM}, which steps on the host, has one value for all.",
+            fix=f"Give the groups the same, {kept}.",
         )
 
 
@@ -133,10 +140,11 @@ def check_resumed(optimizer: Optimizer) -> None:
         if names:
             by_class = names[0] == "decoupled_weight_decay"
             fix = "Return torch.optim.AdamW from configure_optimizers(), or resume" if by_class else "Resume"
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"The optimizer's state in the checkpoint has {names[0]}=True, and {_CPU_ADAM}, which steps here in "
-                f"place of torch.optim.{'AdamW' if adam.adam_w_mode else 'Adam'}, does not compute that. {fix} without "
-                "offload_optimizer, or load the weights alone."
+                f"place of torch.optim.{'AdamW' if adam.adam_w_mode else 'Adam'}, does not compute that.",
+                fix=f"{fix} without offload_optimizer, or load the weights alone.",
             )
 
 
@@ -171,7 +179,8 @@ def _with_parts(scheduler: Any) -> Iterator[Any]:
 
 
 def _refuse_step(name: str, *args: object, **kwargs: object) -> None:
-    raise RuntimeError(
-        f"{name}.step() with strategy='deepspeed' and offload_optimizer: {_CPU_ADAM} has taken its place. Step what "
-        "self.optimizers() or fabric.setup() returns."
+    raise make_error(
+        RuntimeError,
+        f"{name}.step() with strategy='deepspeed' and offload_optimizer: {_CPU_ADAM} has taken its place.",
+        fix="Step what self.optimizers() or fabric.setup() returns.",
     )

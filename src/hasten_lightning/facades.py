@@ -12,7 +12,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean, refuse_unknown
 from hasten.extend.origin import comes_from
 from hasten_lightning import environment
@@ -126,18 +126,21 @@ def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]
     dropped = {name for name, value in unknown.items() if open_ended and name in own and value == own[name].default}
     for name, value in unknown.items():
         if name in own and name not in dropped and own[name].kind is not inspect.Parameter.VAR_KEYWORD:
-            raise TypeError(
+            raise make_error(
+                TypeError,
                 f"{facade}.__init__() got an unexpected keyword argument {name!r}. Lightning's {facade} does not have "
-                f"it. {environment.advice(facade, name, value)}"
+                "it.",
+                fix=environment.advice(facade, name, value),
             )
     if open_ended:
         return dropped
     if facade in environment.OWNERS:
         refuse_unknown(unknown, init, facade)
     name = next(iter(unknown))
-    raise TypeError(
-        f"{facade}.__init__() got an unexpected keyword argument {name!r}."
-        f"{did_you_mean(name, [each for each in known if each != 'self'])}"
+    raise make_error(
+        TypeError,
+        f"{facade}.__init__() got an unexpected keyword argument {name!r}.",
+        fix=f"{did_you_mean(name, [each for each in known if each != 'self'])}",
     )
 
 
@@ -166,7 +169,7 @@ def accepted(behind: type, given: Mapping[str, Any], **renamed: str) -> dict[str
             found[there] = given[name]
         elif given[name] != each.default:
             raise MisconfigurationException(
-                f"{facade.__name__}({name}=...): hasten has no such argument here. Leave it out."
+                f"{facade.__name__}({name}=...): hasten has no such argument here.", fix="Leave it out."
             )
     return found
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.extend import frames
 from hasten_lightning.facades import annotate
@@ -185,8 +186,10 @@ class _Products(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in PRODUCTS and not _called_by_find_spec():
-            raise ModuleNotFoundError(
-                f"{fullname} is the client of a hosted product, and is not installed. {PRODUCTS[fullname]}"
+            raise make_error(
+                ModuleNotFoundError,
+                f"{fullname} is the client of a hosted product, and is not installed.",
+                fix=PRODUCTS[fullname],
             )
         return None
 

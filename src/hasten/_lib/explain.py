@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.errors import is_call_of_torch
+from hasten._lib.errors import add_note, is_call_of_torch
 from hasten._lib.names import did_you_mean
 from hasten.extend.frames import file_of, method_owner
 from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of, source_file
@@ -73,11 +73,10 @@ def explain(error: BaseException, batch: object = _NO_BATCH) -> None:
     # An explanation that fails must not hide the error.
     with suppress(Exception):
         place = _place_of(error, batch)
-        remedy = _remedy_at(place)
-        for note in (_layer_note(place), remedy):
-            if note:
-                error.add_note(note)
-        error._hasten_remedy = remedy  # type: ignore[attr-defined]
+        if layer := _layer_note(place):
+            error.add_note(layer)
+        if remedy := _remedy_at(place):
+            add_note(error, "", fix=remedy)
 
 
 def remedy_for(text: str) -> str:
@@ -90,11 +89,6 @@ def remedy_for(text: str) -> str:
 
     """
     return _remedy_at(_Place(RuntimeError(text)))
-
-
-def remedy_of(error: BaseException) -> str:
-    """Return what ``explain`` has told to write for an error; "" if nothing."""
-    return getattr(error, "_hasten_remedy", "")
 
 
 def describe_batch(batch: object, depth: int = 0) -> str:

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from hasten._lib.errors import make_error
+
 # The end of the name of a file that is still being written; a cleaner removes those whose writer has died.
 TEMPORARY = ".hasten-tmp"
 # The end of the name of what is about to be replaced by something that cannot take its place in one step.
@@ -37,8 +39,11 @@ def require_folder(owner: str, argument: str, path: str) -> None:
     while not os.path.lexists(there) and os.path.dirname(there) != there:
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise NotADirectoryError(
-            f"{owner}({argument}={path!r}): {there} is a file. Give a folder, or a name that is free."
+        raise make_error(
+            NotADirectoryError,
+            f"{owner}({argument}={path!r}): {there} is a file.",
+            fix="Give a folder, or a name that is free.",
+            argument=argument,
         )
 
 

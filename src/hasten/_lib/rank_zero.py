@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from hasten._lib.errors import make_error
 from hasten.extend import frames
 from hasten.extend.origin import is_builtin_file
 
@@ -75,17 +76,25 @@ def rank_zero_debug(message: Any, *args: Any, stacklevel: int = 4, **kwargs: Any
 
 @rank_zero_only
 def rank_zero_warn(
-    message: Any, category: type[Warning] = UserWarning, stacklevel: int | None = None, **kwargs: Any
+    message: Any,
+    category: type[Warning] = UserWarning,
+    stacklevel: int | None = None,
+    *,
+    fix: str = "",
+    **kwargs: Any,
 ) -> None:
     """Warn, on the first process.
 
     Args:
-        message: the message.
+        message: the message; with ``fix``, the part of it that says what is wrong.
         category: the kind of warning.
         stacklevel: as for ``warnings.warn``; by default the line of the user's program.
+        fix: what to write instead. It is the end of the message, and an attribute of the warning.
         kwargs: for ``warnings.warn``.
 
     """
+    if fix:
+        message = make_error(category, message, fix=fix)
     warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs)
 
 
@@ -133,8 +142,8 @@ def messages_later() -> Iterator[None]:
         _warned.update(before)
 
 
-def warn_once(key: str, message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn once per process for each ``key``."""
+def warn_once(key: str, message: str, category: type[Warning] = UserWarning, *, fix: str = "") -> None:
+    """Warn once per process for each ``key``; see ``rank_zero_warn`` for the other arguments."""
     if key not in _warned:
         _warned.add(key)
-        rank_zero_warn(message, category)
+        rank_zero_warn(message, category, fix=fix)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import copies_in_background, widest_float
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -386,7 +387,9 @@ class AttributeDict(dict[str, Any]):
                 else did_you_mean(key, self)
                 or " Write self.save_hyperparameters() in __init__, where it is an argument."
             )
-            raise AttributeError(f"no hyper-parameter {key!r}; there are: {sorted(self)}.{instead}") from None
+            raise make_error(
+                AttributeError, f"no hyper-parameter {key!r}; there are: {sorted(self)}.", fix=instead
+            ) from None
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value

@@ -198,7 +198,8 @@ class FitWidth:
                 warn_once(
                     f"fit-width-{key}",
                     f"batching: {key!r} has values where {self.mask_key!r} has padding, so nothing is cut off the "
-                    "batches. Pad with one value (labels with -100).",
+                    "batches.",
+                    fix="Pad with one value (labels with -100).",
                 )
         width = rounded_up(max(1, used), self.multiple_of)
         return width if self.limit is None else max(used, min(width, self.limit))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten.batching.pad import all_rounded_up, check_lengths, check_multiple_of, widths_for
 from hasten.data.loader_parts import drawn_generator, shared_random_numbers
 
@@ -53,9 +54,16 @@ class PlannedBatches(Sampler[list[int]]):
             check.whole(owner, "rank", rank, at_least=0, at_most=num_replicas - 1)
             self.num_replicas, self.rank = num_replicas, rank
         elif (num_replicas is None) != (rank is None):
-            raise ValueError(f"{owner}(num_replicas={num_replicas!r}, rank={rank!r}): give both or neither.")
+            raise make_error(
+                ValueError,
+                f"{owner}(num_replicas={num_replicas!r}, rank={rank!r}):",
+                fix="give both or neither.",
+                argument="num_replicas",
+            )
         if seed is not None and generator is not None:
-            raise ValueError(f"{owner}: seed and generator both define how to shuffle. Give one of them.")
+            raise make_error(
+                ValueError, f"{owner}: seed and generator both define how to shuffle.", fix="Give one of them."
+            )
         self.shuffle, self.drop_last, self.repeat = shuffle, drop_last, repeat
         self.seed, self.generator = seed, generator
         self.epoch = 0
@@ -171,10 +179,11 @@ class PlannedBatches(Sampler[list[int]]):
         """Check that no sample is longer than the value of an argument."""
         longest = int(self.lengths.max())
         if longest > most:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{type(self).__name__}({argument}={most}): {int((self.lengths > most).sum())} of {len(self.lengths)} "
-                f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens. Use "
-                f"{argument}={longest} or more, or truncate."
+                f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens.",
+                fix=f"Use {argument}={longest} or more, or truncate.",
             )
 
     def _evened(self, groups: list[Tensor]) -> list[Tensor]:
@@ -256,9 +265,11 @@ class LengthBatchSampler(PlannedBatches):
         self.window = check.whole(owner, "window", window, at_least=1, unit="batches")
         check_multiple_of(owner, multiple_of)
         if sampler is not None and not hasattr(sampler, "__len__"):
-            raise TypeError(
-                f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole. "
-                "Give the sampler a __len__."
+            raise make_error(
+                TypeError,
+                f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole.",
+                fix="Give the sampler a __len__.",
+                argument="sampler",
             )
         self.sampler, self.multiple_of = sampler, multiple_of
         self._keys = all_rounded_up(self.lengths, multiple_of)
@@ -308,9 +319,11 @@ class LengthBatchSampler(PlannedBatches):
         if self.sampler is not None:
             order = torch.tensor(list(self.sampler), dtype=torch.int64)
             if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.lengths):
-                raise IndexError(
+                raise make_error(
+                    IndexError,
                     f"LengthBatchSampler: {type(self.sampler).__name__} gives indices from {int(order.min())} to "
-                    f"{int(order.max())}, and there are {len(self.lengths)} lengths. Give the length of every sample."
+                    f"{int(order.max())}, and there are {len(self.lengths)} lengths.",
+                    fix="Give the length of every sample.",
                 )
             return order
         if generator is None:
@@ -512,9 +525,11 @@ def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         length = lengths[place]
         if length > max_length:
-            raise ValueError(
-                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens. Use max_length={length} or "
-                "more, or truncate."
+            raise make_error(
+                ValueError,
+                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens.",
+                fix=f"Use max_length={length} or more, or truncate.",
+                argument="max_length",
             )
         found = bisect_left(room, (length, -1))
         if found < len(room):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hasten._lib import check, torch_private
 from hasten._lib.durations import Period, parse_interval
-from hasten._lib.errors import BadLossError, MisconfigurationException
+from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks import checkpoint_files
@@ -163,7 +163,9 @@ class ModelCheckpoint(Checkpoint):
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise MisconfigurationException(
                 f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
-                "the files. Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest."
+                "the files.",
+                fix="Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest.",
+                argument="save_top_k",
             )
         self.verbose = verbose
         self.save_last = save_last
@@ -237,7 +239,8 @@ class ModelCheckpoint(Checkpoint):
             if not self._default_folder:
                 rank_zero_warn(
                     f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
-                    "starts; only best_model_path is kept. Pass the same dirpath= to continue the old one."
+                    "starts; only best_model_path is kept.",
+                    fix="Pass the same dirpath= to continue the old one.",
                 )
             return
         self._resumed = True
@@ -254,8 +257,11 @@ class ModelCheckpoint(Checkpoint):
         folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_files.default_folder(trainer))
         self.dirpath = folder
         if self.save_last == "link" and is_url(folder):
-            raise ValueError(
-                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder. Use save_last=True."
+            raise make_error(
+                ValueError,
+                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder.",
+                fix="Use save_last=True.",
+                argument="save_last",
             )
         if trainer.is_global_zero and stage == TrainerFn.FITTING:
             if not is_url(folder):
@@ -283,7 +289,8 @@ class ModelCheckpoint(Checkpoint):
         ):
             rank_zero_warn(
                 f"Checkpoint directory {self.dirpath} exists and is not empty. Its files are kept; a new file of the "
-                "same name gets a version such as -v1. Pass another dirpath=, or resume with ckpt_path='last'."
+                "same name gets a version such as -v1.",
+                fix="Pass another dirpath=, or resume with ckpt_path='last'.",
             )
 
     def on_train_batch_end(
@@ -693,9 +700,11 @@ class OnExceptionCheckpoint(Checkpoint):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         check.path("OnExceptionCheckpoint", "dirpath", dirpath)
         if not isinstance(filename, str) or not filename:
-            raise ValueError(
-                f"OnExceptionCheckpoint(filename={filename!r}): give a name without {self.FILE_EXTENSION}, "
-                "for instance 'on_exception'."
+            raise make_error(
+                ValueError,
+                f"OnExceptionCheckpoint(filename={filename!r}):",
+                fix=f"give a name without {self.FILE_EXTENSION}, for instance 'on_exception'.",
+                argument="filename",
             )
         self.dirpath = dirpath
         self.filename = filename
@@ -720,7 +729,8 @@ class OnExceptionCheckpoint(Checkpoint):
         if trainer.runtime.several_processes and not self._all_failed(trainer):
             rank_zero_warn(
                 "OnExceptionCheckpoint: the exception was raised on some processes only, and a checkpoint needs all, "
-                "so nothing was saved. ModelCheckpoint(every_n_train_steps=...) saves one in any case."
+                "so nothing was saved.",
+                fix="ModelCheckpoint(every_n_train_steps=...) saves one in any case.",
             )
             return
         try:
@@ -770,7 +780,7 @@ def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:
     if len(active) > 1:
         texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
         raise MisconfigurationException(
-            f"ModelCheckpoint({texts}): these should be mutually exclusive. Use one ModelCheckpoint for each."
+            f"ModelCheckpoint({texts}): these should be mutually exclusive.", fix="Use one ModelCheckpoint for each."
         )
     period = active[0] if active else Period()
     return period.steps or 0, period.epochs or 0, period.time

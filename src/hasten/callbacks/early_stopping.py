@@ -258,7 +258,9 @@ def check_monitor(owner: str, monitor: str) -> str:
     """Return ``monitor`` if it is a name."""
     if not isinstance(monitor, str) or not monitor:
         raise MisconfigurationException(
-            f"{owner}(monitor={monitor!r}): use the name of a logged value, for instance monitor='val_loss'."
+            f"{owner}(monitor={monitor!r}):",
+            fix="use the name of a logged value, for instance monitor='val_loss'.",
+            argument="monitor",
         )
     return monitor
 

@@ -76,7 +76,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         if not trainer.loggers:
             raise MisconfigurationException(
-                "LearningRateMonitor: the Trainer has no logger. Leave it out, or do not pass logger=False."
+                "LearningRateMonitor: the Trainer has no logger.", fix="Leave it out, or do not pass logger=False."
             )
         self._logged_at = -1
         found = self._named_optimizers(trainer)
@@ -163,8 +163,8 @@ def _names(optimizer: Optimizer, name: str | None, kinds: Counter[type]) -> list
     for label, count in Counter(labels).items():
         if count > 1:
             raise MisconfigurationException(
-                f"LearningRateMonitor: {kind.__name__} has several parameter groups named {label!r}. "
-                "Give each group its own name, or none."
+                f"LearningRateMonitor: {kind.__name__} has several parameter groups named {label!r}.",
+                fix="Give each group its own name, or none.",
             )
     if len(labels) == 1 and not given_labels[0]:
         return [name]
@@ -223,7 +223,7 @@ class DeviceStatsMonitor(Callback):
             return
         if not trainer.loggers:
             raise MisconfigurationException(
-                "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`: leave out one of them."
+                "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`:", fix="leave out one of them."
             )
         on_cpu = is_host(trainer.strategy.root_device)
         if self._cpu_stats or (self._cpu_stats is None and on_cpu):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hasten._lib.errors import ErrorWithFix, make_error
 from hasten._lib.names import nearest
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
@@ -140,7 +141,7 @@ _TRAINING: dict[Any, Any] = {
 }
 
 
-class WeightsOnly(ValueError, KeyError):
+class WeightsOnly(ErrorWithFix, ValueError, KeyError):
     """Training cannot resume from a checkpoint, because it has no states of optimizers."""
 
     __str__ = Exception.__str__  # A KeyError would show its message in quotation marks.
@@ -167,21 +168,25 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     """
     bare = "Load bare weights with model.load_state_dict(torch.load(path))."
     if not isinstance(checkpoint, Mapping):
-        raise ValueError(
-            f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer. {bare}"
+        raise make_error(
+            ValueError,
+            f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer.",
+            fix=bare,
         )
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:8]
-        raise ValueError(f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it. {bare}")
+        raise make_error(
+            ValueError, f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it.", fix=bare
+        )
     if training and "optimizer_states" not in checkpoint:
         raise WeightsOnly(
-            f"{source} holds weights only, so training cannot go on from it. "
-            "Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False."
+            f"{source} holds weights only, so training cannot go on from it.",
+            fix="Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False.",
         )
     try:
         _check_entry(checkpoint, _ANY | _TRAINING if training else _ANY, "")
     except _Wrong as wrong:
-        raise ValueError(f"{source}: {wrong}. {_DAMAGED}") from None
+        raise make_error(ValueError, f"{source}: {wrong}.", fix=_DAMAGED) from None
 
 
 def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -> dict[str, Any]:
@@ -218,9 +223,10 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
     try:
         counters = _counters(checkpoint, loops.get("fit_loop") or {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}). "
-            f"{_DAMAGED}"
+        raise make_error(
+            ValueError,
+            f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}).",
+            fix=_DAMAGED,
         ) from error
     return {**checkpoint, "loops": {**loops, "fit": counters}}
 
@@ -390,9 +396,10 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
-        raise ValueError(
-            f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}. "
-            "Resume with the same parameter groups."
+        raise make_error(
+            ValueError,
+            f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}.",
+            fix="Resume with the same parameter groups.",
         ) from error
     except KeyError as error:
         # Some optimizers of torch look for their own values in the state of another kind.
@@ -403,10 +410,13 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _other_kind(optimizer: Any, key: str) -> ValueError:
-    return ValueError(
-        f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}. "
-        "Resume with the kind of optimizer the run was started with, or load the weights alone: "
-        "Model.load_from_checkpoint(path)."
+    return make_error(
+        ValueError,
+        f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}.",
+        fix=(
+            "Resume with the kind of optimizer the run was started with, or load the weights alone: "
+            "Model.load_from_checkpoint(path)."
+        ),
     )
 
 
@@ -433,9 +443,11 @@ def load_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
     """Restore a scheduler from ``scheduler_state``; functions it was made with are not replaced."""
     present = scheduler.state_dict()
     if "last_epoch" in present and "last_epoch" not in state:
-        raise ValueError(
-            f"The state of {type(scheduler).__name__} in the checkpoint has no 'last_epoch': it is damaged, or that of "
-            "another kind of scheduler. Resume with the configure_optimizers() the run was started with."
+        raise make_error(
+            ValueError,
+            f"The state of {type(scheduler).__name__} in the checkpoint has no 'last_epoch': it is damaged, or that "
+            "of another kind of scheduler.",
+            fix="Resume with the configure_optimizers() the run was started with.",
         )
     # Code that was left out (lambdas, the function of an annealing) comes from this run.
     scheduler.load_state_dict({**{key: value for key, value in present.items() if key not in state}, **state})

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import CheckpointDamaged as CheckpointDamaged
 from hasten._lib.errors import CheckpointRefused as CheckpointRefused
+from hasten._lib.errors import make_error
 from hasten._lib.files import (
     TEMPORARY,
     is_url,
@@ -541,9 +542,10 @@ def _check_other(value: Any, place: str) -> None:
     """Raise if a value that is not a number, string, tensor, dict or list cannot be read back."""
     kind = type(value)
     if is_sharded(value):
-        raise TypeError(
-            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone. Save "
-            "its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
+        raise make_error(
+            TypeError,
+            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone.",
+            fix="Save its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint.",
         )
     if not _can_be_loaded(value):
         advice = "Store numbers, strings, tensors and dicts or lists of them instead"
@@ -552,9 +554,10 @@ def _check_other(value: Any, place: str) -> None:
         elif hasattr(value, "value") and hasattr(value, "name"):
             advice = "Store its .value instead"
         article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
-        raise TypeError(
-            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run "
-            f"code. {advice}."
+        raise make_error(
+            TypeError,
+            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run code.",
+            fix=f"{advice}.",
         )
 
 
@@ -598,7 +601,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, not_found(local), str(local)) from None
     except IsADirectoryError:
-        raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.{_newest_in(local)}") from None
+        raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.", fix=_newest_in(local)) from None
     with file:
         yield file
 
@@ -607,8 +610,8 @@ def _newest_in(folder: Path) -> str:
     """Return the sentence that names the newest checkpoint in a folder."""
     found = [*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")]
     if not found:
-        return " There is no .ckpt file in it: give the path of a file that trainer.save_checkpoint has written."
-    return f" Give the file: {str(max(found, key=lambda each: each.stat().st_mtime))!r} is the newest in it."
+        return "There is no .ckpt file in it: give the path of a file that trainer.save_checkpoint has written."
+    return f"Give the file: {str(max(found, key=lambda each: each.stat().st_mtime))!r} is the newest in it."
 
 
 def not_found(path: Path, *words: str) -> str:
@@ -651,11 +654,13 @@ def _read_by_name(
         return cast("dict[str, Any]", contents)
     if names == [""]:
         raise CheckpointRefused(f"{path} is a pickle, but not a file of torch.save, and was not loaded.")
-    message = (
-        f"{path} was not loaded: reading it would run code (it calls {', '.join(names)}). If you trust whoever wrote "
-        "it as you would trust a program, load it with weights_only=False; better, save it again with plain data only."
+    raise CheckpointRefused(
+        f"{path} was not loaded: reading it would run code (it calls {', '.join(names)}).",
+        fix=(
+            "If you trust whoever wrote it as you would trust a program, load it with weights_only=False; better, save "
+            f"it again with plain data only. {objects.how_to_allow(names)}"
+        ),
     )
-    raise CheckpointRefused(f"{message} {objects.how_to_allow(names)}".strip())
 
 
 def _first_global(file: IO[bytes]) -> str:
@@ -783,8 +788,8 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
         raise CheckpointDamaged(f"{path} is empty.")
     if begin[:1] != b"\x80":
         raise CheckpointDamaged(
-            f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do. "
-            "Give one that trainer.save_checkpoint or torch.save has written, or download it again."
+            f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do.",
+            fix="Give one that trainer.save_checkpoint or torch.save has written, or download it again.",
         )
 
 
@@ -873,7 +878,9 @@ class CheckpointIO(ABC):
             storage_options: for the file system.
 
         """
-        raise TypeError(f"{type(self).__name__} writes files only. Use TorchCheckpointIO or AsyncCheckpointIO.")
+        raise make_error(
+            TypeError, f"{type(self).__name__} writes files only.", fix="Use TorchCheckpointIO or AsyncCheckpointIO."
+        )
 
     def teardown(self) -> None:  # noqa: B027 - most write at once
         """Wait for files that are still being written."""

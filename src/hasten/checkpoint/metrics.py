@@ -125,8 +125,8 @@ class ModuleMetrics:
         if missing:
             rank_zero_warn(
                 f"The checkpoint holds what the metrics {missing[:6]} have gathered, and "
-                f"{type(self._module).__name__} has none of these names: they start again. Make in __init__ or setup() "
-                "all metrics that the saved run had."
+                f"{type(self._module).__name__} has none of these names: they start again.",
+                fix="Make in __init__ or setup() all metrics that the saved run had.",
             )
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hasten._lib.errors import make_error
 from hasten._lib.files import TEMPORARY, put_in_place, replacing_folder, sync_folder, why_not_written
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
@@ -327,9 +328,11 @@ class _Save:
         if len({each for _, each in everything}) > 1:
             by_rank = list(map(set, self._agree(None, sharded)))
             rank = next(rank for rank, keys in enumerate(by_rank) if keys != by_rank[0])
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{self._target} was not written: rank 0 and rank {rank} have other sharded tensors, for instance "
-                f"{min(by_rank[0] ^ by_rank[rank])}. Save the same model on all processes."
+                f"{min(by_rank[0] ^ by_rank[rank])}.",
+                fix="Save the same model on all processes.",
             )
 
     def _prepare(self, stager: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten._lib.errors import CheckpointDamaged
+from hasten._lib.errors import CheckpointDamaged, make_error
 from hasten._lib.tree import is_sharded
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 
@@ -59,7 +59,7 @@ class Folder:
             stored = read_file(f"{place}/{CONTENTS_FILE}")
         except FileNotFoundError:
             raise CheckpointDamaged(
-                f"{place} is not a whole checkpoint: {CONTENTS_FILE} is missing. {_FOREIGN}"
+                f"{place} is not a whole checkpoint: {CONTENTS_FILE} is missing.", fix=_FOREIGN
             ) from None
         if not isinstance(stored, dict) or FORMAT not in stored:
             self._take_foreign(stored)
@@ -84,7 +84,7 @@ class Folder:
             self.layout, self._contents = engine.read_foreign(self.place, stored)
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(
-                f"{self.place} was not written by hasten, nor as a whole by Lightning: {error}. {_FOREIGN}"
+                f"{self.place} was not written by hasten, nor as a whole by Lightning: {error}.", fix=_FOREIGN
             ) from error
         ends: dict[str, int] = {}
         for tensor in self.layout.values():
@@ -135,8 +135,10 @@ class Folder:
             if tuple(target.shape) != shape:
                 raise ValueError(f"{key}: the shape is {shape} in {self.place}, and {tuple(target.shape)} here.")
             if target.is_meta:
-                raise ValueError(
-                    f"{key}: a tensor on the meta device has no memory to read into. Call to_empty() first."
+                raise make_error(
+                    ValueError,
+                    f"{key}: a tensor on the meta device has no memory to read into.",
+                    fix="Call to_empty() first.",
                 )
         if targets:
             from hasten.checkpoint import engine

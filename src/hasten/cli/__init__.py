@@ -7,12 +7,16 @@ Needs jsonargparse, which the extra ``cli`` installs. It must not import ``haste
 
 from __future__ import annotations
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import install_line, installed
 
 for _name in ("jsonargparse", "docstring_parser", "yaml"):
     if not installed(_name):
-        raise ModuleNotFoundError(
-            f"hasten.cli needs the package {_name}, which is not installed. Run: {install_line('cli')}", name=_name
+        raise make_error(
+            ModuleNotFoundError,
+            f"hasten.cli needs the package {_name}, which is not installed.",
+            fix=f"Run: {install_line('cli')}",
+            name=_name,
         )
 
 from jsonargparse import Namespace

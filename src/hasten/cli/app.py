@@ -342,8 +342,8 @@ class LightningCLI:
         else:
             name = getattr(self.trainer_class, "__qualname__", repr(self.trainer_class))
             rank_zero_warn(
-                f"The `{name}` class does not expose the `callbacks` argument so they will not be included: give it "
-                "an argument `callbacks` and pass it to the Trainer."
+                f"The `{name}` class does not expose the `callbacks` argument so they will not be included:",
+                fix="give it an argument `callbacks` and pass it to the Trainer.",
             )
         try:
             return self.trainer_class(**config)
@@ -389,8 +389,11 @@ class LightningCLI:
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise MisconfigurationException(
                 f"{type(self).__name__} expects at most one optimizer and one lr_scheduler that are 'AUTOMATIC', but "
-                f"found {optimizers + schedulers}. Link each to an argument of the module "
-                f"(add_optimizer_args(..., link_to='model.init_{optimizers[0]}')) and write its configure_optimizers."
+                f"found {optimizers + schedulers}.",
+                fix=(
+                    "Link each to an argument of the module (add_optimizer_args(..., "
+                    f"link_to='model.init_{optimizers[0]}')) and write its configure_optimizers."
+                ),
             )
         optimizer = self._class_config(parser._optimizers, optimizers[0])
         if not optimizer:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.extend.origin import full_name
 
@@ -79,8 +80,8 @@ def instantiate_class(args: Any | tuple[Any, ...], init: Mapping[str, Any]) -> A
     try:
         kind = getattr(module, name)
     except AttributeError:
-        raise ValueError(
-            f"instantiate_class(): {module_name} has no {name}.{did_you_mean(name, dir(module))}"
+        raise make_error(
+            ValueError, f"instantiate_class(): {module_name} has no {name}.", fix=did_you_mean(name, dir(module))
         ) from None
     positional = args if isinstance(args, tuple) else (args,)
     return kind(*positional, **(init.get("init_args") or {}))

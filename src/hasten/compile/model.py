@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hasten._lib.errors import make_error
 from hasten.compile.cache import ColdSeconds, keep_torchs_cache
 from hasten.compile.regions import CompiledParts, alike_blocks
 from hasten.compile.report import CompileCounters, CompileReport
@@ -165,10 +166,12 @@ def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strat
 
     def by_block() -> CompileSettings:
         if not any(True for _ in alike_blocks(module)):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{owner}(compile=..., strategy={strategy.name!r}): with sharded parameters repeated blocks are "
-                f"compiled, and {type(module).__name__} has none in an nn.ModuleList or nn.Sequential. Leave compile "
-                "out."
+                f"compiled, and {type(module).__name__} has none in an nn.ModuleList or nn.Sequential.",
+                fix="Leave compile out.",
+                argument="compile",
             )
         return dataclasses.replace(settings, regional=True)
 

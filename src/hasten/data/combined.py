@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from torch.utils.data import DataLoader
 
 from hasten._lib import check, torch_private
+from hasten._lib.errors import make_error
 from hasten.data.loader_parts import length_of
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ class CombinedLoader:
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
             if not hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__"):
-                raise TypeError(
-                    f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over."
+                raise make_error(
+                    TypeError,
+                    f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over.",
+                    argument="iterables",
                 )
         self._mode = mode
         # Batches of each loader to use, in sequential mode.

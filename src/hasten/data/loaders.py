@@ -97,8 +97,8 @@ def _unshuffled(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
     if not isinstance(loader.sampler, RandomSampler):
         return loader
     rank_zero_warn(
-        f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
-        "Use shuffle=False there to avoid this warning."
+        f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off.",
+        fix="Use shuffle=False there to avoid this warning.",
     )
     return _with_sampler(loader, SequentialSampler(cast("Sized", loader.dataset)))
 
@@ -158,7 +158,7 @@ def _check_iterable(loader: Any, name: str) -> None:
         if isinstance(loader, (str, bytes)):
             advice = "Read the file in a Dataset, and give DataLoader(dataset, batch_size=...)"
         raise WrongType(
-            f"{name} is {shown}, and cannot be iterated over. {advice}, or give another iterable of batches."
+            f"{name} is {shown}, and cannot be iterated over.", fix=f"{advice}, or give another iterable of batches."
         )
 
 
@@ -170,8 +170,8 @@ def _report_empty(loader: Any, name: str) -> None:
         what += f"drop_last={loader.drop_last}"
     message = f"{name} has no batches: {what}"
     if not conventions.current().mistakes_are_warnings:
-        raise MisconfigurationException(f"{message}. Give it at least one batch of samples.")
-    rank_zero_warn(f"{message}. Please make sure that this is intended.")
+        raise MisconfigurationException(f"{message}.", fix="Give it at least one batch of samples.")
+    rank_zero_warn(f"{message}.", fix="Please make sure that this is intended.")
 
 
 @functools.cache

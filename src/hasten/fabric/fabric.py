@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.arguments import check_speed
@@ -137,7 +138,11 @@ class Fabric(RuntimeView):
         self._loggers: list[Any] = _listed(loggers)
         wrong = next((logger for logger in self._loggers if not hasattr(logger, "log_metrics")), None)
         if wrong is not None:
-            raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
+            raise make_error(
+                TypeError,
+                f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.",
+                argument="loggers",
+            )
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
         # Parameters that optimizers still have, and the shards that have taken their place. Made when there are some,
@@ -179,7 +184,7 @@ class Fabric(RuntimeView):
 
         """
         if not self._loggers:
-            raise IndexError("fabric.logger: no logger was given. Pass Fabric(loggers=...).")
+            raise make_error(IndexError, "fabric.logger: no logger was given.", fix="Pass Fabric(loggers=...).")
         return self._loggers[0]
 
     # -- start
@@ -208,8 +213,10 @@ class Fabric(RuntimeView):
                 )
             function = Fabric._set_matmul_precision
         elif not callable(function):
-            raise TypeError(
-                f"Fabric.launch({function!r}): that is not a function. Write launch(train), not launch(train())."
+            raise make_error(
+                TypeError,
+                f"Fabric.launch({function!r}): that is not a function.",
+                fix="Write launch(train), not launch(train()).",
             )
         elif not inspect.signature(function).parameters:
             raise TypeError(
@@ -226,9 +233,11 @@ class Fabric(RuntimeView):
 
     def _require_launch(self, method: str) -> None:
         if not self._launched and self.strategy.name != "single_device":
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"Fabric.{method}() before Fabric.launch(): with strategy={self.strategy.name!r} the other processes "
-                "must be started first. Call fabric.launch() after making the Fabric."
+                "must be started first.",
+                fix="Call fabric.launch() after making the Fabric.",
             )
 
     # -- setup
@@ -307,11 +316,11 @@ class Fabric(RuntimeView):
         self._require_launch("setup_optimizers")
         self._runtime.engine.require_own_parameters(
             "Fabric.setup_optimizers()",
-            "the engine is made of a module and its optimizer together. Write model, optimizer = fabric.setup(model, "
-            "optimizer).",
+            "the engine is made of a module and its optimizer together.",
+            "Write model, optimizer = fabric.setup(model, optimizer).",
         )
         if not optimizers:
-            raise ValueError("Fabric.setup_optimizers() got no optimizer. Pass at least one.")
+            raise make_error(ValueError, "Fabric.setup_optimizers() got no optimizer.", fix="Pass at least one.")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup_optimizers")
         self._check_optimizers(optimizers, "setup_optimizers")
@@ -347,7 +356,7 @@ class Fabric(RuntimeView):
         """
         self._require_launch("setup_dataloaders")
         if not dataloaders:
-            raise ValueError("Fabric.setup_dataloaders() got no dataloader. Pass at least one.")
+            raise make_error(ValueError, "Fabric.setup_dataloaders() got no dataloader.", fix="Pass at least one.")
         made = []
         loader: Any
         for position, loader in enumerate(dataloaders):
@@ -355,13 +364,18 @@ class Fabric(RuntimeView):
                 raise set_up_twice("dataloader", "setup_dataloaders")
             if not isinstance(loader, DataLoader):
                 if isinstance(loader, (list, tuple)) and all(isinstance(each, DataLoader) for each in loader):
-                    raise TypeError(
-                        f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders. "
-                        "Give them one by one: fabric.setup_dataloaders(*loaders)."
+                    raise make_error(
+                        TypeError,
+                        f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders.",
+                        fix="Give them one by one: fabric.setup_dataloaders(*loaders).",
                     )
-                raise TypeError(
-                    f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}. Only a PyTorch "
-                    "DataLoader can be set up; iterate over other things directly and use fabric.to_device(batch)."
+                raise make_error(
+                    TypeError,
+                    f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}.",
+                    fix=(
+                        "Only a PyTorch DataLoader can be set up; iterate over other things directly and use "
+                        "fabric.to_device(batch)."
+                    ),
                 )
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
@@ -382,8 +396,10 @@ class Fabric(RuntimeView):
             hint = f" Write {module.__name__}()." if isinstance(module, type) else ""
             if is_of_pipeline(module):
                 hint = " Make the pipeline of modules that are not set up, as examples/pipeline_parallel.py does."
-            raise TypeError(
-                f"Fabric.{method}(): the first argument must be a torch.nn.Module, not {type(module).__name__}.{hint}"
+            raise make_error(
+                TypeError,
+                f"Fabric.{method}(): the first argument must be a torch.nn.Module, not {type(module).__name__}.",
+                fix=hint,
             )
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
@@ -480,7 +496,8 @@ class Fabric(RuntimeView):
             warn_once(
                 "backward without setup",
                 "Fabric.backward(): no module was set up, so it trains without the precision and the strategy of this "
-                "Fabric. Write model, optimizer = fabric.setup(model, optimizer) before the loop.",
+                "Fabric.",
+                fix="Write model, optimizer = fabric.setup(model, optimizer) before the loop.",
             )
         self._runtime.engine.backward(tensor, *args, **kwargs)
 
@@ -511,9 +528,11 @@ class Fabric(RuntimeView):
 
         """
         if (clip_val is None) == (max_norm is None):
-            raise ValueError(
-                f"Fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): give one of the two: clip_val "
-                "limits each element, max_norm the norm of all."
+            raise make_error(
+                ValueError,
+                f"Fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}):",
+                fix="give one of the two: clip_val limits each element, max_norm the norm of all.",
+                argument="clip_val",
             )
         optimizer = unwrapped(optimizer)
         parameters = to_clip(optimizer, "Fabric.clip_gradients()")
@@ -542,8 +561,10 @@ class Fabric(RuntimeView):
         """
         module = compiled_of(module)[0]
         if not isinstance(module, FabricModule):
-            raise TypeError(
-                f"Fabric.no_backward_sync({type(module).__name__}): pass the module that fabric.setup() returned."
+            raise make_error(
+                TypeError,
+                f"Fabric.no_backward_sync({type(module).__name__}):",
+                fix="pass the module that fabric.setup() returned.",
             )
         return self._runtime.no_sync(module._wrapped) if enabled else nullcontext()
 
@@ -747,9 +768,13 @@ class Fabric(RuntimeView):
         check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
         missing = [name for name in state if name not in contents]
         if missing and strict:
-            raise KeyError(
-                f"{os.fspath(path)} has no {missing[0]!r}.{did_you_mean(missing[0], contents)} It has: "
-                f"{', '.join(map(repr, contents))}. Leave the name out of state, or pass strict=False."
+            raise make_error(
+                KeyError,
+                f"{os.fspath(path)} has no {missing[0]!r}.",
+                fix=(
+                    f"{did_you_mean(missing[0], contents)} It has: {', '.join(map(repr, contents))}. Leave the name "
+                    "out of state, or pass strict=False."
+                ),
             )
         rest = dict(contents)
         for name in [name for name in state if name in contents]:
@@ -812,16 +837,18 @@ def _listed(value: Any) -> list[Any]:
 def _as_number(name: str, value: object) -> Any:
     if isinstance(value, list | tuple | dict | str):
         kind = type(value).__name__
-        raise ValueError(
-            f"fabric.log({name!r}, {value!r:.80}): `{kind}` values cannot be logged. Log one number by its name, and "
-            "several with log_dict({name: number, ...})."
+        raise make_error(
+            ValueError,
+            f"fabric.log({name!r}, {value!r:.80}): `{kind}` values cannot be logged.",
+            fix="Log one number by its name, and several with log_dict({name: number, ...}).",
         )
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
-        raise ValueError(
-            f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}. Log one number, for instance "
-            "its mean: value.mean()."
+        raise make_error(
+            ValueError,
+            f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}.",
+            fix="Log one number, for instance its mean: value.mean().",
         )
     return value.item()
 
@@ -840,9 +867,11 @@ def _collect(state: object, filter: Any, strategy: Strategy) -> dict[str, Any]:
     check.instance("Fabric.save", "filter", filter, dict, "a dict of names and functions", allow_none=True)
     for name, function in (filter or {}).items():
         if name not in state:
-            raise ValueError(
-                f"Fabric.save(filter={{{name!r}: ...}}): state has no {name!r}.{did_you_mean(name, state)} "
-                f"It has: {', '.join(map(repr, state))}."
+            raise make_error(
+                ValueError,
+                f"Fabric.save(filter={{{name!r}: ...}}): state has no {name!r}.",
+                fix=f"{did_you_mean(name, state)} It has: {', '.join(map(repr, state))}.",
+                argument="filter",
             )
         check.callable_("Fabric.save", f"filter[{name!r}]", function, allowed="a function of (key, value)")
     contents: dict[str, Any] = {}

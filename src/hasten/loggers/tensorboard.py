@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten._lib.tree import move_to, readable_by_jit
@@ -112,9 +113,13 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             try:
                 experiment.add_scalar(name, value.item() if isinstance(value, Tensor) else value, step)
             except Exception as error:
-                raise ValueError(
-                    f"TensorBoardLogger cannot log {name!r} = {value!r}. Log a number, a tensor of one element, "
-                    "or a dict of numbers; anything else through logger.experiment."
+                raise make_error(
+                    ValueError,
+                    f"TensorBoardLogger cannot log {name!r} = {value!r}.",
+                    fix=(
+                        "Log a number, a tensor of one element, or a dict of numbers; anything else through "
+                        "logger.experiment."
+                    ),
                 ) from error
 
     @rank_zero_only
@@ -156,8 +161,8 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
         rank_zero_warn(
-            f"TensorBoardLogger(log_graph=True): the graph of {type(model).__name__} is not logged, {found}. Set "
-            "self.example_input_array in its __init__: a tensor, or a tuple of forward's positional arguments."
+            f"TensorBoardLogger(log_graph=True): the graph of {type(model).__name__} is not logged, {found}.",
+            fix="Set self.example_input_array in its __init__: a tensor, or a tuple of forward's positional arguments.",
         )
 
     @rank_zero_only

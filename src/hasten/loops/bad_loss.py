@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib import torch_private
-from hasten._lib.errors import BadLossError
+from hasten._lib.errors import BadLossError, make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of
 from hasten.loops.saved_state import SavedBuffers, StepState
@@ -57,9 +57,12 @@ class LossReport:
             where = "" if epoch is None else f" (epoch {epoch + 1})"
             before = "" if self._finite_at is None else f"; at step {self._finite_at} it was finite"
             rank_zero_warn(
-                f"The loss of training_step is {value} at step {step}{where}{before}. One such step can make "
-                "all weights nan. Trainer(on_bad_loss='stop') ends the run before it and names the layer, "
-                "on_bad_loss='skip' leaves it out."
+                f"The loss of training_step is {value} at step {step}{where}{before}. One such step can make all "
+                "weights nan.",
+                fix=(
+                    "Trainer(on_bad_loss='stop') ends the run before it and names the layer, on_bad_loss='skip' leaves "
+                    "it out."
+                ),
             )
 
     def logged(self, hook: str, stage: str, name: str, value: float) -> None:
@@ -185,10 +188,12 @@ class Guard:
             step()
         except StepSkipped:
             if versions != [p._version for p in wide]:
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"Trainer(on_bad_loss={self._mode!r}): the weights were changed before the closure of "
-                    f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last} Use "
-                    "on_bad_loss='warn'."
+                    f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last}",
+                    fix="Use on_bad_loss='warn'.",
+                    argument="on_bad_loss",
                 ) from None
             # Rewind now and not within the closure, where the optimizer was in the middle of its step.
             self._rewind()
@@ -296,11 +301,12 @@ class Guard:
     def _too_often(self, what: str) -> BadLossError:
         return self._error(
             f"{what}, so the run ends here.",
-            " on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps.",
+            "on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps.",
         )
 
-    def _error(self, what: str, advice: str = "") -> BadLossError:
-        return BadLossError(f"Trainer(on_bad_loss={self._mode!r}): {what} {self._last}{advice}")
+    def _error(self, what: str, fix: str = "") -> BadLossError:
+        text = f"Trainer(on_bad_loss={self._mode!r}): {what} {self._last}"
+        return BadLossError(text, fix=fix, argument="on_bad_loss")
 
     def _describe(self, here: int, bad: list[tuple[int, Tensor]]) -> str:
         progress = self._run.progress

@@ -59,7 +59,8 @@ def _warn_of_monitors(run: Run) -> None:
             owner = type(callback).__name__
             rank_zero_warn(
                 f"{owner}(monitor={name!r}): the validation before training logs {', '.join(sorted(logged))}, and no "
-                f"{name!r}. Did you mean {owner}(monitor={near[0]!r})?"
+                f"{name!r}.",
+                fix=f"Did you mean {owner}(monitor={near[0]!r})?",
             )
 
 
@@ -171,7 +172,8 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
         if source.is_switched_off:
             limit = LIMIT_OF[source.stage]
             rank_zero_warn(
-                f"Trainer.{source.stage}() evaluates nothing, as {limit}=0. Set trainer.{limit} = 1.0 before it."
+                f"Trainer.{source.stage}() evaluates nothing, as {limit}=0.",
+                fix=f"Set trainer.{limit} = 1.0 before it.",
             )
         return []
     check_takes_loader(run.module, "test" if testing else "validation", len(source.load()))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, parameters_of
 from hasten.compile.cuda_graphs import CudaGraphSteps
@@ -85,9 +85,9 @@ def fit(run: Run) -> None:
         return
     if run.arguments.max_epochs_assumed:
         rank_zero_warn(
-            "`max_epochs` was not set: training ends after 1000 epochs. "
-            "Pass max_epochs=..., or max_epochs=-1 for no limit.",
+            "`max_epochs` was not set: training ends after 1000 epochs.",
             PossibleUserWarning,
+            fix="Pass max_epochs=..., or max_epochs=-1 for no limit.",
         )
     if not first_check:
         run.observers.first_epoch.before_start(run)
@@ -527,8 +527,9 @@ def _closure_step(run: Run) -> Step:
         _step_with_closure(run, batch_idx, compute)
         if in_step and not computed:
             raise MisconfigurationException(
-                f"The closure hasn't been executed: {_who_steps(run)} did not call it, so nothing was trained on batch "
-                f"{batch_idx}. Pass it on: optimizer.step(closure=optimizer_closure)."
+                f"The closure hasn't been executed: {_who_steps(run)} did not call it, so nothing was trained on "
+                f"batch {batch_idx}.",
+                fix="Pass it on: optimizer.step(closure=optimizer_closure).",
             )
         # Each call of optimizer_step counts as one step, for limits and schedules.
         progress.global_step += 1
@@ -614,8 +615,8 @@ def _manual_step(run: Run) -> Step:
             raise
         if not isinstance(output, (Tensor, Mapping, NoneType)):
             raise MisconfigurationException(
-                f"{type(run.module).__name__}.training_step returned a {type(output).__name__}. With manual "
-                "optimization return the loss (a tensor), a dict, or nothing."
+                f"{type(run.module).__name__}.training_step returned a {type(output).__name__}.",
+                fix="With manual optimization return the loss (a tensor), a dict, or nothing.",
             )
         if output is None or hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return {}
@@ -898,9 +899,11 @@ def _step_late(run: Run) -> None:
     def compute() -> None:
         nonlocal finished
         if finished:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{type(optimizer).__name__}: its step computes the loss again, and the epoch ended before the length "
-                f"of the train dataloader ({type(run.data.train.loaders[0]).__name__}) said. Correct its __len__."
+                f"of the train dataloader ({type(run.data.train.loaders[0]).__name__}) said.",
+                fix="Correct its __len__.",
             )
         finish_gradients()
         finished = True

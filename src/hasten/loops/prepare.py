@@ -13,7 +13,7 @@ import torch
 from hasten import optim
 from hasten._lib import torch_private
 from hasten._lib.device import collect_earlier_models, is_host
-from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.errors import MisconfigurationException, WrongType, add_note
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info, warn_once
@@ -207,15 +207,16 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
     on_gpu = not is_host(run.runtime.device) and run.runtime.steps is None
     if isinstance(sync, TorchSyncBatchNorm) and not on_gpu and normalizes:
         raise MisconfigurationException(
-            f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on {device!r}. "
-            "Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
+            f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on {device!r}.",
+            fix="Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm.",
+            argument="sync_batchnorm",
         )
     changed = sync.apply(module)
     run.undo.callback(sync.revert, module)
     if changed is not module:
         raise WrongType(
-            f"{type(sync).__name__}.apply() returned a {type(changed).__name__}. Change the module that it got in "
-            "place, and return that."
+            f"{type(sync).__name__}.apply() returned a {type(changed).__name__}.",
+            fix="Change the module that it got in place, and return that.",
         )
 
 
@@ -227,10 +228,8 @@ def _explained_mesh(module: LightningModule) -> Iterator[None]:
     except TypeError as error:
         code = getattr(module.configure_model, "__code__", None)
         if "'NoneType' object" in str(error) and code and "device_mesh" in code.co_names and module.device_mesh is None:
-            error.add_note(
-                f"self.device_mesh is None under strategy={module.trainer.strategy.name!r}, which has no mesh. Use "
-                "ModelParallelStrategy."
-            )
+            what = f"self.device_mesh is None under strategy={module.trainer.strategy.name!r}, which has no mesh."
+            add_note(error, what, fix="Use ModelParallelStrategy.")
         raise
 
 
@@ -427,7 +426,8 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
         if holds:
             raise MisconfigurationException(
                 f"in_backward({name}) and {what}: each parameter steps in backward, so the gradients never exist all "
-                f"at once. {remedy}, or {instead}"
+                "at once.",
+                fix=f"{remedy}, or {instead}",
             )
     run.runtime.engine.check_in_backward("Trainer", name)
     for hook in ("on_after_backward", "on_before_optimizer_step"):
@@ -435,7 +435,8 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
             warn_once(
                 f"in_backward {hook} {owner}",
                 f"in_backward({name}): each parameter has stepped before {owner}.{hook}() runs, and its gradient is "
-                f"None there. If that hook reads or changes gradients, {instead}",
+                "None there.",
+                fix=f"If that hook reads or changes gradients, {instead}",
             )
     optimizer.clip_value = float(clip_value) if clip_value else None
 
@@ -490,12 +491,15 @@ def change_module(run: Run) -> None:
         kind = run.runtime.device.type
         if kind != "cpu":
             raise MisconfigurationException(
-                f"Trainer(dropout='fast'): on {kind} dropout is one kernel already. Leave it out."
+                f"Trainer(dropout='fast'): on {kind} dropout is one kernel already.",
+                fix="Leave it out.",
+                argument="dropout",
             )
         if not run.undo.enter_context(fast_dropout(module)) and not speed.packed:
             raise MisconfigurationException(
-                f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer. Leave it out; dropout "
-                "within attention is made cheap by packed=True."
+                f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer.",
+                fix="Leave it out; dropout within attention is made cheap by packed=True.",
+                argument="dropout",
             )
     micro_batches.prepare_module(run)
 
@@ -524,8 +528,11 @@ def check_compile(run: Run) -> None:
         asked = f"compile={dict(settings.options)}, " if settings.context is None else ""
         raise MisconfigurationException(
             f"Trainer({asked}packed={run.arguments.speed.packed!r}): a CUDA graph is recorded for one number of "
-            "tokens, and packed batches have another each time. Use compile=True with packed, or batching='length' in "
-            "place of packed: its few widths are recorded once each."
+            "tokens, and packed batches have another each time.",
+            fix=(
+                "Use compile=True with packed, or batching='length' in place of packed: its few widths are recorded "
+                "once each."
+            ),
         )
     run.runtime.engine.check_compile("Trainer")
     check_possible("Trainer", settings, run.runtime.device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten._lib.device import synchronize
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.extend.origin import comes_from, module_of
 from hasten.loops.schedule import Stopped
@@ -121,7 +122,9 @@ def nothing_to_train(run: Run) -> bool:
     if run.arguments.uneven == "error" and all(end is not None for each, end in ends if not each):
         counts = [0 if each else int(min(end or 0, _INFINITE)) for each, end in ends]
         if len(set(counts)) > 1:
-            raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
+            raise make_error(
+                ValueError, f"Trainer(uneven='error'): {_text_of(counts)}.", fix=_ADVICE, argument="uneven"
+            )
     return any(off)
 
 
@@ -156,7 +159,7 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
         return None
     counts = run.runtime.strategy.gather_objects(int(known))
     if run.arguments.uneven == "error":
-        raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
+        raise make_error(ValueError, f"Trainer(uneven='error'): {_text_of(counts)}.", fix=_ADVICE, argument="uneven")
     _warn(_text_of(counts), int(fewest))
     train.most_batches = int(fewest)
     return None
@@ -182,9 +185,11 @@ def _say_steps(run: Run) -> None:
     counts = run.runtime.strategy.gather_objects(run.progress.global_step)
     found = same_program.by_value(counts)
     told = " and ".join(f"{count} on {agreement.format_ranks(ranks)}" for count, ranks in found[:_MOST_RANKS])
-    raise RuntimeError(
-        f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their weights "
-        "are not the same any more. Call optimizer.step() for the same batches on all processes."
+    raise make_error(
+        RuntimeError,
+        f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their "
+        "weights are not the same any more.",
+        fix="Call optimizer.step() for the same batches on all processes.",
     )
 
 
@@ -226,7 +231,7 @@ def _compare(run: Run, batches: Batches, state: int) -> None:
         return
     text = _text_of(counts, [more for _, more in everybody])
     if run.arguments.uneven == "error":
-        raise RuntimeError(f"Trainer(uneven='error'): {text}. {_ADVICE}")
+        raise make_error(RuntimeError, f"Trainer(uneven='error'): {text}.", fix=_ADVICE, argument="uneven")
     _warn(text, min(counts))
 
 
@@ -279,9 +284,11 @@ def leave_evaluation(run: Run) -> None:
 def _check_order(run: Run) -> None:
     orders = run.runtime.strategy.gather_objects(run.runtime.strategy.sharding.forward_order(run.module))
     if len(set(orders)) > 1:
-        raise RuntimeError(
+        raise make_error(
+            RuntimeError,
             f"{run.state.fn}: a process has no batch, and the parts of {type(run.module).__name__} compute in another "
-            "order than they were assigned in. Use a smaller batch_size, so that each process has a batch."
+            "order than they were assigned in.",
+            fix="Use a smaller batch_size, so that each process has a batch.",
         )
 
 
@@ -363,9 +370,9 @@ class _ZeroLoss(torch.autograd.Function):
 def _warn(counts: str, fewest: int) -> None:
     warn_once(
         "batches-differ-by-rank",
-        f"The train dataloaders of the processes differ in length: {counts}. Every epoch ends after {fewest} on all of "
-        "them, and what the others have left is not read. Give each process the same number of batches to "
-        "train on all of them.",
+        f"The train dataloaders of the processes differ in length: {counts}. Every epoch ends after {fewest} on all "
+        "of them, and what the others have left is not read.",
+        fix="Give each process the same number of batches to train on all of them.",
     )
 
 

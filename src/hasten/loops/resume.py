@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hasten._lib import FIELD_FORMAT, VERSION
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to, parameters_of
@@ -293,17 +293,20 @@ class RunState:
         missing = sorted(key for key in unused if key.partition("{")[0] not in present)
         if missing and self._run.state.fn == TrainerFn.FITTING:
             rank_zero_warn(
-                f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have. "
-                "Add them to Trainer(callbacks=[...]) to go on as before."
+                f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have.",
+                fix="Add them to Trainer(callbacks=[...]) to go on as before.",
             )
 
 
 def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:
     if len(stored) != len(present):
-        raise ValueError(
-            f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}. "
-            "Resume with the configure_optimizers() the run was started with, or load the weights alone: "
-            "Model.load_from_checkpoint(path)."
+        raise make_error(
+            ValueError,
+            f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}.",
+            fix=(
+                "Resume with the configure_optimizers() the run was started with, or load the weights alone: "
+                "Model.load_from_checkpoint(path)."
+            ),
         )
 
 
@@ -331,13 +334,17 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
                 why = (
                     f"the {type(callback).__name__} is not configured to save the best model, or has not saved one yet"
                 )
-            raise ValueError(
-                f'ckpt_path="best": {why}. Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and '
-                "fit first."
+            raise make_error(
+                ValueError,
+                f'ckpt_path="best": {why}.',
+                fix="Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and fit first.",
+                argument="ckpt_path",
             )
         return str(best)
     if "://" not in text and not present(text):
-        raise FileNotFoundError(f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}")
+        raise make_error(
+            FileNotFoundError, f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}", argument="ckpt_path"
+        )
     return text
 
 
@@ -353,8 +360,10 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
     advice = "counted from the beginning of the run"
     if epochs is not None and 0 <= epochs < begun:
         raise MisconfigurationException(
-            f"ckpt_path={path!r}: the checkpoint was saved in or after epoch {begun}, and Trainer(max_epochs={epochs}) "
-            f"ends before that. To train on, write max_epochs={max(begun, complete + 1)} or more, {advice}."
+            f"ckpt_path={path!r}: the checkpoint was saved in or after epoch {begun}, and "
+            f"Trainer(max_epochs={epochs}) ends before that. To train on, write max_epochs={max(begun, complete + 1)} "
+            f"or more, {advice}.",
+            argument="ckpt_path",
         )
     if epochs is not None and 0 <= epochs == complete:
         left = f"all of max_epochs={epochs}. To train on, write max_epochs={epochs + 1}"
@@ -523,10 +532,11 @@ def is_inside(run: Run) -> bool:
 
 
 def _refusal(run: Run, why: str) -> RuntimeError:
-    return RuntimeError(
+    return make_error(
+        RuntimeError,
         f"Trainer.save_checkpoint() inside a batch (in {run.logged.context.row.name}, batch {run.progress.batch}): a "
-        f"resumed run would have to begin the batch again, and {why}. Save in on_train_batch_end, or save the weights "
-        "alone: save_checkpoint(path, weights_only=True)."
+        f"resumed run would have to begin the batch again, and {why}.",
+        fix="Save in on_train_batch_end, or save the weights alone: save_checkpoint(path, weights_only=True).",
     )
 
 

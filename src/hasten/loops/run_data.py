@@ -132,11 +132,11 @@ class StageData:
         argument = "train_dataloaders" if self.stage == "train" else "dataloaders"
         if self.datamodule is not None and self._reads_datamodule:
             raise WrongType(
-                f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}(). Define it."
+                f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}().", fix="Define it."
             )
         raise WrongType(
-            f"Trainer.{call}(): there is no data. Pass {argument}=..., a datamodule, or define "
-            f"{type(self._module).__name__}.{hook}()."
+            f"Trainer.{call}(): there is no data.",
+            fix=f"Pass {argument}=..., a datamodule, or define {type(self._module).__name__}.{hook}().",
         )
 
     @property
@@ -216,7 +216,7 @@ class StageData:
                 owner, hook = self._owner(), HOOK_OF[self.stage]
                 given, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
                 if given is None:
-                    raise WrongType(f"{name} returned None. Return a DataLoader or an iterable.")
+                    raise WrongType(f"{name} returned None.", fix="Return a DataLoader or an iterable.")
             found = self._several(given, name)
             self._streams = [
                 self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
@@ -406,8 +406,8 @@ class StageData:
         if self.stage == "train":
             if isinstance(given, CombinedLoader) and given.mode == "sequential":
                 raise MisconfigurationException(
-                    f'{name} is a CombinedLoader(mode="sequential"), and training reads one loader. Use "min_size", '
-                    '"max_size" or "max_size_cycle".'
+                    f'{name} is a CombinedLoader(mode="sequential"), and training reads one loader.',
+                    fix='Use "min_size", "max_size" or "max_size_cycle".',
                 )
             return [CombinedLoader(given, "max_size_cycle") if is_collection(given) else given]
         if isinstance(given, CombinedLoader):
@@ -416,8 +416,8 @@ class StageData:
                 return given.flattened
             if self.stage == "predict":
                 raise MisconfigurationException(
-                    f"{name} is a CombinedLoader(mode={given.mode!r}); prediction reads one loader after the other. "
-                    'Use mode="sequential".'
+                    f"{name} is a CombinedLoader(mode={given.mode!r}); prediction reads one loader after the other.",
+                    fix='Use mode="sequential".',
                 )
         elif isinstance(given, Mapping) or is_collection(given):
             self._collection = CombinedLoader(given, "sequential")
@@ -444,13 +444,16 @@ class StageData:
         if math.isinf(length):
             raise MisconfigurationException(
                 f"Trainer({argument}={limit}): a share needs a loader with a length, and "
-                f"{type(stream.loader).__name__} has none. Give a number of batches instead."
+                f"{type(stream.loader).__name__} has none.",
+                fix="Give a number of batches instead.",
+                argument=argument,
             )
         batches = int(length * limit)
         if batches == 0 and length > 0:
             raise MisconfigurationException(
-                f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one. "
-                f"Use at least {argument}={1 / length:.4g}, or a number of batches."
+                f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one.",
+                fix=f"Use at least {argument}={1 / length:.4g}, or a number of batches.",
+                argument=argument,
             )
         return batches
 
@@ -615,7 +618,8 @@ class StallMonitor:
         if share >= _SHARE and self._idle >= steps / 2:
             rank_zero_warn(
                 f"Training waits for its data: {100 * share:.0f} % of the time of the first {steps} steps "
-                f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step). {_advice(run)}"
+                f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step).",
+                fix=_advice(run),
             )
 
 

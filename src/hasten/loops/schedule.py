@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten._lib.durations import Period
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, add_note
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.optim import LRSchedulerConfig
@@ -62,13 +62,15 @@ class ValidationSchedule:
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
                 raise MisconfigurationException(
-                    f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches. Use at most "
-                    f"{int(length)}, or check_val_every_n_epoch=None to count batches over epochs."
+                    f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches.",
+                    fix=f"Use at most {int(length)}, or check_val_every_n_epoch=None to count batches over epochs.",
+                    argument="val_check_interval",
                 )
         elif math.isinf(length) and interval != 1.0:
             raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a "
-                "length. Give a number of batches, for instance val_check_interval=1000."
+                f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a length.",
+                fix="Give a number of batches, for instance val_check_interval=1000.",
+                argument="val_check_interval",
             )
 
     def due_in(self, epoch: int) -> bool:
@@ -164,11 +166,14 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
         run.module.lr_scheduler_step(config.scheduler, value)
     except ValueError as error:
         if "total steps" in str(error):
-            error.add_note(
+            add_note(
+                error,
                 f"The {type(config.scheduler).__name__} was made for fewer steps than this run takes: "
-                f"{run.limits.max_epochs} epochs of {run.data.train.limit} batches. Make it with "
-                "total_steps=self.trainer.estimated_stepping_batches. A resumed run keeps the plan of its checkpoint: "
-                "to train longer than that plan, load the weights alone and begin a new one."
+                f"{run.limits.max_epochs} epochs of {run.data.train.limit} batches.",
+                fix=(
+                    "Make it with total_steps=self.trainer.estimated_stepping_batches. A resumed run keeps the plan of "
+                    "its checkpoint: to train longer than that plan, load the weights alone and begin a new one."
+                ),
             )
         raise
 
@@ -185,15 +190,17 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
         value = run.runtime.broadcast(None if value is None else value.detach().cpu())
     if value is not None:
         return value
-    message = (
+    what = (
         f"The scheduler {type(config.scheduler).__name__} steps on monitor={name!r}, which was never logged. "
-        f"Logged so far: {sorted(metrics)}.{did_you_mean(name, list(metrics))} "
-        f"Log it with self.log({name!r}, ...), or set the lr_scheduler's interval and frequency so that it steps "
-        "after the validation that logs it."
+        f"Logged so far: {sorted(metrics)}."
+    )
+    fix = (
+        f"{did_you_mean(name, list(metrics))} Log it with self.log({name!r}, ...), or set the lr_scheduler's interval "
+        "and frequency so that it steps after the validation that logs it."
     )
     if config.strict:
-        raise MisconfigurationException(message)
-    rank_zero_warn(message, RuntimeWarning)
+        raise MisconfigurationException(what, fix=fix, argument="monitor")
+    rank_zero_warn(what, RuntimeWarning, fix=fix)
     return None
 
 

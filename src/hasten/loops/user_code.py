@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, NotPartOfLightning2
+from hasten._lib.errors import (
+    MisconfigurationException,
+    MisconfigurationRuntimeError,
+    NotPartOfLightning2,
+    Parts,
+    add_note,
+    make_error,
+)
 from hasten._lib.explain import describe_batch, explain
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
@@ -90,20 +97,22 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
         elif is_of_pipeline(module):
             hint = f" {PIPELINE_IN_FABRIC}."
-        raise TypeError(f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}")
+        what = f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}."
+        raise make_error(TypeError, what, fix=hint, argument="model")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
         hint = f" Make one: {datamodule.__name__}()." if isinstance(datamodule, type) else ""
-        raise TypeError(f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}.{hint}")
+        fix = f"use a LightningDataModule, not {_name(datamodule)}.{hint}"
+        raise make_error(TypeError, f"Trainer.{call}(datamodule=...):", fix=fix, argument="datamodule")
     if datamodule is not None and any(one is not None for one in given):
         raise MisconfigurationException(
-            f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
+            f"Trainer.{call}(): data was given twice, as loaders and as a datamodule.", fix="Pass one of them."
         )
     _refuse_removed_hooks(call, module)
     problem = _problem_of_methods(call, module)
     if problem is not None:
-        raise MisconfigurationException(f"Trainer.{call}(): {problem}")
+        raise MisconfigurationException(f"Trainer.{call}(): {problem.what}", fix=problem.fix)
     if call == "fit" and (problem := _problem_of_arguments(arguments, module)) is not None:
-        raise MisconfigurationException(f"Trainer({problem}")
+        raise MisconfigurationException(f"Trainer({problem.what}", fix=problem.fix, argument=problem.argument)
 
 
 def check_pipeline(call: str, module: LightningModule) -> None:
@@ -113,7 +122,8 @@ def check_pipeline(call: str, module: LightningModule) -> None:
     for name, value in vars(module).items():
         if is_of_pipeline(value):
             raise MisconfigurationException(
-                f"Trainer.{call}(): {type(module).__name__}.{name} is a {type(value).__name__}. {PIPELINE_IN_FABRIC}."
+                f"Trainer.{call}(): {type(module).__name__}.{name} is a {type(value).__name__}.",
+                fix=f"{PIPELINE_IN_FABRIC}.",
             )
 
 
@@ -121,54 +131,56 @@ def _refuse_removed_hooks(call: str, module: LightningModule) -> None:
     for name, instead in _REMOVED_HOOKS.items():
         if hasattr(module, name):
             raise NotPartOfLightning2(
-                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called. Rename it to "
-                f"{instead}(self), and keep what you need of the outputs in an attribute."
+                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called.",
+                fix=f"Rename it to {instead}(self), and keep what you need of the outputs in an attribute.",
             )
 
 
-def _problem_of_methods(call: str, module: LightningModule) -> str | None:
+def _problem_of_methods(call: str, module: LightningModule) -> Parts | None:
     owner = type(module).__name__
     if call == "predict" and getattr(module, "predict_step", None) is None:
-        return f"{owner}.predict_step is None. Define it, or leave it to the one that calls forward()."
+        return Parts(f"{owner}.predict_step is None.", "Define it, or leave it to the one that calls forward().")
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
-        return f"{owner} has no {step}(). Define it{_near_method(module, step)}."
+        return Parts(f"{owner} has no {step}().", f"Define it{_near_method(module, step)}.")
     if call == "predict" and not any(overrides(module, LightningModule, name) for name in ("predict_step", "forward")):
-        return f"{owner} has neither predict_step() nor forward(). Define one."
+        return Parts(f"{owner} has neither predict_step() nor forward().", "Define one.")
     if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
-        return (
-            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}. Define it, for "
-            "instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
+        return Parts(
+            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}.",
+            "Define it, for instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), "
+            "lr=1e-3)",
         )
     return None
 
 
-def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> str | None:
+def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> Parts | None:
     bad_loss, batches = arguments.on_bad_loss, arguments.accumulate_grad_batches
     skips, manual = bad_loss in ("skip", "rewind"), not module.automatic_optimization
     problems = (
         (
             skips and arguments.detect_anomaly,
             f"detect_anomaly=True, on_bad_loss={bad_loss!r}): detect_anomaly ends the run at the first gradient that "
-            "is nan, before its step could be left out. Leave out one of them.",
+            "is nan, before its step could be left out.",
+            "Leave out one of them.",
         ),
         (
             skips and manual,
-            f"on_bad_loss={bad_loss!r}): with manual optimization your training_step decides what a step is. Test the "
-            "loss there before self.manual_backward(loss), or use on_bad_loss='stop'.",
+            f"on_bad_loss={bad_loss!r}): with manual optimization your training_step decides what a step is.",
+            "Test the loss there before self.manual_backward(loss), or use on_bad_loss='stop'.",
         ),
         (
             manual and arguments.gradient_clip_val,
-            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimization. Call "
-            "self.clip_gradients(optimizer, gradient_clip_val=...) in training_step.",
+            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimization.",
+            "Call self.clip_gradients(optimizer, gradient_clip_val=...) in training_step.",
         ),
         (
             manual and batches != 1,
-            f"accumulate_grad_batches={batches}) does nothing with manual optimization. Step every so many batches in "
-            "training_step instead.",
+            f"accumulate_grad_batches={batches}) does nothing with manual optimization.",
+            "Step every so many batches in training_step instead.",
         ),
     )
-    return next((problem for holds, problem in problems if holds), None)
+    return next((Parts(what, fix, what.partition("=")[0]) for holds, what, fix in problems if holds), None)
 
 
 def check_fit(run: Run) -> None:
@@ -183,7 +195,9 @@ def check_fit(run: Run) -> None:
     if not run.optimizers and run.arguments.on_bad_loss in ("skip", "rewind"):
         raise MisconfigurationException(
             f"Trainer(on_bad_loss={run.arguments.on_bad_loss!r}): configure_optimizers() returned no optimizer, so "
-            "there is no step to leave out. Use on_bad_loss='stop' or 'warn'."
+            "there is no step to leave out.",
+            fix="Use on_bad_loss='stop' or 'warn'.",
+            argument="on_bad_loss",
         )
 
 
@@ -221,8 +235,8 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             run.runtime.engine.refuse_outside(problem, advice)
             nothing_trained = len(outside) == len(parameters) and _held_by(module).isdisjoint(map(id, outside))
             if nothing_trained and any(parameter.requires_grad for parameter in own.values()):
-                raise MisconfigurationException(f"{problem}: it would not be trained. {instead}")
-        rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it. {instead}")
+                raise MisconfigurationException(f"{problem}: it would not be trained.", fix=instead)
+        rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it.", fix=instead)
 
 
 def _held_by(module: nn.Module) -> set[int]:
@@ -334,15 +348,16 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
     method = getattr(owner, name)
     if not callable(method):
         raise MisconfigurationException(
-            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method. "
-            "Rename what you keep there."
+            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method.",
+            fix="Rename what you keep there.",
         )
     # The number of loaders is not known yet: see check_takes_loader.
     of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
     if not of_loader and not _accepts(method, arguments) and not _accepts_stage(method, arguments):
         _refuse_signature(
             f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
-            f"({', '.join(arguments)}). Write: def {name}({', '.join(('self', *arguments))})."
+            f"({', '.join(arguments)}).",
+            f"Write: def {name}({', '.join(('self', *arguments))}).",
         )
 
 
@@ -354,11 +369,11 @@ def _accepts_stage(method: Any, arguments: tuple[str, ...]) -> bool:
     return arguments[-1] == "stage"
 
 
-def _refuse_signature(message: str) -> None:
+def _refuse_signature(what: str, fix: str) -> None:
     if not conventions.current().mistakes_are_warnings:
-        raise MisconfigurationException(message)
+        raise MisconfigurationException(what, fix=fix)
     # In Lightning, such a hook raises a TypeError when it is called, which may never happen.
-    rank_zero_warn(message)
+    rank_zero_warn(what, fix=fix)
 
 
 def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
@@ -367,16 +382,12 @@ def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) 
     if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
         return
     signature = str(inspect.signature(method))
-    message = (
-        f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
-        f"Write: def {name}(self, batch, batch_idx)."
-    )
+    what = f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx)."
+    fix = f"Write: def {name}(self, batch, batch_idx)."
     if "optimizer_idx" in signature:
-        raise MisconfigurationRuntimeError(
-            f"{message} Several optimizers need manual optimization (automatic_optimization = False), not an "
-            "optimizer_idx."
-        )
-    _refuse_signature(message)
+        fix += " Several optimizers need manual optimization (automatic_optimization = False), not an optimizer_idx."
+        raise MisconfigurationRuntimeError(what, fix=fix)
+    _refuse_signature(what, fix)
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
@@ -400,13 +411,15 @@ def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> Non
         may_lack = name == "predict_step" or takes_iterator(method)
         if loaders > 1 and not may_lack and not _accepts(method, arguments):
             raise DataloaderIndexError(
-                f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}. {instead}"
+                f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}.",
+                fix=instead,
             )
         parameter = None if loaders > 1 else inspect.signature(method).parameters.get("dataloader_idx")
         if parameter is not None and parameter.default is parameter.empty:
             raise DataloaderIndexError(
                 f"There is a single {stage} loader, and you have included `dataloader_idx` in {hook}, which is only "
-                f"given where there are several. {instead}"
+                "given where there are several.",
+                fix=instead,
             )
 
 
@@ -433,8 +446,8 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
                 ("self", *_STEPS[hook]) if hook in _STEPS else inspect.signature(getattr(base, hook)).parameters
             )
             rank_zero_warn(
-                f"{kind.__name__}.{name}() looks like the hook {hook}({arguments}), and the trainer does not call it. "
-                f"Rename it to {hook}; if it is a method for your own code, give it another name."
+                f"{kind.__name__}.{name}() looks like the hook {hook}({arguments}), and the trainer does not call it.",
+                fix=f"Rename it to {hook}; if it is a method for your own code, give it another name.",
             )
 
 
@@ -449,17 +462,19 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
     has_step = overrides(module, LightningModule, "validation_step")
     if validation.has_data() and not has_step:
         rank_zero_warn(
-            f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs. "
-            "Define it, or leave the data out."
+            f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs.",
+            fix="Define it, or leave the data out.",
         )
     elif wanted and has_step and not validation.has_data():
         # A cross-validation or a search fits the same class again and again, and validates after it.
         warn_once(
             f"no validation data {type(module)}",
-            f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs. "
-            "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
-            "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well.",
+            f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs.",
             PossibleUserWarning,
+            fix=(
+                "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
+                "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well."
+            ),
         )
 
 
@@ -479,8 +494,9 @@ class FirstEpoch:
             # Under Lightning's names, also for modules that nothing trains.
             rank_zero_warn(
                 f"Found {len(self._in_eval_mode)} module(s) in eval mode at the start of training: dropout is off "
-                "there, and batch norm keeps its statistics. Write model.train() before fit, unless that is meant.",
+                "there, and batch norm keeps its statistics.",
                 PossibleUserWarning,
+                fix="Write model.train() before fit, unless that is meant.",
             )
             self._in_eval_mode = set()
         call_own_train(run.module)
@@ -508,9 +524,9 @@ class FirstEpoch:
         if found:
             rank_zero_warn(
                 f"{type(module).__name__} trains {len(found)} layers in eval mode ({', '.join(found[:_NAMED])}): "
-                "dropout is off there, as in what from_pretrained() returns. Write model.train() before fit; layers "
-                "with requires_grad=False may stay in eval mode.",
+                "dropout is off there, as in what from_pretrained() returns.",
                 PossibleUserWarning,
+                fix="Write model.train() before fit; layers with requires_grad=False may stay in eval mode.",
             )
 
     def _warn_of_interval(self, run: Run) -> None:
@@ -520,8 +536,9 @@ class FirstEpoch:
             self._ended = True
             rank_zero_warn(
                 f"The number of training batches ({batches}) is smaller than the logging interval "
-                f"Trainer(log_every_n_steps={every}). Use a shorter one to see values of steps in the loggers.",
+                f"Trainer(log_every_n_steps={every}).",
                 PossibleUserWarning,
+                fix="Use a shorter one to see values of steps in the loggers.",
             )
 
     def at_end(self, run: Run) -> None:
@@ -536,8 +553,11 @@ class FirstEpoch:
         if names:
             rank_zero_warn(
                 f"Values logged on steps ({', '.join(names[:_NAMED])}) go to the loggers every {every} steps, and the "
-                f"first epoch had {steps}: none of them got there. Write "
-                f"Trainer(log_every_n_steps={max(1, steps // 10)}), or self.log(..., on_epoch=True) for the mean."
+                f"first epoch had {steps}: none of them got there.",
+                fix=(
+                    f"Write Trainer(log_every_n_steps={max(1, steps // 10)}), or self.log(..., on_epoch=True) for the "
+                    "mean."
+                ),
             )
 
 
@@ -564,9 +584,9 @@ def _warn_of_broadcast_losses(module: LightningModule, before: Iterable[tuple[st
         place = f" ({file}, line {line})" if file and not name.startswith("torch.") else ""
         target, values = (f"({sizes}{',' * (',' not in sizes)})" for sizes in shapes.groups())
         rank_zero_warn(
-            f"{type(module).__name__}: a loss{place} gets predictions of shape {values} and targets of shape {target}. "
-            "It compares every prediction with every target, and the model learns their mean. Give both one shape: "
-            f"{_one_shape(shapes[2], shapes[1])}."
+            f"{type(module).__name__}: a loss{place} gets predictions of shape {values} and targets of shape "
+            f"{target}. It compares every prediction with every target, and the model learns their mean.",
+            fix=f"Give both one shape: {_one_shape(shapes[2], shapes[1])}.",
         )
 
 
@@ -589,10 +609,11 @@ def _one_shape(values: str, target: str) -> str:
 
 # -- what a step returned
 
-MEMORY_NOTE = (
-    "Memory ran out. Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; "
-    "memory='auto' keeps fewer activations."
+_MEMORY_FIX = (
+    "Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; memory='auto' keeps "
+    "fewer activations."
 )
+MEMORY_NOTE = f"Memory ran out. {_MEMORY_FIX}"
 _WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -603,27 +624,29 @@ def loss_of(output: object, run: Run) -> Tensor | None:
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise MisconfigurationException(
-                f"{step} returned a dict without the key 'loss' (it has {list(output)}). "
-                "Return {'loss': loss, ...}, or the loss itself."
+                f"{step} returned a dict without the key 'loss' (it has {list(output)}).",
+                fix="Return {'loss': loss, ...}, or the loss itself.",
             )
         loss = output["loss"]
         if loss is not None and not isinstance(loss, Tensor):
             raise MisconfigurationException(
-                f"{step} returned {{'loss': {_describe(loss)}}}; the loss must be a tensor "
-                "computed from the parameters. Do not convert it with .item() or float()."
+                f"{step} returned {{'loss': {_describe(loss)}}}; the loss must be a tensor computed from the "
+                "parameters.",
+                fix="Do not convert it with .item() or float().",
             )
     if isinstance(loss, Tensor):
         # With ``loss_parallel`` it is a DTensor.
         return whole(loss)
     if loss is not None:
+        number = " Do not convert it with .item() or float()." if isinstance(loss, float) else ""
         raise MisconfigurationException(
-            f"{step} returned {_describe(loss)}; return the loss (a tensor), a dict with the key 'loss', or None to "
-            "skip the batch." + (" Do not convert it with .item() or float()." if isinstance(loss, float) else "")
+            f"{step} returned {_describe(loss)};",
+            fix=f"return the loss (a tensor), a dict with the key 'loss', or None to skip the batch.{number}",
         )
     if run.window.skipped_batches == 0:
         rank_zero_warn(
-            f"{step} returned None: the batch is skipped. If that is not on purpose, end training_step with "
-            "`return loss`."
+            f"{step} returned None: the batch is skipped.",
+            fix="If that is not on purpose, end training_step with `return loss`.",
         )
     run.window.skipped_batches += 1
     return None
@@ -639,24 +662,30 @@ def check_weight(weight: object, run: Run) -> None:
     elif isinstance(weight, SupportsFloat) and 0 <= float(weight) < math.inf:
         return
     raise MisconfigurationException(
-        f"{type(run.module).__name__}.training_step returned {{'loss_weight': {shown}}}. Use how many samples or "
-        "tokens the loss is the mean of: a number of at least 0, or a tensor of one element."
+        f"{type(run.module).__name__}.training_step returned {{'loss_weight': {shown}}}.",
+        fix=(
+            "Use how many samples or tokens the loss is the mean of: a number of at least 0, or a tensor of one "
+            "element."
+        ),
     )
 
 
 def weights_are_missing(run: Run) -> MisconfigurationException:
     """Return the error for an accumulation of which some batches have a ``loss_weight`` and some have none."""
     return MisconfigurationException(
-        f"{type(run.module).__name__}.training_step returned 'loss_weight' for some batches of an accumulation and not "
-        "for others, so there is no mean over them. Return it for every batch, or for none."
+        f"{type(run.module).__name__}.training_step returned 'loss_weight' for some batches of an accumulation and "
+        "not for others, so there is no mean over them.",
+        fix="Return it for every batch, or for none.",
     )
 
 
 def loss_is_missing(run: Run) -> RuntimeError:
     """Return the error for a batch without a loss under a strategy whose processes wait for each other."""
-    return RuntimeError(
-        f"training_step returned None in batch {run.progress.batch} with strategy={run.runtime.strategy.name!r}: every "
-        "process takes part in the backward of the others. Return 0 * loss instead."
+    return make_error(
+        RuntimeError,
+        f"training_step returned None in batch {run.progress.batch} with strategy={run.runtime.strategy.name!r}: "
+        "every process takes part in the backward of the others.",
+        fix="Return 0 * loss instead.",
     )
 
 
@@ -691,7 +720,8 @@ def check_some_loss(run: Run) -> None:
     if run.optimizers and skipped_all and not run.conventions.mistakes_are_warnings:
         raise MisconfigurationException(
             f"{type(run.module).__name__}.training_step returned None for each of the {run.window.skipped_batches} "
-            "batches so far, so nothing was trained. End training_step with `return loss`."
+            "batches so far, so nothing was trained.",
+            fix="End training_step with `return loss`.",
         )
 
 
@@ -742,21 +772,24 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
     # The place comes first, even if the fix is already known.
     error.__notes__.insert(0, error.__notes__.pop())
     explain(error, batch)
-    text, note = str(error), None
+    text = str(error)
     if is_out_of_memory(error):
-        note = MEMORY_NOTE
+        add_note(error, "Memory ran out.", fix=_MEMORY_FIX)
     elif isinstance(error, TypeError) and f"{step}()" in text and "positional argument" in text:
-        note = (
+        what = (
             f"{step} is called with (batch, batch_idx), and with dataloader_idx as well where there are several "
-            f"loaders: def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual "
-            "optimization, not an optimizer_idx."
+            "loaders:"
         )
+        fix = (
+            f"def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual optimization, not "
+            "an optimizer_idx."
+        )
+        add_note(error, what, fix=fix)
     elif isinstance(error, TypeError) and (wrong := _WRONG_KEYWORD.search(text)):
         function = getattr(module, wrong[1], None)
         known = list(inspect.signature(function).parameters) if callable(function) else []
-        note = f"self.{wrong[1]} takes: {', '.join(known)}.{did_you_mean(wrong[2], known)}" if known else None
-    if note is not None:
-        error.add_note(note)
+        if known:
+            add_note(error, f"self.{wrong[1]} takes: {', '.join(known)}.", fix=did_you_mean(wrong[2], known))
     with suppress(AttributeError):
         error._hasten_place = True  # type: ignore[attr-defined]
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import log
 from hasten.machine.host import process_has_ended
 
@@ -138,9 +139,11 @@ def explain_missing(call: str, error: RuntimeError) -> None:
         gone = [rank for rank in range(dist.get_world_size()) if has_left(rank)]
     if gone:
         verb = "has" if len(gone) == 1 else "have"
-        raise RuntimeError(
-            f"{call} is called on {format_ranks([dist.get_rank()])}, and {format_ranks(gone)} {verb} ended the program "
-            "without it. Call it on all processes."
+        raise make_error(
+            RuntimeError,
+            f"{call} is called on {format_ranks([dist.get_rank()])}, and {format_ranks(gone)} {verb} ended the "
+            "program without it.",
+            fix="Call it on all processes.",
         ) from error
 
 
@@ -239,7 +242,9 @@ def require_all(place: str, what: str, own: object, advice: str) -> list[Any]:
     absent = [rank for rank, value in enumerate(values) if value is None]
     if absent:
         present = [rank for rank, value in enumerate(values) if value is not None]
-        raise RuntimeError(f"{what} on {format_ranks(present)} and not on {format_ranks(absent)}. {advice}")
+        raise make_error(
+            RuntimeError, f"{what} on {format_ranks(present)} and not on {format_ranks(absent)}.", fix=advice
+        )
     return values
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.optional import installed, need
 from hasten._lib.rank_zero import PossibleUserWarning, log, rank_zero_only, rank_zero_warn
 from hasten.elsewhere import conventions
@@ -198,9 +199,11 @@ class _ExternalCluster(_FromVariables):
 
 def _check_world_size(launcher: str, world_size: int, num_devices: int, num_nodes: int) -> None:
     if num_devices * num_nodes != world_size:
-        raise ValueError(
-            f"devices={num_devices}, num_nodes={num_nodes}: {launcher} started {world_size} processes. Use "
-            "devices='auto' and the right num_nodes, or start as many as these."
+        raise make_error(
+            ValueError,
+            f"devices={num_devices}, num_nodes={num_nodes}: {launcher} started {world_size} processes.",
+            fix="Use devices='auto' and the right num_nodes, or start as many as these.",
+            argument="devices",
         )
 
 
@@ -269,9 +272,14 @@ class SLURMEnvironment(_ExternalCluster):
             except ValueError:
                 self.requeue_signal = None
             if self.requeue_signal is None or self.requeue_signal.name in ("SIGKILL", "SIGSTOP", "SIGINT"):
-                raise ValueError(
-                    f"SLURMEnvironment(requeue_signal={requeue_signal!r}): use a signal that a program can handle, "
-                    "such as signal.SIGUSR1, and name it in #SBATCH --signal=USR1@120."
+                raise make_error(
+                    ValueError,
+                    f"SLURMEnvironment(requeue_signal={requeue_signal!r}):",
+                    fix=(
+                        "use a signal that a program can handle, such as signal.SIGUSR1, and name it in #SBATCH "
+                        "--signal=USR1@120."
+                    ),
+                    argument="requeue_signal",
                 )
 
     @property
@@ -302,8 +310,8 @@ class SLURMEnvironment(_ExternalCluster):
         if conventions.current().warns_of_settings and not by_srun and shutil.which("srun") is not None:
             command = shlex.join(["srun", os.path.basename(sys.executable), *sys.argv])[:64]
             rank_zero_warn(
-                "This machine has the command srun, and it did not start this program. For a job of SLURM, write: "
-                f"{command} ...",
+                "This machine has the command srun, and it did not start this program.",
+                fix=f"For a job of SLURM, write: {command} ...",
                 category=PossibleUserWarning,
             )
 
@@ -313,9 +321,10 @@ class SLURMEnvironment(_ExternalCluster):
         tasks = _number("SLURM_NTASKS", default=1)
         is_strict = conventions.current().warns_of_settings
         if is_strict and tasks > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
-            raise RuntimeError(
-                f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set. In place of --ntasks={tasks} write "
-                f"--ntasks-per-node={tasks}, for each machine."
+            raise make_error(
+                RuntimeError,
+                f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set.",
+                fix=f"In place of --ntasks={tasks} write --ntasks-per-node={tasks}, for each machine.",
             )
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -326,9 +335,11 @@ class SLURMEnvironment(_ExternalCluster):
             ("SLURM_NNODES", "--nodes", "num_nodes", num_nodes),
         ):
             if (given := os.environ.get(variable, "")).isdigit() and int(given) != value:
-                raise ValueError(
-                    f"{argument}={value}: the job of SLURM was started with {option}={given}, which does not match. "
-                    f"Use {argument}={given}."
+                raise make_error(
+                    ValueError,
+                    f"{argument}={value}: the job of SLURM was started with {option}={given}, which does not match.",
+                    fix=f"Use {argument}={given}.",
+                    argument=argument,
                 )
         if self._world_size in os.environ:
             super().validate_settings(num_devices, num_nodes)
@@ -428,9 +439,10 @@ class LSFEnvironment(_ExternalCluster):
         for name in ("LSB_DJOB_RANKFILE", "LSB_JOBID"):
             if not os.environ.get(name) and not (name == "LSB_JOBID" and "MASTER_PORT" in os.environ):
                 state = "empty" if name in os.environ else "missing"
-                raise ValueError(
-                    f"LSFEnvironment(): the environment variable {name} is {state}. Start the program with jsrun "
-                    "inside a job of LSF."
+                raise make_error(
+                    ValueError,
+                    f"LSFEnvironment(): the environment variable {name} is {state}.",
+                    fix="Start the program with jsrun inside a job of LSF.",
                 )
 
     @property
@@ -457,9 +469,11 @@ class LSFEnvironment(_ExternalCluster):
             # The first part of a numeric address is not a name.
             if not host[0].isdigit() and host.partition(".")[0] == name.partition(".")[0]:
                 return place
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"this machine, {name}, is not in LSB_DJOB_RANKFILE={os.environ['LSB_DJOB_RANKFILE']!r}, which has "
-            f"{', '.join(hosts)}. Start the program with jsrun inside the job."
+            f"{', '.join(hosts)}.",
+            fix="Start the program with jsrun inside the job.",
         )
 
     def _hosts(self) -> list[str]:
@@ -468,8 +482,10 @@ class LSFEnvironment(_ExternalCluster):
         with open(file, encoding="utf-8") as lines:
             hosts = [line.strip() for line in lines if line.strip()]
         if len(hosts) < 2:
-            raise ValueError(
-                f"LSB_DJOB_RANKFILE={file!r}: expected the host that launches, and those that compute, on a line each."
+            raise make_error(
+                ValueError,
+                f"LSB_DJOB_RANKFILE={file!r}: expected the host that launches, and those that compute, on a line each.",
+                argument="LSB_DJOB_RANKFILE",
             )
         return list(dict.fromkeys(hosts[1:]))
 

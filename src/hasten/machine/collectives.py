@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hasten._lib import torch_private
 from hasten._lib.device import is_cuda, is_host
+from hasten._lib.errors import make_error
 from hasten._lib.names import unknown_word
 from hasten._lib.tree import by_kind, map_leaves, map_tensors
 from hasten.extend.origin import package_of
@@ -89,7 +90,8 @@ def operation_name(op: object) -> str:
     text = {"avg": "mean", "average": "mean", "prod": "product"}.get(text, text)
     if text not in _OPERATIONS:
         allowed = f"use one of {', '.join(map(repr, _OPERATIONS))}."
-        raise ValueError(f"reduce_op={op!r}: {unknown_word(text, _OPERATIONS, allowed)}")
+        what, fix = unknown_word(f"reduce_op={op!r}", text, _OPERATIONS, allowed)
+        raise make_error(ValueError, what, fix=fix, argument="reduce_op")
     return text
 
 
@@ -272,16 +274,18 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     """
     if joined():
         if dist.get_world_size() != party.world_size:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"this process is already in a group of {dist.get_world_size()} processes, but the run asks for "
-                f"{party.world_size}. Use the same devices and num_nodes everywhere in one program."
+                f"{party.world_size}.",
+                fix="Use the same devices and num_nodes everywhere in one program.",
             )
         # The timeout of the next run, which may be longer than the timeout of the first.
         if any(name in dist.get_backend() for name in ("gloo", "nccl")):
             torch_private.set_timeout(timeout)
         return
     if not dist.is_available():
-        raise RuntimeError("this build of torch has no torch.distributed: use devices=1.")
+        raise make_error(RuntimeError, "this build of torch has no torch.distributed:", fix="use devices=1.")
     options: dict[str, Any] = {"rank": party.rank, "world_size": party.world_size, "timeout": timeout}
     if party.world_size > 1:
         if store is None:

@@ -137,8 +137,9 @@ class CPUAccelerator(Accelerator):
         number = whole_number(devices)
         if number is None or number < 1:
             raise WrongType(
-                f"devices={devices!r}, accelerator='cpu': use the number of processes, at least 1, or devices='auto' "
-                "for one. The CPU has no indices."
+                f"devices={devices!r}, accelerator='cpu':",
+                fix="use the number of processes, at least 1, or devices='auto' for one. The CPU has no indices.",
+                argument="devices",
             )
         return number
 
@@ -312,19 +313,26 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
         number = present if number == -1 else number
         if not 1 <= number <= present:
             raise MisconfigurationException(
-                f"devices={devices!r}: {has}. Use at least 1 and at most {present}, or devices='auto'."
+                f"devices={devices!r}: {has}.",
+                fix=f"Use at least 1 and at most {present}, or devices='auto'.",
+                argument="devices",
             )
         return list(range(number))
     indices = [part.strip() for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices
     if not isinstance(indices, (list, tuple)):
         raise WrongType(
-            f"devices={devices!r}: use a number, a list of indices, a string such as '0,1', or 'auto', "
-            f"not {type(devices).__name__}."
+            f"devices={devices!r}:",
+            fix=f"use a number, a list of indices, a string such as '0,1', or 'auto', not {type(devices).__name__}.",
+            argument="devices",
         )
     if isinstance(devices, str) and all(part.isdigit() for part in indices):
         indices = list(map(int, indices))
     if not indices or not all(type(index) is int and 0 <= index < present for index in indices):
-        raise MisconfigurationException(f"devices={devices!r}: use indices from 0 to {present - 1}, or 'auto'; {has}.")
+        raise MisconfigurationException(
+            f"devices={devices!r}:", fix=f"use indices from 0 to {present - 1}, or 'auto'; {has}.", argument="devices"
+        )
     if len(set(indices)) != len(indices):
-        raise MisconfigurationException(f"devices={devices!r} names a device twice. Use each index once.")
+        raise MisconfigurationException(
+            f"devices={devices!r} names a device twice.", fix="Use each index once.", argument="devices"
+        )
     return list(indices)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed
 
 from hasten._lib import FOLDER_AT_IMPORT
+from hasten._lib.errors import make_error
 from hasten.machine import collectives
 from hasten.machine.cluster import JOB_VARIABLE, ClusterEnvironment, TorchElasticEnvironment
 from hasten.machine.host import usable_cores
@@ -233,9 +234,11 @@ def command_of_this_program() -> list[str]:
             return [*python, path, *sys.argv[1:]]
     if "-c" in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1:]]
-    raise RuntimeError(
-        "strategy='ddp' runs the program again for each process, and an interactive session cannot be run "
-        "again. Use strategy='ddp_notebook' here."
+    raise make_error(
+        RuntimeError,
+        "strategy='ddp' runs the program again for each process, and an interactive session cannot be run again.",
+        fix="Use strategy='ddp_notebook' here.",
+        argument="strategy",
     )
 
 

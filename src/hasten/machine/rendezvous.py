@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed
 
+from hasten._lib.errors import make_error
+
 # torch's type hints leave the stores out.
 _torch: Any = torch.distributed
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
@@ -202,9 +204,10 @@ def _not_come(absent: list[int], party: Party) -> RuntimeError:
     )
     if party.started_by_hasten:
         advice = "If the program needs longer until it makes this call, raise timeout= of the strategy."
-    error = RuntimeError(
-        f"{missing} did not come within {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}. "
-        f"{advice}"
+    error = make_error(
+        RuntimeError,
+        f"{missing} did not come within {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}.",
+        fix=advice,
     )
     # The process that has started them knows whether they are alive.
     error.__dict__["absent_ranks"] = absent

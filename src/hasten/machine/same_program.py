@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hasten._lib import VERSION
+from hasten._lib.errors import make_error
 from hasten.extend.origin import full_name, package_of
 from hasten.machine import agreement
 
@@ -64,7 +65,7 @@ def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
         _wait(store, keys, place, call)
         by_rank = [json.loads(store.get(key)) for key in keys]
     except getattr(torch.distributed, "DistError", ConnectionError) as error:
-        raise RuntimeError(f"{call}: the first process has left the run meanwhile. {_ALIKE}") from error
+        raise make_error(RuntimeError, f"{call}: the first process has left the run meanwhile.", fix=_ALIKE) from error
     raise RuntimeError(_difference(call, by_rank))
 
 
@@ -100,9 +101,11 @@ def _wait(store: Any, keys: list[str], place: str, call: str) -> None:
         gone = [rank for rank in everybody if agreement.has_left(rank) and not store.check([f"{place}/arrived/{rank}"])]
         if gone:
             verb = "has" if len(gone) == 1 else "have"
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{call} is called on rank {torch.distributed.get_rank()}, and {agreement.format_ranks(gone)} {verb} "
-                f"ended the program without it. {_ALIKE}"
+                "ended the program without it.",
+                fix=_ALIKE,
             )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from hasten._lib.errors import shorten
+from hasten._lib.errors import make_error, shorten
 from hasten._lib.explain import explain
 from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
@@ -64,9 +64,11 @@ class StartCopies(launch.Launcher):
         if cluster.creates_processes_externally:
             return launch.join_external(run, cluster)
         if self.start_method == "fork" and torch.cuda.is_initialized():
-            raise RuntimeError(
-                "start_method='fork': this process has used CUDA already, and a CUDA context does not survive a "
-                "fork. Move nothing to the GPU before the launch, or restart the notebook."
+            raise make_error(
+                RuntimeError,
+                "start_method='fork': this process has used CUDA already, and a CUDA context does not survive a fork.",
+                fix="Move nothing to the GPU before the launch, or restart the notebook.",
+                argument="start_method",
             )
         store, address = launch.host_store()
         # Pickled here: multiprocessing would not copy tensors but share their memory.
@@ -104,10 +106,15 @@ def _pickled(task: Any, start_method: str) -> bytes:
     try:
         return pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"start_method={start_method!r} sends the function and its arguments to other processes, and one of "
-            f"them cannot be pickled: {error}. Define functions and classes at the top of a module, or use "
-            "strategy='ddp', which runs the program again instead."
+        raise make_error(
+            TypeError,
+            f"start_method={start_method!r} sends the function and its arguments to other processes, and one of them "
+            f"cannot be pickled: {error}.",
+            fix=(
+                "Define functions and classes at the top of a module, or use strategy='ddp', which runs the program "
+                "again instead."
+            ),
+            argument="start_method",
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from hasten._lib.errors import make_error
 from hasten._lib.observers import NotifiesOfHooks
 from hasten.logged_value import LogOptions
 from hasten.module.log_methods import LogMethods, Unlisted
@@ -57,7 +58,9 @@ class Callback(LogMethods, NotifiesOfHooks):
         # Through the module, which may override ``log``.
         module: LightningModule | None = self.__dict__.get("_module")
         if module is None:
-            raise RuntimeError(f"{type(self).__name__}.log(): no run is in progress. Call it in a hook.")
+            raise make_error(
+                RuntimeError, f"{type(self).__name__}.log(): no run is in progress.", fix="Call it in a hook."
+            )
         module.log(name, value, **LogOptions(*options)._asdict(), batch_size=batch_size)
 
     @property

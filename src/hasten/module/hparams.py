@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from hasten._lib.errors import MisconfigurationRuntimeError
+from hasten._lib.errors import MisconfigurationRuntimeError, make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import AttributeDict as AttributeDict
@@ -75,9 +75,10 @@ else:
 
             # When called, not when looked up: tools inspect the methods of instances.
             def refuse(*_: Any, **__: Any) -> Any:
-                raise TypeError(
-                    f"{kind}.{name}() makes a new object and does not change this one. "
-                    f"Write model = {kind}.{name}(path)."
+                raise make_error(
+                    TypeError,
+                    f"{kind}.{name}() makes a new object and does not change this one.",
+                    fix=f"Write model = {kind}.{name}(path).",
                 )
 
             return refuse
@@ -179,7 +180,9 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
         names = (*args, CLASS_PATH, INSTANTIATOR)
         return {name: given[name] for name in names if name in given}, "kwargs" if given else None
     if len(args) > 1:
-        raise ValueError("save_hyperparameters(): give names of arguments, or one dict / Namespace / dataclass.")
+        raise make_error(
+            ValueError, "save_hyperparameters():", fix="give names of arguments, or one dict / Namespace / dataclass."
+        )
     name = next((key for key, value in given.items() if _same(value, args[0])), None)
     return args[0] if _is_omegaconf(args[0]) else _as_dict(args[0], owner), name
 
@@ -205,7 +208,8 @@ def _warn_of_modules(hparams: Mapping[str, Any]) -> None:
         if isinstance(value, torch.nn.Module):
             rank_zero_warn(
                 f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights the checkpoint has "
-                f"already. Write save_hyperparameters(ignore=[{key!r}])."
+                "already.",
+                fix=f"Write save_hyperparameters(ignore=[{key!r}]).",
             )
 
 
@@ -384,10 +388,12 @@ class StoredHyperParameters:
             if left_out and not files.objects_allowed():
                 warn_once(
                     f"hparams dropped {name} {left_out}",
-                    f"The hyper-parameters {left_out} of {name} are Python objects, which a checkpoint does not hold. "
-                    "Pass them to load_from_checkpoint(path, ...), allow their classes with "
-                    "torch.serialization.add_safe_globals([...]), or leave them out with "
-                    f"save_hyperparameters(ignore={left_out}).",
+                    f"The hyper-parameters {left_out} of {name} are Python objects, which a checkpoint does not hold.",
+                    fix=(
+                        "Pass them to load_from_checkpoint(path, ...), allow their classes with "
+                        "torch.serialization.add_safe_globals([...]), or leave them out with "
+                        f"save_hyperparameters(ignore={left_out})."
+                    ),
                 )
             entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
         return entries
@@ -497,9 +503,11 @@ def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: 
         module.to(first.device)
     exact = module.strict_loading if strict is None else strict
     if strict is not None and _strictness(module) not in (None, strict):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{name}.load_from_checkpoint(strict={strict}) is in conflict with "
-            f"{name}.strict_loading={module.strict_loading}. Use the same value, or leave one out."
+            f"{name}.strict_loading={module.strict_loading}.",
+            fix="Use the same value, or leave one out.",
         )
     if not weights:
         rank_zero_warn(f"The state dict in {path!r} contains no parameters: {name} keeps its own.")
@@ -534,18 +542,21 @@ def _stored(checkpoint: Mapping[str, Any], owner: Any, is_module: bool) -> dict[
 def _instantiator(name: object, stored: Mapping[str, Any], cls: type, path: str) -> Any:
     """Return the function that makes an object from the config of a command line."""
     if not isinstance(name, str) or name not in ALLOWED_INSTANTIATORS:
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{path}: its hyper-parameters are to be read by {name!r}, which is not in the allowlist of trusted "
-            "instantiators. If you trust the file, add that name to hasten.module.hparams.ALLOWED_INSTANTIATORS first."
+            "instantiators.",
+            fix="If you trust the file, add that name to hasten.module.hparams.ALLOWED_INSTANTIATORS first.",
         )
     wanted = stored.get(CLASS_PATH)
     if wanted is not None:
         # The class is checked where the object is made; nothing is imported here because a file says so.
         module = str(wanted).rpartition(".")[0]
         if module not in sys.modules:
-            raise ValueError(
-                f"{path}: it asks for the class {wanted!r} in place of {cls.__name__}, which is not imported. If you "
-                f"trust the file, import the module {module!r} first."
+            raise make_error(
+                ValueError,
+                f"{path}: it asks for the class {wanted!r} in place of {cls.__name__}, which is not imported.",
+                fix=f"If you trust the file, import the module {module!r} first.",
             )
     module, _, function = name.rpartition(".")
     if module.partition(".")[0] in ("lightning", "pytorch_lightning") and module not in sys.modules:
@@ -578,9 +589,12 @@ def _arguments(
     ]
     if missing:
         call = ", ".join(f"{name}=..." for name in missing)
-        raise TypeError(
-            f"{cls.__name__}.load_from_checkpoint({path!r}): the checkpoint does not hold {missing} of __init__. Write "
-            f"load_from_checkpoint(path, {call}), or self.save_hyperparameters() in __init__ before training."
+        raise make_error(
+            TypeError,
+            f"{cls.__name__}.load_from_checkpoint({path!r}): the checkpoint does not hold {missing} of __init__.",
+            fix=(
+                f"Write load_from_checkpoint(path, {call}), or self.save_hyperparameters() in __init__ before training."
+            ),
         )
     return arguments
 
@@ -616,8 +630,11 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
         return {key: yaml.safe_load(value) for key, value in rows}
     data = yaml.safe_load(text) or {}
     if kind not in (".yaml", ".yml") or not isinstance(data, dict):
-        raise ValueError(
-            f"load_from_checkpoint(hparams_file={str(path)!r}): use a .yaml, .yml or .csv file with names and values."
+        raise make_error(
+            ValueError,
+            f"load_from_checkpoint(hparams_file={str(path)!r}):",
+            fix="use a .yaml, .yml or .csv file with names and values.",
+            argument="hparams_file",
         )
     return data
 
@@ -642,7 +659,8 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
             if key in found and not _same(found[key], value):
                 raise MisconfigurationRuntimeError(
                     f"Error while merging hparams: {key!r} is {found[key]!r} in the module and {value!r} in the "
-                    "datamodule. Give them different names, or save_hyperparameters(logger=False) in one of them."
+                    "datamodule.",
+                    fix="Give them different names, or save_hyperparameters(logger=False) in one of them.",
                 )
             found[key] = value
     return found or None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from hasten._lib.errors import make_error
 from hasten._lib.tree import parameters_of
 from hasten.optim.fused import unwrapped, use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
@@ -60,21 +61,29 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
 
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(
-            "in_backward(optimizer_class=...): use a class, such as torch.optim.AdamW, not "
-            f"{type(optimizer_class).__name__}. Its options follow: "
-            "in_backward(torch.optim.AdamW, model.parameters(), lr=1e-3)."
+        raise make_error(
+            TypeError,
+            "in_backward(optimizer_class=...):",
+            fix=(
+                f"use a class, such as torch.optim.AdamW, not {type(optimizer_class).__name__}. Its options follow: "
+                "in_backward(torch.optim.AdamW, model.parameters(), lr=1e-3)."
+            ),
+            argument="optimizer_class",
         )
     if optimizer_class not in _KINDS:
         known = ", ".join(kind.__name__ for kind in _KINDS)
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"in_backward({optimizer_class.__name__}): it is not known to step each parameter by itself, and during "
-            f"backward there is one gradient at a time. Use one of torch.optim: {known}."
+            "backward there is one gradient at a time.",
+            fix=f"Use one of torch.optim: {known}.",
         )
     if isinstance(params, nn.Module):
-        raise TypeError(
-            f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}. Pass "
-            f"its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...)."
+        raise make_error(
+            TypeError,
+            f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}.",
+            fix=f"Pass its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...).",
+            argument="params",
         )
     made: InBackward = _class_of(cast("Any", optimizer_class))(params, **options)
     chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups)
@@ -104,9 +113,10 @@ class InBackward(Optimizer):
         parameters = parameters_of(self)
         devices = sorted({str(p.device) for p in parameters})
         if len(devices) > 1:
-            raise ValueError(
-                f"in_backward: the parameters are on {', '.join(devices)}, and backward runs on them at the same time. "
-                "Use the optimizer as it is."
+            raise make_error(
+                ValueError,
+                f"in_backward: the parameters are on {', '.join(devices)}, and backward runs on them at the same time.",
+                fix="Use the optimizer as it is.",
             )
         self.stop()
         self._handles = [handle for p in parameters if (handle := self._hook(p)) is not None]
@@ -160,9 +170,11 @@ class InBackward(Optimizer):
 
         """
         if self._stepped:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"in_backward({self.optimizer_class.__name__}): zero_grad() after a backward without step() discards "
-                f"gradients, but {len(self._stepped)} parameters have stepped with them. {self._instead()}"
+                f"gradients, but {len(self._stepped)} parameters have stepped with them.",
+                fix=self._instead(),
             )
         super().zero_grad(set_to_none)
 
@@ -203,9 +215,11 @@ class InBackward(Optimizer):
 
     def _once(self, parameter: Tensor) -> None:
         if parameter in self._stepped:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"in_backward({self.optimizer_class.__name__}): a parameter of shape {tuple(parameter.shape)} got a "
-                f"second gradient before optimizer.step(), and has stepped with the first. {self._instead()}"
+                "second gradient before optimizer.step(), and has stepped with the first.",
+                fix=self._instead(),
             )
         self._stepped.add(parameter)
 
@@ -229,10 +243,14 @@ def to_clip(optimizer: Optimizer, method: str) -> list[Tensor]:
 
     """
     if isinstance(optimizer, InBackward):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{method}: in_backward({optimizer.optimizer_class.__name__}) steps in backward, so there are no "
-            "gradients left to clip. Set optimizer.clip_value, which limits each element before its step, or use "
-            f"torch.optim.{optimizer.optimizer_class.__name__} as it is."
+            "gradients left to clip.",
+            fix=(
+                "Set optimizer.clip_value, which limits each element before its step, or use "
+                f"torch.optim.{optimizer.optimizer_class.__name__} as it is."
+            ),
         )
     return parameters_of(optimizer)
 

@@ -8,6 +8,7 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from hasten._lib.errors import make_error
 from hasten.optim.fused import fused_where_possible
 
 NamedParameters = list[tuple[str, Tensor]]
@@ -85,7 +86,7 @@ def trained(model: object, owner: str) -> NamedParameters:
     """
     if not isinstance(model, nn.Module):
         hint = " Pass the module itself, not its parameters()." if hasattr(model, "__iter__") else ""
-        raise TypeError(f"{owner}(model): use a torch.nn.Module, not {type(model).__name__}.{hint}")
+        raise make_error(TypeError, f"{owner}(model): use a torch.nn.Module, not {type(model).__name__}.", fix=hint)
     named: NamedParameters = [
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
     ]
@@ -103,7 +104,7 @@ def checked_patterns(patterns: Iterable[str], named: NamedParameters, what: str)
 
     """
     if isinstance(patterns, str):
-        raise TypeError(f"{what}: use a list of parts of names, [{patterns!r}].")
+        raise make_error(TypeError, f"{what}:", fix=f"use a list of parts of names, [{patterns!r}].")
     listed = tuple(patterns)
     for pattern in listed:
         if not any(pattern in name for name, _ in named):

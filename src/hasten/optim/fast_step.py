@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
+from hasten._lib.errors import make_error
 from hasten._lib.explain import explain
 from hasten._lib.tree import parameters_of
 from hasten.extend.origin import source_file
@@ -255,8 +256,10 @@ def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> N
     ):
         given: object = loss
         if isinstance(given, float | int):
-            raise TypeError(
-                f"backward({loss!r}): a number has no gradients. Give it the loss itself, without .item() or float()."
+            raise make_error(
+                TypeError,
+                f"backward({loss!r}): a number has no gradients.",
+                fix="Give it the loss itself, without .item() or float().",
             )
         try:
             loss.backward(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten.extend.origin import source_file
 
 
@@ -125,7 +126,7 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
 
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout(p={p!r}): use a probability, 0 to 1.")
+        raise make_error(ValueError, f"dropout(p={p!r}):", fix="use a probability, 0 to 1.", argument="p")
     if not training or p == 0.0 or not _is_plain(x):
         return torch.nn.functional.dropout(x, p, training, inplace)
     if inplace:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.tree import map_tensors
 
 T = TypeVar("T")
@@ -132,9 +133,10 @@ class Precision:
         if self.scaler is None:
             return
         if torch_private.unscales_itself(optimizer):
-            raise NotImplementedError(
-                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
-                "Use one without fused=True."
+            raise make_error(
+                NotImplementedError,
+                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before.",
+                fix="Use one without fused=True.",
             )
         self.scaler.unscale_(optimizer)
 
@@ -155,9 +157,10 @@ class Precision:
         if clip_val <= 0:
             return
         if self.scaler is not None and torch_private.unscales_itself(optimizer):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
-                "Use one without fused=True."
+            raise make_error(
+                RuntimeError,
+                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before.",
+                fix="Use one without fused=True.",
             )
         clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm
         clip(optimizer, clip_val)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
 from hasten._lib.device import is_cuda, is_host
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
 from hasten.precision.small_updates import keep_small_updates
@@ -118,7 +119,9 @@ def scaler_for(
     if precision == "16-mixed":
         return torch.amp.GradScaler(device=device) if scaler is None else scaler
     if scaler is not None:
-        raise ValueError(f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler. Leave it out.")
+        raise make_error(
+            ValueError, f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler.", fix="Leave it out."
+        )
     return None
 
 
@@ -190,12 +193,16 @@ def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> Non
         warn_once(
             "bfloat16 on the CPU",
             f"precision={precision!r}: this CPU has no bfloat16 instructions: a matrix product takes tens of times as "
-            "long as in 32 bits. Use precision='32-true', unless you only try the program out here.",
+            "long as in 32 bits.",
+            fix="Use precision='32-true', unless you only try the program out here.",
         )
     if is_cuda(device) and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"precision={precision!r}: {torch.cuda.get_device_name(device)} has the compute capability "
-                f"{major}.{minor}, and bfloat16 begins with 8.0 (Ampere). Use precision={instead!r}."
+                f"{major}.{minor}, and bfloat16 begins with 8.0 (Ampere).",
+                fix=f"Use precision={instead!r}.",
+                argument="precision",
             )

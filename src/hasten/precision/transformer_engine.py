@@ -128,7 +128,8 @@ def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
         if layer.in_features % 8 or layer.out_features % 16:
             rank_zero_warn(
                 f"{_PURPOSE}: the layer {name!r} has {layer.in_features} x {layer.out_features} features and is not "
-                "replaced: 8-bit floats need multiples of 8 and 16. Round its sizes up to use it."
+                "replaced: 8-bit floats need multiples of 8 and 16.",
+                fix="Round its sizes up to use it.",
             )
             return None
         made = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten.extend.entry_points import load
@@ -188,8 +189,10 @@ class History(Sequence[dict[str, Any]]):
             )
         if name not in self._columns:
             known = f" Logged were: {', '.join(self._columns)}." if self._columns else " Nothing was logged."
-            raise KeyError(
-                f"trainer.history[{name!r}]: no value of this name.{did_you_mean(name, self._columns)}{known}"
+            raise make_error(
+                KeyError,
+                f"trainer.history[{name!r}]: no value of this name.",
+                fix=f"{did_you_mean(name, self._columns)}{known}",
             )
         rows, column = self._columns[name]
         return Series(

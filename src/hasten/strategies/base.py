@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.device import is_host
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
 from hasten.checkpoint import contents
@@ -192,9 +192,11 @@ class Strategy(ProgramMethods, ABC):
             ValueError: the strategy cannot.
 
         """
-        raise ValueError(
-            f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data. Plan with "
-            "strategy='fsdp2', 'ddp_sharded' or 'ddp', or ModelParallelStrategy."
+        raise make_error(
+            ValueError,
+            f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data.",
+            fix="Plan with strategy='fsdp2', 'ddp_sharded' or 'ddp', or ModelParallelStrategy.",
+            argument="strategy",
         )
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
@@ -348,10 +350,12 @@ class Sharding(StrategyPart):
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
         if (name := sharded_parameter(module)) is not None:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"strategy={self.strategy.name!r}: the parameter {name!r} is a DTensor, of which this process has a "
                 "part. After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
-                "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
+                "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards.",
+                argument="strategy",
             )
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -375,14 +379,16 @@ class Sharding(StrategyPart):
         for name, parameter in module.named_parameters():
             placed.setdefault(parameter.device, name)
         if (empty := placed.get(torch.device("meta"))) is not None:
-            raise ValueError(
-                f"{owner}: the parameter {empty!r} is on the meta device and has no values to move. Fill the "
-                "module first: module.to_empty(device=fabric.device), then load its weights."
+            raise make_error(
+                ValueError,
+                f"{owner}: the parameter {empty!r} is on the meta device and has no values to move.",
+                fix="Fill the module first: module.to_empty(device=fabric.device), then load its weights.",
             )
         if len(placed) > 1:
             rank_zero_warn(
                 f"{owner}: the module has parameters on {', '.join(map(str, placed))}, and all are moved to one "
-                "device. Pass move_to_device=False to leave them where they are."
+                "device.",
+                fix="Pass move_to_device=False to leave them where they are.",
             )
 
     def to_host(self, module: nn.Module) -> bool:
@@ -395,7 +401,7 @@ class Sharding(StrategyPart):
         module.cpu()
         return True
 
-    def require_whole(self, owner: str, why: str) -> None:
+    def require_whole(self, owner: str, why: str, fix: str) -> None:
         """Raise if processes hold parts of parameters, with which ``owner`` cannot work.
 
         Args:
@@ -552,15 +558,19 @@ class StepEngine(StrategyPart):
     def check_in_backward(self, owner: str, optimizer_name: str) -> None:
         """Raise unless an optimizer may step each parameter in backward; ``owner`` is "Trainer" or "Fabric"."""
         if self.scaler is not None:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"in_backward({optimizer_name}) and {owner}(precision={self.precision.precision!r}): whether a scaled "
-                "gradient is finite is known when backward is over. Use precision='bf16-mixed', which scales nothing."
+                "gradient is finite is known when backward is over.",
+                fix="Use precision='bf16-mixed', which scales nothing.",
             )
         processes = self.strategy.world_size
         if processes > 1 and not self.steps_in_backward:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"in_backward({optimizer_name}) and {processes} processes: each parameter would step before its "
-                f"gradients are averaged over them. Use one process, or torch.optim.{optimizer_name} as it is."
+                "gradients are averaged over them.",
+                fix=f"Use one process, or torch.optim.{optimizer_name} as it is.",
             )
 
     def check_compile(self, owner: str) -> None:
@@ -592,7 +602,7 @@ class StepEngine(StrategyPart):
         """
         if self.exchanges:
             raise MisconfigurationException(
-                f"{problem}, so their gradients would not be averaged over the processes. {advice}"
+                f"{problem}, so their gradients would not be averaged over the processes.", fix=advice
             )
 
     def require_alone(self, owner: str, advice: str) -> None:
@@ -609,22 +619,24 @@ class StepEngine(StrategyPart):
         if not self.computes_alone:
             raise MisconfigurationException(
                 f"{owner}: with strategy={self.strategy.name!r} the processes exchange parts of the model inside a "
-                f"forward, and one that runs out of memory would leave the others waiting. {advice}"
+                "forward, and one that runs out of memory would leave the others waiting.",
+                fix=advice,
             )
 
-    def require_own_parameters(self, owner: str, why: str) -> None:
+    def require_own_parameters(self, owner: str, why: str, fix: str) -> None:
         """Raise if an engine steps copies of the parameters, with which ``owner`` cannot work.
 
         Args:
             owner: the feature that is refused, for the message.
-            why: why, and what to write.
+            why: why.
+            fix: what to write.
 
         Raises:
             MisconfigurationException: an engine steps.
 
         """
         if self.owns_step:
-            raise MisconfigurationException(f"{owner} and strategy={self.strategy.name!r}: {why}")
+            raise MisconfigurationException(f"{owner} and strategy={self.strategy.name!r}: {why}", fix=fix)
 
     # -- forward
 
@@ -778,9 +790,12 @@ class StepEngine(StrategyPart):
         if scaler is None:
             return fast_step.make_step(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient "
-                "scaler cannot follow. Use precision='bf16-mixed' or another optimizer."
+            raise make_error(
+                ValueError,
+                "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient scaler "
+                "cannot follow.",
+                fix="Use precision='bf16-mixed' or another optimizer.",
+                argument="precision",
             )
         unscaled = self.unscaled
 
@@ -867,8 +882,9 @@ class StateIO(StrategyPart):
             kind = type(io).__name__
             raise MisconfigurationException(
                 f"plugins={kind}(): {type(self.strategy).__name__} saves sharded checkpoints, which are folders, and "
-                f"{kind} writes files only. Leave it out, use AsyncCheckpointIO(), or have the strategy save whole "
-                "files."
+                f"{kind} writes files only.",
+                fix="Leave it out, use AsyncCheckpointIO(), or have the strategy save whole files.",
+                argument="plugins",
             )
 
     def write(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
+from hasten._lib.errors import Parts, make_error
 from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
 from hasten.strategies.base import Sharding, StateIO, StepEngine
@@ -133,9 +134,10 @@ class _CurrentDDP:
         for rank, trained in enumerate(by_rank):
             if trained != by_rank[0]:
                 different = sorted(set(trained) ^ set(by_rank[0])) or trained
-                raise RuntimeError(
-                    f"Rank 0 and rank {rank} train different parameters of {kind}: {', '.join(different[:5])}. "
-                    "Change requires_grad alike on all processes."
+                raise make_error(
+                    RuntimeError,
+                    f"Rank 0 and rank {rank} train different parameters of {kind}: {', '.join(different[:5])}.",
+                    fix="Change requires_grad alike on all processes.",
                 )
 
     def exchanged_names(self) -> list[str]:
@@ -244,9 +246,11 @@ class DDPStrategy(ParallelStrategy):
         )  # fmt: skip
         known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
         if unknown := next((name for name in kwargs if name not in known), None):
-            raise TypeError(
-                f"DDPStrategy({unknown}=...): unknown argument.{did_you_mean(unknown, known)} "
-                f"torch's DistributedDataParallel takes: {', '.join(known)}."
+            raise make_error(
+                TypeError,
+                f"DDPStrategy({unknown}=...): unknown argument.",
+                fix=f"{did_you_mean(unknown, known)} torch's DistributedDataParallel takes: {', '.join(known)}.",
+                argument=unknown,
             )
         self._ddp_kwargs = kwargs
         self._comm_hook = ddp_comm_hook
@@ -275,8 +279,11 @@ class DDPStrategy(ParallelStrategy):
 
         """
         if self._comm_hook is not None:
-            raise ValueError(
-                "DDPStrategy(ddp_comm_hook=...): what it sends is not known before it runs. Plan without it."
+            raise make_error(
+                ValueError,
+                "DDPStrategy(ddp_comm_hook=...): what it sends is not known before it runs.",
+                fix="Plan without it.",
+                argument="ddp_comm_hook",
             )
         # These two read tensors, to find out which gradients to wait for.
         reads = ("find_unused_parameters", "static_graph")
@@ -292,9 +299,12 @@ class DDPStrategy(ParallelStrategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         if self._shards_optimizers and getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 "strategy='ddp_sharded': the module has _ddp_params_and_buffers_to_ignore, parameters that each "
-                "process trains alone, and here one process steps a parameter for all. Use strategy='ddp'."
+                "process trains alone, and here one process steps a parameter for all.",
+                fix="Use strategy='ddp'.",
+                argument="strategy",
             )
         kwargs = self._ddp_kwargs
         if _is_manual(module) and not kwargs.get("static_graph"):
@@ -380,7 +390,7 @@ class DDPEngine(StepEngine):
             except RuntimeError as error:
                 if (text := self._unused(error, holder)) is None:
                     raise
-                raise RuntimeError(text) from None
+                raise make_error(RuntimeError, text.what, fix=text.fix) from None
 
         def routed_manual(*args: Any, **kwargs: Any) -> Any:
             wrapped = holder.current()
@@ -400,8 +410,8 @@ class DDPEngine(StepEngine):
 
         return routed_manual if _is_manual(inner.module) else routed
 
-    def _unused(self, error: RuntimeError, holder: _CurrentDDP) -> str | None:
-        """Return which parameters a step has left without a gradient, where torch gives their indices."""
+    def _unused(self, error: RuntimeError, holder: _CurrentDDP) -> Parts | None:
+        """Return which parameters a step has left without a gradient, where torch gives their indices, and the fix."""
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if indices is None:
             return None
@@ -415,9 +425,10 @@ class DDPEngine(StepEngine):
         advice += "requires_grad_(False)."
         if self.strategy._ddp_kwargs.get("find_unused_parameters"):
             advice = "What the step returns depends on them, and its loss does not: return only what the loss needs."
-        return (
+        return Parts(
             f"strategy={self.strategy.name!r}: in the last step, {', '.join(names[:5])}{more} got no gradient, and the "
-            f"processes exchange the gradients of all parameters that train. {advice}"
+            "processes exchange the gradients of all parameters that train.",
+            advice,
         )
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:

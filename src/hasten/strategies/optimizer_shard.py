@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.contents import load_optimizer
@@ -342,9 +343,11 @@ class OptimizerShard:
         if self._inside:
             state: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
             return state
-        raise RuntimeError(
+        raise make_error(
+            RuntimeError,
             f"{type(self._optimizer).__name__}.state_dict() with strategy='ddp_sharded': this process has only its "
-            "part of the state. Call trainer.save_checkpoint(path) or fabric.save(path, ...) on all processes."
+            "part of the state.",
+            fix="Call trainer.save_checkpoint(path) or fabric.save(path, ...) on all processes.",
         )
 
 
@@ -381,9 +384,12 @@ def _computed_once(loss: Any, optimizer: str) -> Callable[[], Any]:
 
     def closure() -> Any:
         if not losses:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"strategy='ddp_sharded' and {optimizer}: its step computes the loss again, with parameters that the "
-                "other processes have not stepped. Use strategy='ddp'."
+                "other processes have not stepped.",
+                fix="Use strategy='ddp'.",
+                argument="strategy",
             )
         return losses.pop()
 
@@ -393,24 +399,33 @@ def _computed_once(loss: Any, optimizer: str) -> Callable[[], Any]:
 def _check(optimizer: Any) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"strategy='ddp_sharded': {kind.__name__} is not a torch.optim.Optimizer, whose groups and state it "
-            "divides. Use strategy='ddp'."
+            "divides.",
+            fix="Use strategy='ddp'.",
+            argument="strategy",
         )
     if isinstance(optimizer, optim.LBFGS):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             "strategy='ddp_sharded': a step of LBFGS computes with all parameters at once, and each process has the "
-            "state of its part only. Use strategy='ddp' or another optimizer."
+            "state of its part only.",
+            fix="Use strategy='ddp' or another optimizer.",
+            argument="strategy",
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"strategy='ddp_sharded': {kind.__name__} computes the weights to evaluate with from its state, and each "
-            "process has only its part of that. Use strategy='ddp'."
+            "process has only its part of that.",
+            fix="Use strategy='ddp'.",
+            argument="strategy",
         )
     if not (is_builtin(kind) or comes_from(kind, "torch")):
         warn_once(
             f"ddp_sharded {kind.__name__}",
             f"strategy='ddp_sharded' and {kind.__name__}: each process steps its own parameters, which is right for "
-            "optimizers that update each parameter by itself. If this one computes a value from all of them, such as "
-            "a norm, use strategy='ddp'.",
+            "optimizers that update each parameter by itself.",
+            fix="If this one computes a value from all of them, such as a norm, use strategy='ddp'.",
         )

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.torch_private import ShardedPart
 from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
 from hasten.checkpoint import contents
@@ -136,9 +136,11 @@ class ShardedStrategy(ParallelStrategy):
         """
         lazy = next((name for name, tensor in _tensors(module) if is_lazy(tensor)), None)
         if lazy is not None:
-            raise ValueError(
-                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided. Write the "
-                "layer with its input size, or run a batch through the module in configure_model()."
+            raise make_error(
+                ValueError,
+                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided.",
+                fix="Write the layer with its input size, or run a batch through the module in configure_model().",
+                argument="strategy",
             )
         _refuse_hooks(module, self.name)
         # ``fully_shard`` and ``parallelize_module`` make new parameters: attributes that the program has set on one are
@@ -171,7 +173,7 @@ class ShardedStrategy(ParallelStrategy):
         if advice is None and collectives.lost_partner(exception):
             advice = _ALL_CALL
         if advice is not None:
-            exception.add_note(f"strategy={self.name!r}: {advice}")
+            add_note(exception, f"strategy={self.name!r}:", fix=advice)
         for part in self._parts:
             state = ShardedPart(part)
             if state.is_root:
@@ -300,9 +302,9 @@ class PartialSharding(Sharding):
             "make optimizers and lists of parameters there, not in __init__()."
         )
 
-    def require_whole(self, owner: str, why: str) -> None:
+    def require_whole(self, owner: str, why: str, fix: str) -> None:
         raise MisconfigurationException(
-            f"{owner}: with strategy={self.strategy.name!r} each process has a part of a parameter, and {why}"
+            f"{owner}: with strategy={self.strategy.name!r} each process has a part of a parameter, and {why}", fix=fix
         )
 
 
@@ -430,16 +432,21 @@ class ShardedEngine(StepEngine):
         """Refuse an optimizer that needs whole parameters."""
         for kind in type(optimizer).__mro__:
             if kind.__name__ in _NEEDS_WHOLE and (is_builtin(kind) or comes_from(kind, "torch.optim")):
-                raise ValueError(
-                    f"{kind.__name__} and strategy={self.strategy.name!r}: it computes with whole parameters, and each "
-                    f"process has a part of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                raise make_error(
+                    ValueError,
+                    f"{kind.__name__} and strategy={self.strategy.name!r}: it computes with whole parameters, and "
+                    "each process has a part of them.",
+                    fix=f"Use torch.optim.AdamW, or {owner}(strategy='ddp').",
                 )
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             name = type(optimizer).__name__
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{name}(fused=True) and strategy={self.strategy.name!r}: torch has no fused {name} for sharded "
-                "parameters. Leave fused out; Adam and AdamW have one."
+                "parameters.",
+                fix="Leave fused out; Adam and AdamW have one.",
+                argument="fused",
             )
 
     # -- forward
@@ -523,10 +530,14 @@ class ShardedEngine(StepEngine):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total = total_norm(gradients, norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
+                "clipped.",
+                fix=(
+                    "To disable this error and scale the gradients by the non-finite norm anyway, set "
+                    "`error_if_nonfinite=False`"
+                ),
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for alike in by_kind(map(local_part, gradients)):
@@ -730,10 +741,12 @@ def _refuse_hooks(module: nn.Module, strategy: str) -> None:
         if is_sharded(parameter):
             continue
         if torch_private.has_gradient_hooks(parameter):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"strategy={strategy!r}: the parameter {name!r} has a hook (register_hook), which would not run: its "
-                "gradient is computed on parts of it. Change gradients in on_after_backward or "
-                "on_before_optimizer_step, or use strategy='ddp'."
+                "gradient is computed on parts of it.",
+                fix="Change gradients in on_after_backward or on_before_optimizer_step, or use strategy='ddp'.",
+                argument="strategy",
             )
 
 
@@ -775,9 +788,13 @@ def _units(module: nn.Module, missing: set[str], prefix: str = "") -> Iterator[t
     direct = {*module._parameters, *module._buffers}
     if bare := next((name for name in own if name[len(prefix) :] in direct), None):
         kind = _user_class(module).__name__
-        raise ValueError(
-            f"{bare!r} is on the meta device, and {kind} has no reset_parameters() that gives it a value. Write "
-            f"{kind}.reset_parameters(), or make the module outside of torch.device('meta') and empty_init=True."
+        raise make_error(
+            ValueError,
+            f"{bare!r} is on the meta device, and {kind} has no reset_parameters() that gives it a value.",
+            fix=(
+                f"Write {kind}.reset_parameters(), or make the module outside of torch.device('meta') and "
+                "empty_init=True."
+            ),
         )
     for name, child in module.named_children():
         yield from _units(child, missing, f"{prefix}{name}.")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from hasten._lib.errors import make_error
 from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
 from hasten.logged_values import LoggedValues
@@ -100,12 +101,14 @@ def limited_run(
     trainer = self
     outer, fits = trainer._run, stage == "fit"
     if outer is None:
-        raise RuntimeError("Trainer.limited_run() outside of a run: call it within one, or use prepared_run().")
+        raise make_error(
+            RuntimeError, "Trainer.limited_run() outside of a run:", fix="call it within one, or use prepared_run()."
+        )
     module = outer.module
     outer.runtime.engine.require_own_parameters(
         "A search for a learning rate or batch size",
-        "it trains some steps and takes them back, which the engine cannot. Search with strategy='ddp', and write the "
-        "value.",
+        "it trains some steps and takes them back, which the engine cannot.",
+        "Search with strategy='ddp', and write the value.",
     )
     with _restored_afterwards(trainer, module, trainer._datamodule) as saved:
         trainer._callbacks.extend(callbacks)

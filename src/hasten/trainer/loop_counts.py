@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, TypeVar
 
+from hasten._lib.errors import make_error
+
 C = TypeVar("C", bound="Counters")
 
 
@@ -114,9 +116,10 @@ class LoopCounts(Counters):
 
     def __post_init__(self) -> None:
         if type(self.total) is not type(self.current):
-            raise ValueError(
-                f"{type(self).__name__}(total={type(self.total).__name__}, current={type(self.current).__name__}): use "
-                "the same kind of counters for both."
+            raise make_error(
+                ValueError,
+                f"{type(self).__name__}(total={type(self.total).__name__}, current={type(self.current).__name__}):",
+                fix="use the same kind of counters for both.",
             )
 
     @classmethod

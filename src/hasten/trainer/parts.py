@@ -68,15 +68,19 @@ def callbacks(arguments: Arguments) -> list[Callback]:
 
     bars, checkpoints = names_of(ProgressBar), names_of(Checkpoint)
     if len(bars) > 1:
-        raise MisconfigurationException(f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.")
+        raise MisconfigurationException(
+            f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.",
+            argument="callbacks",
+        )
     for argument, given, enabled in (
         ("enable_progress_bar", bars, arguments.enable_progress_bar),
         ("enable_checkpointing", checkpoints, arguments.enable_checkpointing or arguments.fast_dev_run),
     ):
         if given and not enabled:
             raise MisconfigurationException(
-                f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other. "
-                "Leave out one of them."
+                f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other.",
+                fix="Leave out one of them.",
+                argument=argument,
             )
     if arguments.enable_progress_bar and not bars:
         callbacks.append(TQDMProgressBar())
@@ -143,9 +147,9 @@ def weights_for(
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if best:
             rank_zero_warn(
-                f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call "
-                f'will be used, {best}. Say ckpt_path="best" to be explicit, or pass the model for the weights '
-                "in memory."
+                f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call will "
+                f"be used, {best}.",
+                fix='Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.',
             )
             return str(best)
     return ckpt_path

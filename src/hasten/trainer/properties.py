@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 
 from hasten import callbacks
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
 from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -114,7 +114,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
         """
         if self._run is None:
-            raise RuntimeError("Trainer.current_run: call fit, validate, test or predict first.")
+            raise make_error(RuntimeError, "Trainer.current_run:", fix="call fit, validate, test or predict first.")
         return self._run
 
     # -- progress

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from hasten._lib.errors import MisconfigurationException, shorten
+from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
@@ -231,7 +231,11 @@ class Trainer(TrainerView):
     ) -> None:
         given = locals()
         if model_registry is not None:
-            raise MisconfigurationException("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
+            raise MisconfigurationException(
+                "Trainer(model_registry=...): not in this version of hasten.",
+                fix="Leave it out.",
+                argument="model_registry",
+            )
         self._given = {name: value for name, value in given.items() if name != "self"}
         self._arguments = check_arguments(self._given)
         self.profiler = resolve_profiler(profiler)
@@ -322,7 +326,11 @@ class Trainer(TrainerView):
         if unknown := {name: value for name, value in changes.items() if name not in self._given}:
             refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if self.state.status == TrainerStatus.RUNNING:
-            raise RuntimeError("Trainer.change_arguments(): a call is running. Change arguments before or after it.")
+            raise make_error(
+                RuntimeError,
+                "Trainer.change_arguments(): a call is running.",
+                fix="Change arguments before or after it.",
+            )
         given = {**self._given, **changes}
         arguments = check_arguments(given)
         runtime = _runtime_for(given) if set(_MACHINE) & changes.keys() else None
@@ -475,9 +483,10 @@ class Trainer(TrainerView):
         """
         run = self._run
         if run is None:
-            raise AttributeError(
-                "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached. Call fit, "
-                "validate, test or predict first."
+            raise make_error(
+                AttributeError,
+                "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached.",
+                fix="Call fit, validate, test or predict first.",
             )
         off = type(self.profiler) is PassThroughProfiler
         aside = run.observers.pace.pause() if run.observers.pace.measures else None
@@ -664,7 +673,9 @@ class Trainer(TrainerView):
         elif self._module is not None:
             module = self._module
         else:
-            raise TypeError(f"`Trainer.{fn.value}()` requires a `LightningModule`: pass one, or call fit first.")
+            raise make_error(
+                TypeError, f"`Trainer.{fn.value}()` requires a `LightningModule`:", fix="pass one, or call fit first."
+            )
         check_call(self._arguments, fn.value, module, datamodule, dataloaders, None)
         path = parts.weights_for(self, fn, model, ckpt_path)
         return self._call(fn, module, datamodule, {fn.value: dataloaders}, path, weights_only, body)
@@ -794,7 +805,8 @@ class Trainer(TrainerView):
                 if given is not None and own is not None and given != own:
                     raise MisconfigurationException(
                         f"Trainer(gradient_clip_{name}={own!r}) and clip_gradients(gradient_clip_{name}={given!r}): "
-                        "both say how to clip. Use one of them."
+                        "both say how to clip.",
+                        fix="Use one of them.",
                     )
         clip_val = own_val if clip_val is None else clip_val
         algorithm = str(algorithm or own_algorithm or "norm")
@@ -809,7 +821,9 @@ class Trainer(TrainerView):
             self._runtime.engine.clip_norm(parameters, float(clip_val))
         else:
             raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'."
+                f"clip_gradients(gradient_clip_algorithm={algorithm!r}):",
+                fix="use 'norm' or 'value'.",
+                argument="gradient_clip_algorithm",
             )
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:

@@ -7,6 +7,7 @@ from typing import IO, TYPE_CHECKING, Any, Never, TypeVar
 
 import torch
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
@@ -106,7 +107,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder = Path(checkpoint_dir)
     latest = folder / "latest"
     if tag is None and not latest.is_file():
-        raise ValueError(f"{folder} has no file 'latest' that names the save to read: pass tag=....")
+        raise make_error(ValueError, f"{folder} has no file 'latest' that names the save to read:", fix="pass tag=....")
     place = folder / (latest.read_text().strip() if tag is None else tag)
     if not place.is_dir():
         raise FileNotFoundError(f"{place} is not a folder.")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.optim import parse
 from hasten.precision.base import Precision
@@ -202,9 +203,10 @@ class FabricMethods(Methods):
             self.state.load_optimizer_state(state, contents)
             return {}
         if strict and (missing := [name for name in state if name not in contents]):
-            raise KeyError(
-                f"{os.fspath(path)} has no {missing[0]!r}. It has {', '.join(map(repr, contents))}. Leave the name out "
-                "of state, or pass strict=False."
+            raise make_error(
+                KeyError,
+                f"{os.fspath(path)} has no {missing[0]!r}. It has {', '.join(map(repr, contents))}.",
+                fix="Leave the name out of state, or pass strict=False.",
             )
         for name in [name for name in state if name in contents]:
             saved, target = contents.pop(name), state[name]
@@ -288,7 +290,12 @@ def require_fsdp_precision(precision: object) -> None:
     """Raise TypeError for a precision plugin with which Lightning's ``FSDPStrategy`` does not train."""
     if precision is not None and not isinstance(precision, FSDPPrecision):
         name = type(precision).__name__
-        raise TypeError(f"FSDPStrategy(precision={name}()): it trains with FSDPPrecision only. Write precision='...'.")
+        raise make_error(
+            TypeError,
+            f"FSDPStrategy(precision={name}()): it trains with FSDPPrecision only.",
+            fix="Write precision='...'.",
+            argument="precision",
+        )
 
 
 class FullyShardedMethods(Strategy):
@@ -339,16 +346,18 @@ class FullyShardedMethods(Strategy):
         self._given_mixed_precision, self._given_cpu_offload = mixed_precision, cpu_offload
         self.kwargs: dict[str, Any] = {"use_orig_params": True, **options}
         if options.get("use_orig_params") is False:
-            rank_zero_warn("FSDPStrategy(use_orig_params=False): parameters stay what they were. Leave it out.")
+            rank_zero_warn("FSDPStrategy(use_orig_params=False): parameters stay what they were.", fix="Leave it out.")
             options = {name: value for name, value in options.items() if name != "use_orig_params"}
         return options
 
 
 def _refuse_storage_options(owner: object, storage_options: object) -> None:
     if storage_options is not None:
-        raise TypeError(
+        raise make_error(
+            TypeError,
             f"{type(owner).__name__}.save_checkpoint(storage_options=...): all processes write the file together, "
-            "without such options. Leave it out."
+            "without such options.",
+            fix="Leave it out.",
         )
 
 
@@ -380,9 +389,10 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
 
         """
         if not _sharded_parts(module):
-            raise TypeError(
-                f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded. Pass the "
-                "module that setup returned."
+            raise make_error(
+                TypeError,
+                f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded.",
+                fix="Pass the module that setup returned.",
             )
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
@@ -415,12 +425,19 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
 
         """
         if not state:
-            raise ValueError(
-                f"FSDPStrategy.load_checkpoint(state={state!r}): give the objects to load into, for instance "
-                "{'model': model}."
+            raise make_error(
+                ValueError,
+                f"FSDPStrategy.load_checkpoint(state={state!r}):",
+                fix="give the objects to load into, for instance {'model': model}.",
+                argument="state",
             )
         if isinstance(state, Optimizer):
-            raise NotImplementedError("FSDPStrategy.load_checkpoint(state=optimizer): give {'optimizer': optimizer}.")
+            raise make_error(
+                NotImplementedError,
+                "FSDPStrategy.load_checkpoint(state=optimizer):",
+                fix="give {'optimizer': optimizer}.",
+                argument="state",
+            )
         if isinstance(state, nn.Module):
             if not Path(path).is_file():
                 raise ValueError(f"FSDPStrategy.load_checkpoint({os.fspath(path)!r}): for a module, give one file.")
@@ -441,7 +458,11 @@ def _require_one_sharded(state: State) -> None:
     found = [name for name, value in state.items() if _sharded_parts(value)]
     if len(found) != 1:
         what = "no module that is sharded" if not found else f"several sharded modules: {', '.join(found)}"
-        raise ValueError(f"FSDPStrategy: the state of a checkpoint has {what}. Give one module that setup returned.")
+        raise make_error(
+            ValueError,
+            f"FSDPStrategy: the state of a checkpoint has {what}.",
+            fix="Give one module that setup returned.",
+        )
 
 
 def _require_checkpoint(path: PathLike) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib.errors import make_error
 from hasten.extend.origin import is_builtin, module_of, source_file
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -124,7 +125,11 @@ def _arguments_of_trainer(given: dict[str, Any], parts: _Definitions) -> tuple[l
         elif isinstance(value, (bool, int, float, str, type(None))):
             arguments.append(f"{name}={value!r}")
         elif name != "logger":
-            raise EjectError(f"Trainer({name}={value!r}) is an object, which a program cannot be written for.")
+            raise make_error(
+                EjectError,
+                f"Trainer({name}={value!r}) is an object, which a program cannot be written for.",
+                argument=name,
+            )
     return arguments, callbacks
 
 
@@ -191,9 +196,10 @@ class _Definitions:
             self._seen.add(name)
             self._texts.append(f"{name} = {value!r}")
         elif name not in self._seen:
-            raise EjectError(
-                f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known. Put the program into "
-                "a file and use `hasten eject`."
+            raise make_error(
+                EjectError,
+                f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known.",
+                fix="Put the program into a file and use `hasten eject`.",
             )
 
     def imports_text(self) -> str:
@@ -265,9 +271,10 @@ def _source(value: Any) -> str:
         found = [n for n in ast.walk(tree) if wanted(n) and n.lineno <= line <= (n.end_lineno or 0) + 1]  # type: ignore[attr-defined]
         found = found or [node for node in ast.walk(tree) if wanted(node)]
     if not found:
-        raise EjectError(
-            f"the source of {value.__name__} cannot be read: it was not written in a file or a notebook. Put it into a "
-            "file and use `hasten eject`."
+        raise make_error(
+            EjectError,
+            f"the source of {value.__name__} cannot be read: it was not written in a file or a notebook.",
+            fix="Put it into a file and use `hasten eject`.",
         )
     node = found[-1]
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])

@@ -6,6 +6,7 @@ import ast
 import sys
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten_tools.eject import writer
 from hasten_tools.eject.changes import Changes
 from hasten_tools.eject.facts import Facts
@@ -78,7 +79,11 @@ def _check_before_fit(facts: Facts, use: Use, filled: dict[str, Any], name: str)
     why = f"the hook {min(hooks)}" if hooks else f"precision={filled['precision']!r}" if filled["weights"] else ""
     if why:
         verb = facts.verbs_before[0]
-        raise EjectError(f"{name}: it calls Trainer.{verb} before Trainer.fit, with {why}. Move that call behind fit.")
+        raise make_error(
+            EjectError,
+            f"{name}: it calls Trainer.{verb} before Trainer.fit, with {why}.",
+            fix="Move that call behind fit.",
+        )
 
 
 def with_one_branch(text: str, name: str, line: int) -> str:
@@ -121,7 +126,9 @@ def _check_names(body: str, generated: list[str], name: str) -> None:
         {node.name for node in ast.parse(text).body if isinstance(node, kinds)} for text in (body, "\n".join(generated))
     )
     if both := sorted(own & new):
-        raise EjectError(f"{name} defines {', '.join(both)}, as the ejected loop does. Rename it before ejecting.")
+        raise make_error(
+            EjectError, f"{name} defines {', '.join(both)}, as the ejected loop does.", fix="Rename it before ejecting."
+        )
 
 
 def _assembled(body: str, generated: list[str], comments: list[str], name: str) -> str:

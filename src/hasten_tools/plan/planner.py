@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.host import usable_cores
 from hasten.machine.launch import end_when
@@ -137,12 +137,16 @@ def _check_machines(devices: int, nodes: int, tensor_parallel: int | None, accel
     check.whole("plan_fit", "devices", devices, at_least=1)
     check.whole("plan_fit", "num_nodes", nodes, at_least=1)
     if devices % nodes:
-        raise ValueError(f"{devices} devices on {nodes} machines: use a multiple of the number of machines.")
+        raise make_error(
+            ValueError, f"{devices} devices on {nodes} machines:", fix="use a multiple of the number of machines."
+        )
     if accelerator not in ("gpu", "cpu"):
-        raise ValueError(f"accelerator={accelerator!r}: use 'gpu' or 'cpu'.")
+        raise make_error(ValueError, f"accelerator={accelerator!r}:", fix="use 'gpu' or 'cpu'.", argument="accelerator")
     if tensor_parallel is not None and (tensor_parallel < 1 or devices % tensor_parallel):
-        raise ValueError(
-            f"layers split over {tensor_parallel} of {devices} devices: use a divisor of the number of devices."
+        raise make_error(
+            ValueError,
+            f"layers split over {tensor_parallel} of {devices} devices:",
+            fix="use a divisor of the number of devices.",
         )
 
 
@@ -175,9 +179,11 @@ class Variants:
         )
         name = str(self._strategy).lower()
         if name.startswith(("deepspeed", "xla", "single_xla")):
-            raise ValueError(
-                f"strategy={name!r} runs an engine of its own, which cannot be followed without data. Plan with "
-                "--strategy fsdp2, ddp_sharded or ddp."
+            raise make_error(
+                ValueError,
+                f"strategy={name!r} runs an engine of its own, which cannot be followed without data.",
+                fix="Plan with --strategy fsdp2, ddp_sharded or ddp.",
+                argument="strategy",
             )
         self._precision = precision or given.get("precision")
         self._memory = given.get("memory")

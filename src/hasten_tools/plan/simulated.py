@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.logged_value import is_metric
 from hasten.machine import collectives, same_program
@@ -124,9 +125,10 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
 
     def replacement(name: str, tensor: Tensor) -> Tensor:
         if is_lazy(tensor):
-            raise ValueError(
-                f"{name!r}, of a lazy layer, has no shape yet. Write the layer with its input size, or run a batch "
-                "through the module before."
+            raise make_error(
+                ValueError,
+                f"{name!r}, of a lazy layer, has no shape yet.",
+                fix="Write the layer with its input size, or run a batch through the module before.",
             )
         if is_sharded(tensor):
             return tensor  # Divided in configure_model(), where it had no data.

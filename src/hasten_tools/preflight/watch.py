@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.device import synchronize
+from hasten._lib.errors import make_error
 from hasten._lib.explain import describe_batch
 from hasten._lib.tree import children, leaves
 from hasten.logged_value import batch_size_of, is_metric
@@ -427,9 +428,11 @@ def _check_range(name: str, low: int, high: int, classes: int) -> None:
     instead = f"Give the last layer at least {high + 1} outputs"
     if low == 1 and high == classes:
         instead = "Subtract 1 from the labels: they count from 1, and classes count from 0"
-    raise LabelsOutside(
+    raise make_error(
+        LabelsOutside,
         f"{name} gets the label {wrong}, and the last layer has {classes} outputs: labels have to be 0 to "
-        f"{classes - 1}. {'Use ignore_index=-1 in the loss' if low == -1 else instead}."
+        f"{classes - 1}.",
+        fix=f"{'Use ignore_index=-1 in the loss' if low == -1 else instead}.",
     )
 
 
@@ -438,9 +441,13 @@ def _look_at_indices(indices: Any, weight: Any) -> None:
         return
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= weight.shape[0]:
-        raise LabelsOutside(
-            f"an embedding of {weight.shape[0]} rows gets the index {low if low < 0 else high}. Make it with "
-            f"nn.Embedding({max(high + 1, weight.shape[0])}, {weight.shape[1]}), or look at how the indices are made."
+        raise make_error(
+            LabelsOutside,
+            f"an embedding of {weight.shape[0]} rows gets the index {low if low < 0 else high}.",
+            fix=(
+                f"Make it with nn.Embedding({max(high + 1, weight.shape[0])}, {weight.shape[1]}), or look at how the "
+                "indices are made."
+            ),
         )
 
 

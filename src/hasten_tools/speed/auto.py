@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.elsewhere import conventions
 from hasten.hooks import overrides
@@ -113,8 +113,8 @@ def advise(
     defines_data = overrides(model, LightningModule, "train_dataloader")
     if train_dataloaders is None and datamodule is None and not defines_data:
         raise MisconfigurationException(
-            "Trainer.advise(): there is no data. Pass train_dataloaders=..., a datamodule, or define "
-            f"{type(model).__name__}.train_dataloader()."
+            "Trainer.advise(): there is no data.",
+            fix=f"Pass train_dataloaders=..., a datamodule, or define {type(model).__name__}.train_dataloader().",
         )
     plan = Plan(rounds, steps, warm_up, seeds, combine, budget_seconds, timeout_seconds)
 
@@ -153,17 +153,21 @@ def program_of(
             pickle.dumps(value)
         pickled = pickle.dumps(tuple(payload.values()))
     except Exception as error:
-        raise TypeError(
-            f"Trainer.advise: {what} cannot be sent to other processes: {error}. Define classes and functions at the "
-            "top of a module, without lambdas; or run: hasten advise program.py"
+        raise make_error(
+            TypeError,
+            f"Trainer.advise: {what} cannot be sent to other processes: {error}.",
+            fix=(
+                "Define classes and functions at the top of a module, without lambdas; or run: hasten advise program.py"
+            ),
         ) from error
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     # Classes of the program itself are found by running its file once more, up to where it trains.
     main = os.path.abspath(file) if file is not None and b"__main__" in pickled else None
     if b"__main__" in pickled and main is None:
-        raise TypeError(
-            "Trainer.advise: the class of the model was typed in here, and other processes cannot find it. Import it "
-            "from a file; or run: hasten advise program.py"
+        raise make_error(
+            TypeError,
+            "Trainer.advise: the class of the model was typed in here, and other processes cannot find it.",
+            fix="Import it from a file; or run: hasten advise program.py",
         )
     names = conventions.current() is not conventions.HASTEN
     sent = pickle.dumps({

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.memory.read import Columns, DatasetReader, Kind, bytes_of, gigabytes, kind_of, of_tensors, pickled
 from hasten.extend.origin import full_name
@@ -48,9 +49,10 @@ class SharedFile:
     def new(cls, shape: tuple[int, ...], dtype: torch.dtype) -> SharedFile:
         """Make one, which is closed with the object returned."""
         if not hasattr(os, "memfd_create"):
-            raise RuntimeError(
-                "hasten.data.preload() needs memfd_create, which Linux has. Use Trainer(resident=True) here, which "
-                "holds the data in each process."
+            raise make_error(
+                RuntimeError,
+                "hasten.data.preload() needs memfd_create, which Linux has.",
+                fix="Use Trainer(resident=True) here, which holds the data in each process.",
             )
         descriptor = os.memfd_create("hasten-preload", os.MFD_CLOEXEC)
         os.truncate(descriptor, max(1, torch.Size(shape).numel() * dtype.itemsize))
@@ -267,7 +269,7 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"hasten-preload-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{folder} belongs to another user. Set TMPDIR to your own folder.")
+        raise make_error(RuntimeError, f"{folder} belongs to another user.", fix="Set TMPDIR to your own folder.")
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             # A locked file is in use.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.data.divided import share_of, users_dataset
 from hasten.data.loader_parts import (
@@ -176,8 +177,9 @@ class _DataLoaderSource(BatchSource):
             order = " and their order" if self._is_iterable else ""
             warn_once(
                 f"resume-num-workers-{saved}-{now}",
-                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: its other random numbers"
-                f"{order} differ from those of an uninterrupted run. Use num_workers={saved} to go on exactly.",
+                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: its other random "
+                f"numbers{order} differ from those of an uninterrupted run.",
+                fix=f"Use num_workers={saved} to go on exactly.",
             )
         return bool(saved != now)
 
@@ -295,8 +297,9 @@ class WorkerSource(_DataLoaderSource):
         elif not self._loader.in_order:
             warn_once(
                 "resume-in-order",
-                "a DataLoader with in_order=False does not report which batches had arrived: a few may be repeated "
-                "or missing after resuming within an epoch. Use in_order=True to go on exactly.",
+                "a DataLoader with in_order=False does not report which batches had arrived: a few may be repeated or "
+                "missing after resuming within an epoch.",
+                fix="Use in_order=True to go on exactly.",
             )
         base, birth = state["base"], state["birth"]
         self._expect_new_workers(base, state["workers"], birth)
@@ -449,9 +452,11 @@ class CountingSampler:
         count, self._to_skip = self._to_skip, 0
         for drawn in range(count):
             if next(self._drawn, self) is self:
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"cannot resume after {count} batches: the sampler ended after {drawn}. The data is shorter than "
-                    "when the checkpoint was written; resume with the same dataset, batch size and sampler."
+                    "when the checkpoint was written;",
+                    fix="resume with the same dataset, batch size and sampler.",
                 )
 
     def _counted(self, number: int) -> Iterator[Any]:

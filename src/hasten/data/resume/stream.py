@@ -18,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.combined import CombinedLoader, joint_length
@@ -275,7 +276,8 @@ class Stream:
             warn_once(
                 f"resume-length-{self.name}",
                 f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
-                "middle of an epoch, whose rest will differ. Resume with the same data, batch size and processes.",
+                "middle of an epoch, whose rest will differ.",
+                fix="Resume with the same data, batch size and processes.",
             )
         again = state.get("again", _END)
         iterator: Iterator[Any] = iter(())
@@ -410,7 +412,8 @@ class Stream:
             warn_once(
                 f"resume-order-{self.name}",
                 f"{self.name}: the rest of the epoch in which the checkpoint was saved has other samples, because "
-                f"{why}. Resume with the same loader to train on each sample once.",
+                f"{why}.",
+                fix="Resume with the same loader to train on each sample once.",
             )
             return state
         rest = self._rest
@@ -810,9 +813,11 @@ class CombinedStream:
     def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
         readers = state.get("readers", [])
         if len(readers) != len(self._readers):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{self.name}: the checkpoint was written with {max(1, len(readers))} loader(s), and there are "
-                f"{len(self._readers)} now. Resume with the same loaders."
+                f"{len(self._readers)} now.",
+                fix="Resume with the same loaders.",
             )
         for reader, saved in zip(self._readers, readers, strict=True):
             reader.restart()
@@ -874,9 +879,10 @@ def _yields_again(stream: Stream | CombinedStream, consumed: int, again: bool) -
     yielded, finished = stream.consumed, stream.finished
     again = again or (consumed == yielded - 1 and not (finished and consumed == 0))
     if not again and consumed != yielded and not finished:
-        raise ValueError(
-            f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out. "
-            f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again."
+        raise make_error(
+            ValueError,
+            f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out.",
+            fix=f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again.",
         )
     return again
 
