@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # What a wheel has besides modules, and what a source package needs so that its tests and its documentation run.
 IN_WHEEL = (
-    *("hasten/py.typed", "hasten_lightning/homes.txt", "hasten_tools/py.typed", "hasten_tools/entry_points.txt"),
+    *("hasten/py.typed", "hasten_lightning/homes.txt", "hasten_lightning/entry_points.txt"),
+    *("hasten_tools/py.typed", "hasten_tools/entry_points.txt"),
     *("hasten_deepspeed/entry_points.txt", "hasten_xla/entry_points.txt"),
 )
 IN_SOURCES = (

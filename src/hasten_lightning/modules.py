@@ -139,7 +139,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Apply the environment; names are imported when they are used."""
         if relative(module.__name__) == "pytorch":
-            from hasten.utilities.warnings import disable_if_requested
+            from hasten_lightning.utilities.warnings import disable_if_requested
 
             disable_if_requested()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerAction
 
-from hasten.utilities.rank_zero import WarningCache
+from hasten_lightning.utilities.rank_zero import WarningCache
 
 KINETO_AVAILABLE: bool = torch.profiler.kineto_available()
 

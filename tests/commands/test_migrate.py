@@ -131,7 +131,7 @@ from pytorch_lightning import loops\n | 1 | pytorch_lightning.loops: its names a
 import lightning as L\nL.__version__\n | 2 | L.__version__: hasten.__version__ counts from
 from lightning.pytorch.loops import *\n | 1 | from lightning.pytorch.loops import *: import the names
 import pytorch_lightning as pl\n\npl.loops.loop\n | 3 | pl.loops.loop: hasten has no loop objects
-import lightning as L\nL.pytorch.loops._FitLoop\n | 2 | L.pytorch.loops._FitLoop: It is hasten.trainer.loo
+import lightning as L\nL.pytorch.loops._FitLoop\n | 2 | L.pytorch.loops._FitLoop: It is hasten_lightning.loo
 x = 'see lightning.pytorch.Trainer there'\n | 1 | a text names lightning.pytorch.Trainer
 x = 'lightning.pytorch.Missing'\n | 1 | a text names lightning.pytorch.Missing
 """

@@ -20,9 +20,9 @@ import hasten
 import hasten_lightning
 from hasten.commands import main
 from hasten_lightning import environment
+from hasten_lightning.commands.run import OWN_ARGUMENTS
 from hasten_lightning.facades import Facade, original
 from hasten_lightning.modules import TABLE
-from hasten_tools.commands.run import OWN_ARGUMENTS
 
 SIGNATURES = Path(__file__).parent / "signatures.txt"
 QUIETLY = {"accelerator": "cpu", "logger": False}

@@ -22,7 +22,7 @@ import pytest
 
 import hasten as L
 from hasten.commands import commands
-from hasten_tools.commands.run import parse_program
+from hasten_lightning.commands.run import parse_program
 from tests.docs.blocks import ELSEWHERE, LANGUAGES, ROOT, Block, blocks_in, blocks_of, commands_of, pages
 
 PAGES = {page: blocks_of(page) for page in pages()}

@@ -134,6 +134,18 @@ def test_old_and_new_name_are_one_module() -> None:
         importlib.import_module("hasten.speed.nothing")
 
 
+@pytest.mark.parametrize("package", ["demos", "utilities"])
+def test_type_checkers_find_moved_public_packages_under_their_old_names(package: str) -> None:
+    modules = {path.stem for path in (ROOT / "src" / "hasten_lightning" / package).glob("*.py")}
+    for name in modules:
+        stub = ROOT / "src" / "hasten" / package / f"{name}.pyi"
+        new = f"hasten_lightning.{package}" + ("" if name == "__init__" else f".{name}")
+        assert stub.read_text(encoding="utf-8") == f"from {new} import *\n"
+    assert {path.stem for path in (ROOT / "src" / "hasten" / package).glob("*.pyi")} == modules
+    public = importlib.import_module(f"hasten.{package}")
+    assert set(public.__all__) <= set(dir(public))
+
+
 @pytest.mark.parametrize(
     ("package", "old", "name"),
     [

@@ -75,7 +75,7 @@ def members_of(cls: type) -> dict[str, str]:
     """Return the signatures of the public members that a class has from this package; "" for what is no function."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        if base.__module__.split(".")[0] in ROOTS - {"hasten_lightning"}:
+        if base.__module__.split(".")[0] in ROOTS:
             found |= vars(base)
     plain = {
         name: member.__func__ if isinstance(member, classmethod | staticmethod | Unlisted) else member

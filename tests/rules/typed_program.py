@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.callbacks import EarlyStopping
+from hasten.demos.boring_classes import BoringModel
 from hasten.optim import HastenOptimizer
+from hasten.utilities import grad_norm
 
 fabric = L.Fabric(accelerator="cpu")
 model = nn.Linear(2, 2)
@@ -41,6 +43,11 @@ def names() -> None:
     assert_type(L.callbacks.Timer("1h").start_time(), float | None)
     assert_type(L.loggers.CSVLogger("logs"), L.loggers.CSVLogger)
     assert_type(L.seed_everything(1), int)
+    assert_type(L.Trainer().fit_loop.epoch_loop.batch_idx, int)
+    # Under the names that programs import; the modules are in hasten_lightning.
+    assert_type(grad_norm(model, 2), dict[str, Tensor])
+    assert_type(L.utilities.suggested_max_num_workers(1), int)
+    assert_type(BoringModel().loss(torch.ones(1)), Tensor)
 
 
 def mistakes() -> None:
@@ -50,4 +57,5 @@ def mistakes() -> None:
     L.Fabric(device=3)  # type: ignore[call-arg]
     L.Trainr()  # type: ignore[attr-defined]
     L.callbaks.Timer()  # type: ignore[attr-defined]
+    L.demos.BoringModl()  # type: ignore[attr-defined]
     EarlyStopping("val_loss", patients=3)  # type: ignore[call-arg]

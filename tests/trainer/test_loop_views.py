@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.trainer.loop_counts import BatchCounts, OptimizationCounts, ReadyCompleted, SchedulerCounts
-from hasten.trainer.loop_views import Loop
+from hasten_lightning.loops.counts import BatchCounts, OptimizationCounts, ReadyCompleted, SchedulerCounts
+from hasten_lightning.loops.views import Loop
 from tests.fakes import watching
 from tests.models import Classifier, Several, loader, quiet, same_weights
 

@@ -142,7 +142,7 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        indices = trainer.predict_loop.current_batch_indices
+        indices = trainer.current_run.evaluation.batch_indices
         if not indices:
             warn_once(
                 f"batch-indices-{dataloader_idx}",
@@ -155,5 +155,5 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.interval.on_epoch:
-            loop = trainer.predict_loop
-            self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)
+            done = trainer.current_run.evaluation
+            self.write_on_epoch_end(trainer, pl_module, done.kept_predictions or [], done.epoch_batch_indices)

@@ -20,13 +20,18 @@ MOVED = {
         f"hasten.commands.{name}": f"hasten_tools.commands.{name}"
         for name in (
             *("advise", "check", "consolidate", "eject", "env", "known", "launch"),
-            *("migrate", "plan", "plot", "report", "run", "trial"),
+            *("plan", "plot", "report", "trial"),
         )
     },
     **{
         f"hasten.report.{name}": f"hasten_tools.report.{name}"
         for name in ("compare", "curves", "page", "page_curves", "page_run", "plots")
     },
+    **{f"hasten.commands.{name}": f"hasten_lightning.commands.{name}" for name in ("migrate", "run")},
+    # Stay: public names, to which stubs lead type checkers (``hasten/demos``, ``hasten/utilities``).
+    **{f"hasten.{name}": f"hasten_lightning.{name}" for name in ("demos", "utilities")},
+    "hasten.trainer.loop_counts": "hasten_lightning.loops.counts",
+    "hasten.trainer.loop_views": "hasten_lightning.loops.views",
     "hasten.record.read": "hasten_tools.report.read",
     "hasten.report.deepspeed": "hasten_deepspeed.summary",  # Its class was in hasten.report.summary.
     "hasten.strategies.deepspeed": "hasten_deepspeed.strategy",
@@ -81,7 +86,7 @@ class OldNames:
         module = importlib.import_module(spec.origin or "")
         if hasattr(module, "__path__"):
             package = ModuleType(spec.name, module.__doc__)
-            package.__dict__.update(__path__=[], __getattr__=module.__getattribute__)
+            package.__dict__.update(__path__=[], __getattr__=module.__getattribute__, __dir__=module.__dir__)
             package.__dict__.update({"__all__": module.__all__} if hasattr(module, "__all__") else {})
             return package
         self._specs[spec.name] = module.__spec__

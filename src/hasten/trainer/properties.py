@@ -16,8 +16,8 @@ from hasten.elsewhere import conventions
 from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import ReadOnly, RuntimeView
-from hasten.trainer.loop_views import EvaluationLoop, FitLoop, LoopOf, PredictionLoop
 from hasten.trainer.settings import TrainerSettings
+from hasten.trainer.tools import LoopOf
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hasten.optim import LRSchedulerConfig
     from hasten.precision.base import Precision
     from hasten.record.history import History
+    from hasten_lightning.loops.views import EvaluationLoop, FitLoop, PredictionLoop
 
 
 class _InStage:
@@ -170,14 +171,10 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     # -- the loops
 
-    fit_loop = LoopOf[FitLoop](FitLoop, "Limits and counters of training.")
-    validate_loop = LoopOf[EvaluationLoop](
-        lambda trainer: EvaluationLoop(trainer, "validation"), "The batches of ``validate``."
-    )
-    test_loop = LoopOf[EvaluationLoop](lambda trainer: EvaluationLoop(trainer, "test"), "The batches of ``test``.")
-    predict_loop = LoopOf[PredictionLoop](
-        lambda trainer: PredictionLoop(trainer, "predict"), "The batches and outputs of ``predict``."
-    )
+    fit_loop = LoopOf["FitLoop"]("Limits and counters of training.")
+    validate_loop = LoopOf["EvaluationLoop"]("The batches of ``validate``.")
+    test_loop = LoopOf["EvaluationLoop"]("The batches of ``test``.")
+    predict_loop = LoopOf["PredictionLoop"]("The batches and outputs of ``predict``.")
 
     # -- the machine
 

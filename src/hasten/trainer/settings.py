@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """An argument as an attribute of a Trainer or one of its loops; assigned values are checked as in ``Trainer(...)``.
+    """An argument as an attribute of a Trainer or a view of it; assigned values are checked as in ``Trainer(...)``.
 
     Args:
         doc: what the argument means.

@@ -1,10 +1,10 @@
-"""What other packages implement for the Trainer: ``advise``, ``check``, ``eject`` and ``speed=``."""
+"""What other packages implement for the Trainer: ``advise``, ``check``, ``eject``, ``speed=`` and the loops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from hasten.extend.entry_points import load
 
@@ -12,10 +12,52 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
     from hasten.trainer import Trainer
+    from hasten.trainer.properties import TrainerView
     from hasten.types import Dataloaders, PathLike
     from hasten_tools.preflight.report import CheckReport
     from hasten_tools.speed.advice import Advice
     from hasten_tools.speed.levers import Lever
+
+L = TypeVar("L")
+
+
+class LoopOf(Generic[L]):
+    """A loop of Lightning's as an attribute of a Trainer: the counters of a run under its names, by an entry point.
+
+    The same object at each look. The core itself reads the run.
+
+    Args:
+        doc: what the loop does.
+
+    """
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> LoopOf[L]: ...
+
+    @overload
+    def __get__(self, instance: TrainerView, owner: type) -> L: ...
+
+    def __get__(self, instance: TrainerView | None, owner: type) -> LoopOf[L] | L:
+        if instance is None:
+            return self
+        if self._name not in instance._loops:
+            make = load("hasten.trainer", self._name, purpose=f"Trainer.{self._name}")
+            instance._loops[self._name] = make(instance)
+        loop: L = instance._loops[self._name]
+        return loop
+
+    def __set__(self, instance: TrainerView, value: object) -> None:
+        raise AttributeError(
+            f"Trainer.{self._name} cannot be replaced: the loop is a function of hasten, and this is a view of it. To "
+            "change what happens in a run, override hooks of the module, write a callback, or use Fabric for a loop "
+            "of your own."
+        )
 
 
 def choose_speed(

@@ -12,8 +12,8 @@ from hasten.machine.devices import Accelerator, CUDAAccelerator, MPSAccelerator
 from hasten.seed import set_deterministic
 from hasten.strategies.base import Strategy
 from hasten.strategies.parallel import ParallelStrategy
-from hasten.utilities.exceptions import MisconfigurationException
 from hasten_lightning.internals.devices import select_auto_accelerator
+from hasten_lightning.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO

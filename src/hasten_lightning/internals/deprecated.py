@@ -12,10 +12,10 @@ from hasten.plugins import (
     Precision,
     TransformerEnginePrecision,
 )
-from hasten.utilities import rank_zero_deprecation
 from hasten_lightning._classes.fabric_plugins import XLAPrecision
 from hasten_lightning._classes.plugins import FSDPPrecision, HalfPrecision, MixedPrecision
 from hasten_lightning._classes.strategies import SingleDeviceXLAStrategy
+from hasten_lightning.utilities import rank_zero_deprecation
 
 
 def _older(name: str, kind: type, **fixed: Any) -> Any:

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from hasten._lib.errors import make_error
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from hasten.machine.devices import best_accelerator
-from hasten.utilities import rank_zero_info, rank_zero_warn
-from hasten.utilities.exceptions import MisconfigurationException
-from hasten.utilities.warnings import PossibleUserWarning
+from hasten_lightning.utilities import rank_zero_info, rank_zero_warn
+from hasten_lightning.utilities.exceptions import MisconfigurationException
+from hasten_lightning.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from hasten import Trainer

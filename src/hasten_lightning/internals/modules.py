@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from hasten._lib.optional import need
-from hasten.utilities import rank_zero_warn
+from hasten_lightning.utilities import rank_zero_warn
 
 
 class MockOptimizer(Optimizer):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten.commands.parser import Option, Parser, positive, whole
-from hasten_tools.commands import run
+from hasten_lightning.commands import run
 
 if TYPE_CHECKING:
     from hasten_tools.speed.advice import Advice

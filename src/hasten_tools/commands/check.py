@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.commands.parser import Parser
-from hasten_tools.commands import run
+from hasten_lightning.commands import run
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from hasten.commands.parser import Parser
 from hasten.extend.frames import caller, first_outside
-from hasten_tools.commands import run
+from hasten_lightning.commands import run
 from hasten_tools.eject.source import PACKAGES, EjectError
 
 

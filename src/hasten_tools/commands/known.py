@@ -13,10 +13,8 @@ demo = Command("hasten_tools.demo.command", "train a model on real data and time
 eject = Command(_HERE + "eject", "write the plain PyTorch program that does the same without hasten")
 env = Command(_HERE + "env", "print what a bug report needs: versions, processor, memory, GPUs")
 launch = Command(_HERE + "launch", "start a program in several processes, and restart them when one dies")
-migrate = Command(_HERE + "migrate", "rewrite the imports of Lightning in a folder of programs")
 plan = Command(_HERE + "plan", "print what a program needs on many devices, without using any")
 plot = Command(_HERE + "plot", "draw what runs have logged, one or several side by side")
 report = Command(
     "hasten_tools.commands.report", "write one page about a run: curves, where the time goes, what was set"
 )
-run = Command(_HERE + "run", "run a program written for Lightning, unchanged")

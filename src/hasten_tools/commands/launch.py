@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import make_error
 from hasten.commands.parser import Parser, whole
-from hasten_tools.commands.run import add_program, check_program, find_module, parse_program, read_source
+from hasten_lightning.commands.run import add_program, check_program, find_module, parse_program, read_source
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.commands.parser import Option, Parser, positive, whole
-from hasten_tools.commands import run
+from hasten_lightning.commands import run
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from hasten.fabric import Fabric
 from hasten.seed import seed_everything
 from hasten.trainer import Trainer
-from hasten_tools.commands import run
+from hasten_lightning.commands import run
 from hasten_tools.speed.fit_trial import FitTrial, Orders
 from hasten_tools.speed.trial import Session
 

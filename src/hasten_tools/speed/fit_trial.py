@@ -23,6 +23,7 @@ from hasten_tools.speed.inspect_run import Observed, facts, is_coarse, mask_of
 from hasten_tools.speed.trial import Session, function_at, leave
 
 if TYPE_CHECKING:
+    from hasten.loops.run import Run
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
@@ -175,16 +176,18 @@ class _Measured(Callback):
         except Exception:
             # It only shows when a lever pays back, and some data has no length.
             self._steps_planned = None
-        loop: Any = trainer.fit_loop
-        loop.max_epochs, loop.min_epochs = -1, None
-        loop.epoch_loop.max_steps, loop.epoch_loop.min_steps = -1, None
         trainer.limit_val_batches = 0
+        _lift_limits(trainer.current_run)
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau:
                 # The metric that it monitors is not computed here.
                 config.frequency = sys.maxsize
             else:
                 _keep_last_rate(config.scheduler)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove limits again, if a callback has assigned an argument of the Trainer, which has them still."""
+        _lift_limits(trainer.current_run)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         """Compute the first batch without dropout, or count the operations of this one, if that is ordered."""
@@ -236,6 +239,13 @@ class _Measured(Callback):
             # A step may need more around it than a batch: then it is not known.
             print(f"the samples of a batch were not computed one by one: {error!r}")
             return None
+
+
+def _lift_limits(run: Run) -> None:
+    """Let a run train until it is stopped."""
+    endless = dataclasses.replace(run.arguments, max_epochs=-1, min_epochs=None, max_steps=-1, min_steps=None)
+    if endless != run.arguments:
+        run.change_arguments(endless)
 
 
 def _some_gradients(module: nn.Module) -> list[float]:

@@ -1,18 +1,22 @@
-"""``trainer.fit_loop`` and the other loops: counters and limits of a run under the names that programs use."""
+"""``trainer.fit_loop`` and the other loops: counters and limits of a run under the names that programs use.
+
+The Trainer finds ``FitLoop`` and the functions at the end by entry points.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from hasten._lib import torch_private
 from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.runtime import ReadOnly
-from hasten.trainer.loop_counts import (
+from hasten.trainer.settings import Setting
+from hasten_lightning.loops.counts import (
     BatchCounts,
     Counters,
     LoopCounts,
@@ -23,7 +27,6 @@ from hasten.trainer.loop_counts import (
     SchedulerCounts,
     Started,
 )
-from hasten.trainer.settings import Setting
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
@@ -31,56 +34,16 @@ if TYPE_CHECKING:
     from hasten.optim import LRSchedulerConfig
     from hasten.trainer.properties import TrainerView
 
-L = TypeVar("L")
-
 _MAX_EPOCHS = "Epochs to train; -1 for no limit."
 _MIN_EPOCHS = "Epochs to train before a callback may stop the run."
 _MAX_STEPS = "Optimizer steps to train; -1 for no limit."
 _MIN_STEPS = "Optimizer steps to train before a callback may stop the run."
 
 
-class LoopOf(Generic[L]):
-    """A loop as an attribute of a Trainer: the same object at each look.
-
-    Args:
-        make: makes the loop of a Trainer.
-        doc: what the loop does.
-
-    """
-
-    def __init__(self, make: Callable[[TrainerView], L], doc: str) -> None:
-        self._make = make
-        self.__doc__ = doc
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> LoopOf[L]: ...
-
-    @overload
-    def __get__(self, instance: TrainerView, owner: type) -> L: ...
-
-    def __get__(self, instance: TrainerView | None, owner: type) -> LoopOf[L] | L:
-        if instance is None:
-            return self
-        if self._name not in instance._loops:
-            instance._loops[self._name] = self._make(instance)
-        loop: L = instance._loops[self._name]
-        return loop
-
-    def __set__(self, instance: TrainerView, value: object) -> None:
-        raise AttributeError(
-            f"Trainer.{self._name} cannot be replaced: the loop is a function of hasten, and this is a view of it. To "
-            "change what happens in a run, override hooks of the module, write a callback, or use Fabric for a loop "
-            "of your own."
-        )
-
-
 class Loop:
     """A loop of a Trainer, with counters and loops inside it that are saved and restored together.
 
-    Subclasses may keep counters (of ``hasten.trainer.loop_counts``) and other loops in attributes.
+    Subclasses may keep counters (of ``hasten_lightning.loops.counts``) and other loops in attributes.
 
     Args:
         trainer: the Trainer.
@@ -566,3 +529,18 @@ class PredictionLoop(EvaluationLoop):
         """Dataset indices of the samples of the current batch."""
         run = self._trainer._run
         return [] if run is None else run.evaluation.batch_indices
+
+
+def validate_loop(trainer: TrainerView) -> EvaluationLoop:
+    """Return ``trainer.validate_loop``."""
+    return EvaluationLoop(trainer, "validation")
+
+
+def test_loop(trainer: TrainerView) -> EvaluationLoop:
+    """Return ``trainer.test_loop``."""
+    return EvaluationLoop(trainer, "test")
+
+
+def predict_loop(trainer: TrainerView) -> PredictionLoop:
+    """Return ``trainer.predict_loop``."""
+    return PredictionLoop(trainer, "predict")

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from hasten.demos.transformer import VOCAB_SIZE, WikiText2
 from hasten.module import LightningModule
 from hasten.types import Dataloaders, OptimizerLRScheduler, StepOutput
+from hasten_lightning.demos.transformer import VOCAB_SIZE, WikiText2
 
 Hidden = tuple[Tensor, Tensor]
 

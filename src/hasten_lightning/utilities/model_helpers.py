@@ -20,8 +20,8 @@ from hasten.module.datamodule import LightningDataModule
 if TYPE_CHECKING:
     from hasten_deepspeed.summary import DeepSpeedSummary as DeepSpeedSummary
 
-# The class of an engine is imported when it is used; ``extend.moved`` says where its module is.
-__getattr__ = attach(__name__, {"hasten.report.deepspeed": "DeepSpeedSummary"})[0]
+# The class of an engine is imported when it is used.
+__getattr__ = attach(__name__, {"hasten_deepspeed.summary": "DeepSpeedSummary"})[0]
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:

@@ -6,7 +6,7 @@ import os
 import warnings
 
 from hasten._lib.rank_zero import PossibleUserWarning
-from hasten.utilities.rank_zero import WarningCache
+from hasten_lightning.utilities.rank_zero import WarningCache
 
 
 def disable_if_requested() -> None:

@@ -1,0 +1,1 @@
+from hasten_lightning.demos.boring_classes import *

@@ -1,0 +1,1 @@
+from hasten_lightning.utilities.saving import *

@@ -1,0 +1,1 @@
+"""The commands for programs with Lightning's names, one module each; ``known`` lists them for the entry points."""
