@@ -16,4 +16,6 @@ if TYPE_CHECKING:
     from hasten.extend.entry_points import found as found
     from hasten.extend.entry_points import load as load
 
-__getattr__, __dir__, __all__ = attach(__name__, {"hasten.extend.entry_points": ("GROUPS", "Command", "found", "load")})
+__getattr__, __dir__, __all__ = attach(
+    __name__, {"hasten.extend.entry_points": ("GROUPS", "Command", "found", "load")}, submodules=("frames",)
+)
