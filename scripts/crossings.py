@@ -23,7 +23,6 @@ from structure import ROOT, Source, code_lines, read_sources
 
 # Facts of a strategy. A fact that is asked in many places is a method that is missing.
 CAPABILITIES = {
-    "shards_parameters",
     "owns_step",
     "shares_batches",
     "saves_folders",
@@ -31,6 +30,7 @@ CAPABILITIES = {
     "computes_alone",
     "steps_in_backward",
     "syncs_gradients",
+    "exchanges",
 }
 # What a program is made of, instead of what it does.
 _INTROSPECTION = {

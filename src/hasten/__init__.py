@@ -1,6 +1,7 @@
 """hasten: PyTorch training as fast as the hardware allows, by changing one line.
 
-The public names are loaded when they are first used, so that ``import hasten`` costs almost nothing.
+The public names are loaded when they are first used, so that ``import hasten`` costs almost nothing. The core must not
+import ``hasten_tools``, ``hasten_lightning``, ``hasten_deepspeed`` or ``hasten_xla``: it finds them by entry points.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten._lib.errors import absent
+from hasten._lib.errors import absent, make_error
 from hasten._lib.lazy import attach
 from hasten.machine.devices import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
@@ -19,7 +19,7 @@ __all__ = [
     "MPSAccelerator", "TPUAccelerator", "XLAAccelerator", "find_usable_cuda_devices",
 ]  # fmt: skip
 
-# That of an engine beside the core is imported when it is used; ``extend.moved`` says where the module is.
+# The class of an engine is imported when it is used; ``extend.moved`` says where its module is.
 __getattr__, __dir__, _ = attach(
     __name__,
     {"hasten.xla.devices": "XLAAccelerator"},
@@ -66,8 +66,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
             torch.tensor(0.0, device=torch.device("cuda", index))
             usable.append(index)
     if num_devices != -1 and len(usable) < wanted:
-        raise RuntimeError(
+        raise make_error(
+            RuntimeError,
             f"find_usable_cuda_devices({num_devices}): only {usable} of {present} CUDA devices can be used; other "
-            "processes use the rest. Pass a smaller number, or wait."
+            "processes use the rest.",
+            fix="Pass a smaller number, or wait.",
         )
     return usable

@@ -23,7 +23,7 @@ from hasten.elsewhere import conventions
 from hasten.loggers.base import DummyLogger, Logger
 from hasten.module.callback import Callback, Numbered
 
-# Takes the owner ("Trainer" or "Fabric"), the name and the value of an argument; returns what the run reads.
+# Called with the owner ("Trainer" or "Fabric"), the name and the value of an argument; returns what the run reads.
 Check = Callable[[str, str, Any], Any]
 
 
@@ -71,14 +71,14 @@ def _number(
 
 
 def _count(owner: str, name: str, value: Any, unit: str) -> Any:
-    """Return the number in a text such as "2ep"; any other value unchanged."""
+    """Return the number in a string such as "2ep"; return any other value unchanged."""
     if not isinstance(value, (str, dict, timedelta)):
         return value
     interval = parse_interval(value, argument=f"{owner}({name}=...)")
     if interval.unit != unit:
         example = "2ep" if unit == "epochs" else "500st"
         raise MisconfigurationException(
-            f"{owner}({name}={value!r}): this counts {unit}. Write a number, or {example!r}."
+            f"{owner}({name}={value!r}): this counts {unit}.", fix=f"Write a number, or {example!r}.", argument=name
         )
     return getattr(interval, unit)
 
@@ -95,7 +95,7 @@ def _share(owner: str, name: str, value: Any, *, allow_none: bool = False) -> in
         return None
     allowed = "a number of batches (int, at least 0) or a share (float, 0.0 to 1.0)"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise WrongType(f"{owner}({name}={value!r}): use {allowed}, not {type(value).__name__}.")
+        raise WrongType(f"{owner}({name}={value!r}):", fix=f"use {allowed}, not {type(value).__name__}.", argument=name)
     value = value if 0 <= value <= 1 else _as_whole(value)
     if value < 0 or (isinstance(value, float) and not value <= 1.0):
         raise check.wrong(owner, name, value, allowed)
@@ -128,8 +128,9 @@ def _clip_algorithm(owner: str, name: str, value: Any) -> str | None:
 def _uneven(owner: str, name: str, value: Any) -> Any:
     if isinstance(value, str) and value == "join":
         raise MisconfigurationException(
-            f"{owner}({name}='join'): training on after a process has run out of batches is not supported. Write "
-            f"{name}='stop', which ends the epoch when the first process runs out, or 'error'."
+            f"{owner}({name}='join'): training on after a process has run out of batches is not supported.",
+            fix=f"Write {name}='stop', which ends the epoch when the first process runs out, or 'error'.",
+            argument=name,
         )
     return check.one_of(owner, name, value, ("stop", "error"))
 
@@ -148,8 +149,12 @@ def _words(*words: str) -> Check:
 def _speed(owner: str, name: str, value: Any) -> str | None:
     if isinstance(value, str) and value == "changes the maths":
         raise MisconfigurationException(
-            f"{owner}({name}={value!r}): no other model is chosen for you. Use 'lower precision' or a safer class; "
-            "`hasten advise program.py` measures what changes the maths, and you write the line."
+            f"{owner}({name}={value!r}): no other model is chosen for you.",
+            fix=(
+                "Use 'lower precision' or a safer class; `hasten advise program.py` measures what changes the maths, "
+                "and you write the line."
+            ),
+            argument=name,
         )
     return cast("str | None", _words(*SPEEDS)(owner, name, value))
 
@@ -182,7 +187,9 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
             raise _not_a_callback(owner, name, callback)
         if any(callback is other for other in callbacks[:position]):
             kind = type(callback).__name__
-            raise MisconfigurationException(f"{owner}({name}=[...]): the same {kind} object is given twice.")
+            raise MisconfigurationException(
+                f"{owner}({name}=[...]): the same {kind} object is given twice.", argument=name
+            )
         other = by_key.setdefault(callback.state_key, callback)
         clashes = other is not callback and type(callback).state_dict is not Callback.state_dict
         if clashes and isinstance(callback, Numbered):
@@ -192,7 +199,9 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
         elif clashes:
             raise MisconfigurationRuntimeError(
                 f"{owner}({name}=[...]): two callbacks have the state key {callback.state_key!r}, so a checkpoint "
-                "could not hold both states. Give them different arguments, or override state_key."
+                "could not hold both states.",
+                fix="Give them different arguments, or override state_key.",
+                argument=name,
             )
     return tuple(callbacks)
 
@@ -204,11 +213,11 @@ def _not_a_callback(owner: str, name: str, value: object) -> WrongType:
     hint = " Give an object, such as hasten.callbacks.EarlyStopping('val_loss')." if what == "str" else ""
     if any(hook.startswith("on_") and hasattr(Callback, hook) for hook in dir(kind)):
         hint = f" Write class {kind.__name__}(hasten.Callback), and give an object of it."
-    return WrongType(f"{owner}({name}=[...]): {value!r} is a {what}, not a hasten.Callback.{hint}")
+    return WrongType(f"{owner}({name}=[...]): {value!r} is a {what}, not a hasten.Callback.", fix=hint, argument=name)
 
 
 def _is_class(owner: str, written: str, kind: type, arguments: str) -> WrongType:
-    return WrongType(f"{owner}({written}): that is a class. Write {kind.__name__}{arguments}.")
+    return WrongType(f"{owner}({written}): that is a class.", fix=f"Write {kind.__name__}{arguments}.")
 
 
 _LOGGERS = {
@@ -230,7 +239,9 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
             if isinstance(logger, str) and near is None:
                 hint = f" For a folder: logger=hasten.loggers.CSVLogger({logger!r})."
             raise WrongType(
-                f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.{hint}"
+                f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.",
+                fix=hint,
+                argument=name,
             )
         if isinstance(logger, type):
             raise _is_class(owner, f"{name}={written}", logger, "(...)")
@@ -262,7 +273,7 @@ def _checked(table: type, owner: str, given: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-# What Trainer(speed=...) may change at most, by the words that say so: a class of ``hasten_tools.speed.safety``.
+# The values of Trainer(speed=...) and what each may change at most: a class of ``hasten_tools.speed.safety``.
 SPEEDS = {
     "exact": "same maths up to rounding",
     "auto": "other random draws",
@@ -376,9 +387,13 @@ def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
 
 def _shared_fields(owner: str, part: MicroBatch) -> frozenset[Any]:
     if part.samples is None:
-        raise WrongType(f"{owner}(micro_batch=MicroBatch(None)): use {_SAMPLES}.")
+        raise WrongType(f"{owner}(micro_batch=MicroBatch(None)):", fix=f"use {_SAMPLES}.", argument="micro_batch")
     if isinstance(part.shared, str) or not isinstance(part.shared, Collection):
-        raise WrongType(f"{owner}(micro_batch=MicroBatch(shared={part.shared!r})): use a list of names or positions.")
+        raise WrongType(
+            f"{owner}(micro_batch=MicroBatch(shared={part.shared!r})):",
+            fix="use a list of names or positions.",
+            argument="micro_batch",
+        )
     return frozenset(part.shared)
 
 
@@ -388,23 +403,30 @@ def _check_speed_together(owner: str, arguments: SpeedArguments) -> None:
     if arguments.resident == "device" and batching is not None:
         raise MisconfigurationException(
             f"{owner}(resident='device', batching=...): cutting off padding would make the host wait for the device "
-            "at every batch. Use resident=True, which holds the data on the host."
+            "at every batch.",
+            fix="Use resident=True, which holds the data on the host.",
+            argument="resident",
         )
     for name, value in (("micro_batch", micro_batch), ("memory", arguments.memory)):
         if batch_size == "auto" and value is not None and value not in ("selective", "full"):
             raise MisconfigurationException(
-                f"{owner}(batch_size='auto', {name}={value!r}): with {name} memory is not used up, so there is "
-                f"no largest size. Give batch_size a number, or leave {name} out."
+                f"{owner}(batch_size='auto', {name}={value!r}): with {name} memory is not used up, so there is no "
+                "largest size.",
+                fix=f"Give batch_size a number, or leave {name} out.",
+                argument="batch_size",
             )
     if batch_size is not None and batching is not None and batching.max_tokens is not None:
         raise MisconfigurationException(
             f"{owner}(batch_size={batch_size!r}, batching=...): with max_tokens={batching.max_tokens} the tokens say "
-            "how large a batch is. Leave one of them out."
+            "how large a batch is.",
+            fix="Leave one of them out.",
+            argument="batch_size",
         )
     if isinstance(batch_size, int) and isinstance(micro_batch, int) and micro_batch > batch_size:
         raise MisconfigurationException(
-            f"{owner}(batch_size={batch_size}, micro_batch={micro_batch}): a micro-batch is a part of a batch. Use "
-            f"micro_batch={batch_size} or less, or batch_size={micro_batch}."
+            f"{owner}(batch_size={batch_size}, micro_batch={micro_batch}): a micro-batch is a part of a batch.",
+            fix=f"Use micro_batch={batch_size} or less, or batch_size={micro_batch}.",
+            argument="batch_size",
         )
 
 
@@ -486,7 +508,7 @@ def changed(arguments: Arguments, name: str, value: object) -> Arguments:
 
 
 def _explain_ones(values: Mapping[str, Any]) -> None:
-    """Say what 1 and 1.0 mean where a number of batches and a share are two things."""
+    """Tell the user what 1 and 1.0 mean, where one is a number of batches and the other a share."""
     for name in ("val_check_interval", "overfit_batches", *(f"limit_{stage}_batches" for stage in _STAGES)):
         value = values[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != 1:
@@ -508,8 +530,9 @@ def _switch_off(given: dict[str, Any]) -> None:
     wanted = [f"{name}={given[name]!r}" for name in switched_off if given[name]]
     if wanted:
         raise MisconfigurationException(
-            f"Trainer(barebones=True, {', '.join(wanted)}): barebones switches all of that off. "
-            "Leave out one or the other."
+            f"Trainer(barebones=True, {', '.join(wanted)}): barebones switches all of that off.",
+            fix="Leave out one or the other.",
+            argument="barebones",
         )
     given.update(dict.fromkeys(switched_off[:4], False), num_sanity_val_steps=0, log_every_n_steps=0)
 
@@ -524,7 +547,7 @@ def _use_few_batches(values: dict[str, Any]) -> None:
         val_check_interval=1.0, check_val_every_n_epoch=1, overfit_batches=0.0,
     )  # fmt: skip
     if values["logger"]:
-        # Code that writes to its logger runs through as well.
+        # A logger that does nothing, for code that writes to the logger.
         values["logger"] = [DummyLogger()]
 
 
@@ -540,17 +563,19 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
             unit, amount = interval.unit, getattr(interval, interval.unit)
             if unit == "time" and "max_time" not in given:
                 raise MisconfigurationException(
-                    f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'."
+                    f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'.",
+                    argument=name,
                 )
         elif unit == "time":
             raise WrongType(
-                f"Trainer({name}={value!r}): use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, "
-                f"not {type(value).__name__}."
+                f"Trainer({name}={value!r}):",
+                fix=f"use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, not {type(value).__name__}.",
+                argument=name,
             )
         if unit in found:
             raise MisconfigurationException(
-                f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}. "
-                "Leave out one of them."
+                f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}.",
+                fix="Leave out one of them.",
             )
         found[unit] = name, amount
     epochs, steps, time = (found.get(unit, (None, None))[1] for unit in ("epochs", "steps", "time"))
@@ -560,7 +585,7 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
 def _interval(name: str, value: str | dict[str, Any] | timedelta) -> Period:
     interval = parse_interval(value, argument=f"Trainer({name}=...)")
     if interval.time is not None and interval.time <= timedelta(0):
-        raise MisconfigurationException(f"Trainer({name}={value!r}): the time must be longer than zero.")
+        raise MisconfigurationException(f"Trainer({name}={value!r}): the time must be longer than zero.", argument=name)
     return interval
 
 
@@ -570,12 +595,14 @@ def _validation_schedule(value: Any, every_n_epochs: int | None) -> dict[str, An
     if isinstance(value, (str, dict, timedelta)):
         interval = _interval("val_check_interval", value)
         if interval.epochs is None:
-            # Steps are counted over epochs, as time is.
+            # Steps, like time, are counted over epochs.
             value, every_n_epochs = interval, None if interval.unit == "steps" else every_n_epochs
         elif every_n_epochs not in (None, 1, interval.epochs):
             raise MisconfigurationException(
-                f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch={every_n_epochs}): both say after "
-                "how many epochs to validate. Leave out one of them."
+                f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch={every_n_epochs}): both say after how "
+                "many epochs to validate.",
+                fix="Leave out one of them.",
+                argument="val_check_interval",
             )
         else:
             value, every_n_epochs = 1.0, interval.epochs
@@ -583,8 +610,9 @@ def _validation_schedule(value: Any, every_n_epochs: int | None) -> dict[str, An
         value = _batches_or_share(value)
         if every_n_epochs is None and isinstance(value, float) and not is_default:
             raise MisconfigurationException(
-                f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch=None): counting over epochs needs "
-                "a number of batches (int) or a time."
+                f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch=None): counting over epochs needs a "
+                "number of batches (int) or a time.",
+                argument="val_check_interval",
             )
     return {"val_check_interval": value, "check_val_every_n_epoch": every_n_epochs}
 

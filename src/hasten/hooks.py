@@ -54,7 +54,7 @@ def _row(stage: str | None = None, log: Logging | None = None, *, runs_last: boo
 _DATAMODULE_LAST = frozenset({"on_exception", "on_save_checkpoint", "on_load_checkpoint"})
 _NOT_FOR_DATAMODULE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
 _MODULE_FIRST = frozenset({"on_load_checkpoint"})
-# Hooks that Lightning gives their argument by name.
+# Hooks to which Lightning passes the argument by name.
 _BY_NAME = frozenset({"setup", "teardown"})
 # Hooks whose default is not called, not even through a wrapper.
 _ONLY_REDEFINED = frozenset({"prepare_data", "configure_model"})
@@ -65,7 +65,7 @@ def nothing(*_: object) -> None:
 
 
 class Hooks:
-    """One attribute per hook: a function that calls those who override it, or ``nothing``.
+    """One attribute per hook: a function that calls all overrides of it, or ``nothing``.
 
     Overrides are found once, and again when a callback is added or removed, or a hook is assigned on the module, a
     callback or the datamodule.
@@ -117,7 +117,7 @@ class Hooks:
     on_predict_epoch_end: Call = _row()
     on_predict_batch_start: Call = _row()
     on_predict_batch_end: Call = _row()
-    # Of the rows with ``runs_last``: the callbacks that save or stop, after everything else.
+    # The same for rows with ``runs_last``: callbacks that save or stop, after everything else.
     on_train_epoch_end_last: Call
     on_train_batch_end_last: Call
     on_validation_end_last: Call
@@ -159,7 +159,7 @@ class Hooks:
                 setattr(self, row.name + "_last", self._caller(row, late, None))
 
     def _find_overridden(self) -> None:
-        """Find the hooks of each owner that are not the defaults of this package, as most are: only they are asked."""
+        """Find the hooks of each owner that are not this package's defaults; only these are looked at again."""
         self._overridden: dict[int, set[str]] = {}
         owners: list[tuple[Any, type]] = [(callback, Callback) for callback in self._callbacks]
         owners += [(self._module, LightningModule), (self._datamodule, LightningDataModule)]
@@ -180,7 +180,7 @@ class Hooks:
             self.find()
 
     def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
-        """Return what calls the overrides of these callbacks, and with ``module`` its and the datamodule's."""
+        """Return a function that calls the overrides of callbacks, and with ``module`` of module and datamodule."""
         name, datamodule = row.name, self._datamodule
         listeners = self._of_callbacks(name, callbacks)
         is_overridden = redefines if name in _ONLY_REDEFINED else overrides
@@ -250,7 +250,7 @@ def _given_stage(listener: Call, stage: str) -> object:
 
 
 def redefines(owner: object, base: type, name: str) -> bool:
-    """Return whether ``name`` is overridden, where a wrapper put around the default of the instance does not count.
+    """Return whether ``name`` is overridden; a wrapper around the default hook of the instance does not count.
 
     Tools wrap every method of a module to watch its calls. Hooks that do something else when they are overridden, or
     are only called then, look through such wrappers.
@@ -266,8 +266,8 @@ def redefines(owner: object, base: type, name: str) -> bool:
 def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str) -> None:
     """Let the loop call hooks of ``callback`` only if its configuration uses them.
 
-    Unused ones are replaced by those of ``Callback``, which are not called. A subclass of ``owner`` that overrides a
-    hook keeps it.
+    Unused hooks are replaced by the hooks of ``Callback``, which are not called. A subclass of ``owner`` that overrides
+    a hook keeps it.
     """
     for name in names:
         default = getattr(Callback, name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.device import widest_float
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.tree import children, move_to, whole
 from hasten.machine import collectives
 
@@ -77,9 +77,9 @@ class LoggedValue:
         self.value: Any = None
         self.total: Any = None
         self.weight: Any = 0
-        # Of a dataloader that has ended, where the metric starts again for the next one.
+        # The states of a dataloader that has ended, if the metric starts again for the next one.
         self.gathered: Gathered | None = None
-        # Computes in place of the metric where this process had no batch of the dataloader.
+        # Computes in place of the metric if this process had no batch of the dataloader.
         self.stand_in: Any = None
         if self.metric is not None:
             self.metric.reset()
@@ -100,7 +100,7 @@ class LoggedValue:
         return f"{self.name}{ending if self.on_step and self.on_epoch else ''}{self.loader_suffix}"
 
     def add(self, value: Any, batch_size: int | float | Tensor | None) -> None:
-        """Take one value; it stays on its device."""
+        """Add one value; it stays on its device."""
         if isinstance(value, Tensor):
             if value.dim() or type(value) is not Tensor:
                 value = self._scalar(value)
@@ -141,7 +141,7 @@ class LoggedValue:
             self.total = self._sum(value, batch_size)
 
     def _scalar(self, value: Any) -> Tensor:
-        """Return a tensor of one element, of any shape or class, as one without dimensions."""
+        """Return a tensor of one element, of any shape or class, as a tensor without dimensions."""
         if type(value) is not Tensor:
             value = whole(value)
         if value.numel() != 1:
@@ -169,7 +169,7 @@ class LoggedValue:
         return _first(value, 1, self.reduce) if total is None else extreme(total, value, self.reduce)
 
     def _uploaded_start(self, value: Tensor) -> Tensor:
-        """Return a total of nothing, as data: then the first step of an epoch compiles to the same graph as others."""
+        """Return an empty total, as data, so that the first step of an epoch compiles to the same graph as others."""
         kind = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float32
         dtype = kind if value.is_floating_point() else torch.float64
         start = {"max": -math.inf, "min": math.inf}.get(self.reduce, 0.0)
@@ -180,12 +180,15 @@ class LoggedValue:
         """Return anything but a tensor, float or int as a float; None for a metric, which keeps its own state."""
         if is_metric(value):
             if self.metric is None or self.value is None:
-                # The first of an epoch: another module may be evaluated than before.
+                # The first value of an epoch: the module that is evaluated may have changed.
                 self.metric = value
             elif self.metric is not value:
                 raise MisconfigurationException(
-                    f"self.log({self.name!r}, metric): another {type(value).__name__} object than before. Make it "
-                    "once, as an attribute of the module (self.metric = ... in __init__), and log that object."
+                    f"self.log({self.name!r}, metric): another {type(value).__name__} object than before.",
+                    fix=(
+                        "Make it once, as an attribute of the module (self.metric = ... in __init__), and log that "
+                        "object."
+                    ),
                 )
             self.value = value
             self.weight = 1
@@ -215,18 +218,19 @@ class LoggedValue:
             raise MisconfigurationException(
                 f"self.log({self.name!r}, metric): the `{type(self.metric).__name__}.compute()` return of "
                 f"{self.name!r} must be a tensor of one element, and it computes {describe(value)}. Only a value of "
-                "one element can be logged: call compute() at the end of the epoch and log its parts."
+                "one element can be logged:",
+                fix="call compute() at the end of the epoch and log its parts.",
             )
         return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
 
     def published(self, value: float) -> float:
-        """Return a value as it is shown: in the precision in which it was logged, also where processes reduced it."""
+        """Return a value for display: in the precision in which it was logged, also if processes have reduced it."""
         if self.metric is not None or not math.isfinite(value):
             return value
         logged = self.value
         if isinstance(logged, Tensor) and logged.is_floating_point():
             return value if logged.dtype == torch.float64 else ctypes.c_float(value).value
-        # Of numbers what single precision keeps, if asked. A count stays exact.
+        # Round numbers to single precision if asked. A count stays exact.
         exact = not self.owner.single_precision or (abs(value) > 2**24 and float(value).is_integer())
         return value if exact else ctypes.c_float(value).value
 
@@ -306,7 +310,7 @@ def _first(value: Any, weight: Any, reduce: str) -> Any:
 
 
 def _rounded(value: Any) -> Any:
-    """Return a float as single precision keeps it; counts and tensors stay as they are."""
+    """Return a float rounded to single precision; return counts and tensors unchanged."""
     return ctypes.c_float(value).value if type(value) is float else value
 
 
@@ -334,9 +338,10 @@ def _as_float(value: Any, device: torch.device) -> Tensor:
 def _not_scalar(name: str, value: Any) -> ValueError:
     kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    return ValueError(
-        f"self.log({name!r}, ...): a logged value must have one element, got {kind}{shape}. Reduce it first, for "
-        f"instance self.log({name!r}, value.mean()), or log each element under its own name."
+    return make_error(
+        ValueError,
+        f"self.log({name!r}, ...): a logged value must have one element, got {kind}{shape}.",
+        fix=f"Reduce it first, for instance self.log({name!r}, value.mean()), or log each element under its own name.",
     )
 
 
@@ -363,8 +368,8 @@ def reduction(reduce_fx: object, where: str) -> str:
     found = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
     if found is None:
         raise MisconfigurationException(
-            f"{where}: reduce_fx={reduce_fx!r} is not known. Use 'mean', 'sum', 'min' or 'max'; for anything "
-            "else log a torchmetrics.Metric."
+            f"{where}: reduce_fx={reduce_fx!r} is not known.",
+            fix="Use 'mean', 'sum', 'min' or 'max'; for anything else log a torchmetrics.Metric.",
         )
     return found
 

@@ -1,8 +1,8 @@
 """Values given to ``self.log``: accumulated on the device, reduced, and published once they are on the host.
 
 Nothing here reads from the device between two logging intervals. ``record`` keeps a detached copy of a value on its
-device and adds it to the epoch's total there; ``publish_step`` and ``close_epoch`` stack what is due, reduce it over
-the processes with one collective an operation, and move it to the host in one copy.
+device and adds it to the epoch's total there; ``publish_step`` and ``close_epoch`` stack the values that are due,
+reduce them over the processes with one collective per operation, and move them to the host in one copy.
 """
 
 from __future__ import annotations
@@ -61,20 +61,21 @@ class LoggedValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.shared = SharedValues(runtime)
-        # Where a device records operations: sends it the start of a total.
+        # For a device that records operations: moves the start of a total to it.
         self.upload = None if runtime.steps is None else runtime.steps.upload
-        # (step, epoch, values): called with every row of a fit that goes to the loggers, and what they do not get.
+        # (step, epoch, values): called with every row of a fit that goes to the loggers, and values that they do not
+        # get.
         self.on_row: Callable[[int, int, Mapping[str, float]], object] | None = None
-        # Values of the epoch of training that is ending: for the loggers, and not for them.
+        # Values of the training epoch that is ending: first for the loggers, then the others.
         self.epoch_values: dict[str, float] = {}
         self._not_for_loggers: dict[str, float] = {}
-        # What evaluation steps logged, where several processes reduce it at the end.
+        # Values of evaluation steps, if several processes reduce them at the end.
         self._rows: list[LoggedStep] = []
         self._loader_idx: int | None = None
         self._several_loaders = False
         self.on_first_process = runtime.global_rank == 0
         decisions = conventions.current()
-        # Lightning keeps numbers as tensors of single precision: the same digits, then, in names and tables.
+        # Lightning keeps numbers in single precision: then names and tables have the same digits.
         self.single_precision = decisions.averages_in_single_precision and runtime.precision.precision != "64-true"
         # Names whose values were logged in 64 bits, and which types have these: Python's floats in such a run.
         self._double: set[str] = set()
@@ -82,12 +83,12 @@ class LoggedValues:
         self.loggers: Sequence[Logger] = ()
         self.batch: Any = None
         self.batch_size: int = 0
-        # Whether the loggers' row of the step that is over is still to be written.
+        # Whether the loggers' row of the last step has not been written yet.
         self.row_is_due = False
         self.logs_evaluation_steps = False
-        # By dataloader: steps of the evaluations before, which come before those of this one on the loggers' x axis.
+        # By dataloader: steps of earlier evaluations, after which this one continues on the loggers' x axis.
         self.steps_before: dict[int, int] = {}
-        # The one that runs; its metrics are among its parts.
+        # The module that runs; metrics are found among its parts.
         self.module: nn.Module | None = None
         self.context: LoggingContext = _OUTSIDE
         self.callback_values: dict[str, float] = {}
@@ -133,24 +134,23 @@ class LoggedValues:
         return call
 
     def all_values(self) -> list[LoggedValue]:
-        """Return what was logged, a LoggedValue for each name and hook."""
+        """Return everything logged, a LoggedValue for each name and hook."""
         return [logged for context in self._contexts.values() for logged in context.values.values()]
 
-    # -- taking values
+    # -- recording values
 
     def record(
         self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | float | Tensor | None
     ) -> LoggedValue | None:
-        """Take one value given to ``self.log``.
+        """Record one value given to ``self.log``.
 
         Args:
             name: the name.
             value: a number, a tensor of one element or a metric.
             options: the fields of a ``LogOptions``; the first call for a name in a hook decides them.
-            batch_size: the weight in the epoch's mean; None for that of the batch.
+            batch_size: the weight in the epoch's mean; None for the size of the batch.
 
-        Returns:
-            the ``LoggedValue``; None while an observer is there.
+        Returns: the ``LoggedValue``; None while an observer is active.
 
         """
         if self._observer is not None:
@@ -164,7 +164,7 @@ class LoggedValues:
         return logged
 
     def switch_off(self) -> None:
-        """Take no values: the first one is answered with a warning."""
+        """Ignore all values, with a warning for the first."""
         self._observer = _Ignore()
 
     @contextmanager
@@ -201,15 +201,15 @@ class LoggedValues:
         elif logged.options is not None:
             raise MisconfigurationException(
                 f"{where}: this name was logged here before with other arguments "
-                f"({logged.options.differences(options)}). Use the same arguments each time, or another name."
+                f"({logged.options.differences(options)}).",
+                fix="Use the same arguments each time, or another name.",
             )
         logged.on_step, logged.on_epoch = _when(row, options, where)
         logged.prog_bar = bool(options.prog_bar)
         logged.logger = options.logger is None or bool(options.logger)
         if options.logger and not self.loggers:
-            self._warn(
-                "no logger", f"{where}, logger=True: the Trainer has no logger configured. Leave logger=True out."
-            )
+            what = f"{where}, logger=True: the Trainer has no logger configured."
+            self._warn("no logger", what, "Leave logger=True out.")
         logged.reduce = reduction(options.reduce_fx, where)
         logged.enable_graph = bool(options.enable_graph)
         logged.zero_only = bool(options.rank_zero_only)
@@ -226,7 +226,7 @@ class LoggedValues:
         elif several_processes and logged.on_epoch and not options.sync_dist and not options.rank_zero_only:
             self._warn(
                 name,
-                f"{where}: the mean over the epoch is taken on each process alone. "
+                f"{where}: the mean over the epoch is taken on each process alone.",
                 "Pass sync_dist=True to take it over all processes.",
                 PossibleUserWarning,
             )
@@ -236,13 +236,16 @@ class LoggedValues:
         return logged
 
     def _check_is_part(self, metric: Any, where: str) -> None:
-        # hasten finds metrics by identity. One that is not part of the module is refused in Lightning.
+        # hasten finds metrics by identity. Lightning refuses a metric that is not part of the module.
         is_part = self.module is None or any(metric is part for part in self.module.modules())
         if not is_part and conventions.current().metrics_are_attributes:
             raise MisconfigurationException(
                 f"{where}: this {type(metric).__name__} is not part of {type(self.module).__name__}, so it would be "
-                "neither reset nor saved. You can fix this by setting an attribute for the metric in your module: "
-                "self.metric = ... in __init__()."
+                "neither reset nor saved.",
+                fix=(
+                    "You can fix this by setting an attribute for the metric in your module: self.metric = ... in "
+                    "__init__()."
+                ),
             )
 
     def _warn_of_two_stages(self, logged: LoggedValue, where: str) -> None:
@@ -254,7 +257,8 @@ class LoggedValues:
                 self._warn(
                     f"metric of two stages {id(logged.metric)}",
                     f"{where}: this {type(logged.metric).__name__} is logged in {other.row.name} too, with one state "
-                    "for both: validation resets what training has gathered. Make one metric for each.",
+                    "for both: validation resets what training has gathered.",
+                    "Make one metric for each.",
                 )
 
     def find_batch_size(self, name: str) -> int:
@@ -266,7 +270,7 @@ class LoggedValues:
             self._warn(
                 "batch_size",
                 f"self.log({name!r}, ...): an epoch mean is weighted by the batch size, and this batch "
-                f"({describe(self.batch)}) does not show it; {size} was taken. "
+                f"({describe(self.batch)}) does not show it; {size} was taken.",
                 f"Write self.log({name!r}, ..., batch_size=...) to set it.",
             )
         self.batch_size = size
@@ -288,7 +292,7 @@ class LoggedValues:
             (logged, logged.step_name)
             for logged in self.of_stage("train")
             if logged.on_step and (to_loggers or logged.prog_bar)
-            # Each process refreshes its bar by its own clock: nothing may be exchanged for that.
+            # Each process refreshes its bar by its own clock, so nothing may be exchanged here.
             and (to_loggers or not self.shared.reduces(logged))
             and logged.value is not None
             and logged.step_value() is not None
@@ -350,7 +354,7 @@ class LoggedValues:
             logged = of_loader.setdefault(each.name, LoggedValue(each.name, self, each.row))
             logged.take_from_others(each.settings, each.neutral, metric)
             if each.metric is not None and uses[id(metric)] > 1:
-                # The metric itself is that of another dataloader.
+                # The metric object itself belongs to another dataloader.
                 logged.stand_in = self.shared.without_batches(metric, each.metric)
         self.deliver(wait=True)
         for batch_idx, values in rows:
@@ -391,7 +395,7 @@ class LoggedValues:
         self._bar_sent = time.monotonic()
         values = [logged.step_value() for logged, _ in entries]
         if loss is not None:
-            # First: what is logged is often the same.
+            # The loss comes first: a logged value is often the same tensor.
             entries, values = [(self._loss, "loss"), *entries], [loss.detach(), *values]
             self._loss_sent_at = step if step >= 0 else self._loss_sent_at
         if moment is not None:
@@ -399,7 +403,7 @@ class LoggedValues:
         self._pending.append(_Pending(send_to_host(values), entries, step, epoch))
 
     def deliver(self, *, wait: bool = False) -> None:
-        """Hand what has arrived on the host to loggers and bar, in order."""
+        """Pass values that have arrived on the host to loggers and bar, in order."""
         while self._pending and (wait or self._pending[0].arrival.ready()):
             arrival, entries, step, epoch = self._pending.pop(0)
             row: dict[str, float] = {}
@@ -425,14 +429,14 @@ class LoggedValues:
             self.loss_report.logged(logged.row.name, str(logged.row.stage), name, value)
 
     def _write_row(self, values: dict[str, float], others: Mapping[str, float], step: int, epoch: int | None) -> None:
-        """Hand ``values`` to the loggers, and with ``others`` to the history."""
+        """Pass ``values`` to the loggers, and together with ``others`` to the history."""
         if self.on_row is not None and epoch is not None and (values or others):
             self.on_row(step, epoch, {**values, **others})
         if not values:
             return
         self.logger_values.update(values)
         row = dict(values)
-        if epoch is not None and "step" not in row:  # A logged "step" is the only x axis.
+        if epoch is not None and "step" not in row:  # If "step" is logged, it is the only x axis.
             row.setdefault("epoch", epoch)
         step = int(row.pop("step", step))
         for logger in self.loggers:
@@ -469,7 +473,7 @@ class LoggedValues:
                 by_loader[loader_idx][name] = row[name] = self.logger_values[name] = value
             else:
                 self._not_for_loggers[name] = value
-            logged.weight = None  # Computed: the epoch's last hooks may log more and close it again.
+            logged.weight = None  # Marked as computed: the epoch's last hooks may log more values and close it again.
         if stage == "train":
             self.epoch_values |= row
         if self._several_loaders:
@@ -478,7 +482,7 @@ class LoggedValues:
         return by_loader, row
 
     def _of_epoch(self, stage: str) -> list[tuple[int | None, LoggedValue]]:
-        """Return the loader index and the value of what the epoch has gathered and not computed yet."""
+        """Return loader index and value of metrics that the epoch has gathered and not computed yet."""
         return [
             (loader_idx, logged)
             for context in self._contexts_of(stage)
@@ -522,7 +526,7 @@ class LoggedValues:
             logged.reset()
 
     def enter_loader(self, stage: str, loader_idx: int | None) -> None:
-        """Take the next values as those of one of several dataloaders; None when there is one."""
+        """Record the next values for this one of several dataloaders; None if there is only one."""
         if loader_idx is not None and self._loader_idx not in (None, loader_idx):
             self._several_loaders = True
             self._start_metrics_again(stage)
@@ -534,9 +538,9 @@ class LoggedValues:
                 context.enter_loader(loader_idx)
 
     def _start_metrics_again(self, stage: str) -> None:
-        """Keep what the metrics of the dataloader that has ended have gathered: the next one may log the same objects.
+        """Save the states of the metrics of the dataloader that has ended: the next one may log the same objects.
 
-        Those that are logged under one name for all dataloaders go on.
+        Values logged under one name for all dataloaders continue.
         """
         found = [
             logged
@@ -544,7 +548,7 @@ class LoggedValues:
             for logged in context.by_loader.get(self._loader_idx, {}).values()
             if logged.metric is not None and logged.on_epoch and logged.loader_suffix and logged.value is not None
         ]
-        # The metrics of a collection may have states in common: all are read before the first is reset.
+        # The metrics of a collection may share states: all are read before the first is reset.
         gathered = {id(logged.metric): Gathered(logged.metric) for logged in found}
         for logged in found:
             logged.gathered = gathered[id(logged.metric)]
@@ -604,10 +608,10 @@ class LoggedValues:
     def _contexts_of(self, stage: str) -> Iterable[LoggingContext]:
         return [context for context in self._contexts.values() if context.row.stage == stage]
 
-    def _warn(self, key: str, message: str, category: type[Warning] = UserWarning) -> None:
+    def _warn(self, key: str, what: str, fix: str, category: type[Warning] = UserWarning) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            rank_zero_warn(message, category)
+            rank_zero_warn(what, category, fix=fix)
 
     # -- state
 
@@ -651,11 +655,11 @@ class LoggedValues:
 
 
 def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None:
-    """Give metrics back what they gathered of dataloaders that have ended.
+    """Restore the states that metrics gathered in dataloaders that have ended.
 
     Args:
         values: of all dataloaders.
-        unshared: only to metrics that have gathered of one dataloader alone.
+        unshared: only for metrics that have gathered in one dataloader alone.
 
     """
     by_metric: dict[int, list[LoggedValue]] = {}
@@ -681,15 +685,15 @@ def _check_place(row: Hook, name: object, where: str) -> None:
     """Raise unless a value can be logged under this name in this hook."""
     if row.log is None:
         raise MisconfigurationException(
-            f"{where}: values cannot be logged here. Log them in a step, or in an epoch hook such as "
-            "on_train_epoch_end."
+            f"{where}: values cannot be logged here.",
+            fix="Log them in a step, or in an epoch hook such as on_train_epoch_end.",
         )
     if not isinstance(name, str):
         raise WrongType(f"{where}: the name must be a str, got {type(name).__name__}.")
     if "/dataloader_idx_" in name:
         raise MisconfigurationException(
-            f"{where}: the Trainer adds '/dataloader_idx_' to names itself. Choose another name, or use "
-            "add_dataloader_idx."
+            f"{where}: the Trainer adds '/dataloader_idx_' to names itself.",
+            fix="Choose another name, or use add_dataloader_idx.",
         )
 
 
@@ -700,12 +704,12 @@ def _when(row: Hook, options: LogOptions, where: str) -> tuple[bool, bool]:
     on_epoch = row.log.on_epoch if options.on_epoch is None else bool(options.on_epoch)
     if on_step and not row.log.step_allowed:
         raise MisconfigurationException(
-            f"{where}: on_step=True is not possible outside of steps. Use on_epoch=True (the default)."
+            f"{where}: on_step=True is not possible outside of steps.", fix="Use on_epoch=True (the default)."
         )
     if not on_step and not on_epoch:
         raise MisconfigurationException(
-            f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere. "
-            "Set one of them."
+            f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere.",
+            fix="Set one of them.",
         )
     return on_step, on_epoch
 
@@ -719,7 +723,8 @@ def _check_loaders_apart(context: LoggingContext, name: str, value: Any, where: 
         if not other.loader_suffix and not (is_metric(value) and other.metric is value):
             raise MisconfigurationException(
                 f"{where}: with add_dataloader_idx=False the dataloaders {loader_idx} and {context.loader_idx} both "
-                f"log {name!r}. Leave add_dataloader_idx out, or log f'{name}_{{dataloader_idx}}'."
+                f"log {name!r}.",
+                fix=f"Leave add_dataloader_idx out, or log f'{name}_{{dataloader_idx}}'.",
             )
 
 
@@ -733,7 +738,7 @@ _OUTSIDE = LoggingContext(_Nowhere())  # type: ignore[arg-type]
 
 
 class _Ignore:
-    """Takes no values, and warns of the first; an object, so that a Trainer can be sent to other processes."""
+    """Ignores values, and warns about the first; an object, so that a Trainer can be pickled."""
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -742,6 +747,6 @@ class _Ignore:
         if not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                "self.log() does nothing with Trainer(barebones=True), which switches logging off. Leave barebones "
-                "out to log."
+                "self.log() does nothing with Trainer(barebones=True), which switches logging off.",
+                fix="Leave barebones out to log.",
             )

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from hasten._lib import torch_private
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.tree import leaves
 from hasten.extend.origin import ROOTS, comes_from
 from hasten.seed import is_generator
@@ -74,8 +74,8 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
     """Recompute the repeated blocks of a module in backward instead of keeping their activations, inside the block.
 
     Results do not change, with dropout, too. For the recomputation, what the forward changes is restored: random
-    generators (of torch, Python and numpy, and those of the blocks), buffers such as running statistics, and attributes
-    such as counters. Keys of ``state_dict`` and classes do not change.
+    generators (of torch, Python, numpy and the blocks), buffers such as running statistics, and attributes such as
+    counters. Keys of ``state_dict`` and classes do not change.
 
     Args:
         module: the module, on its device.
@@ -86,8 +86,8 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
         the number of blocks.
 
     Raises:
-        ValueError: ``how`` has another value, or the module has no repeated blocks. In the first backward: a block gave
-            other values when it was computed again, because it depends on something that cannot be restored.
+        ValueError: ``how`` has another value, or the module has no repeated blocks. Raised in the first backward: a
+            block gave other values when it was recomputed, because it depends on something that cannot be restored.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `PyTorch, torch.utils.checkpoint
     <https://docs.pytorch.org/docs/stable/checkpoint.html>`_.
@@ -103,10 +103,10 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
 
     """
     if how not in HOW:
-        raise ValueError(f"memory={how!r}: use {' or '.join(map(repr, HOW))}.")
+        raise make_error(ValueError, f"memory={how!r}:", fix=f"use {' or '.join(map(repr, HOW))}.", argument="memory")
     blocks = repeated_blocks(module)
     if not blocks:
-        raise ValueError(f"memory={how!r}: {nothing_repeated(module)}")
+        raise make_error(ValueError, f"memory={how!r}: {nothing_repeated(module)}", argument="memory")
     with recomputed_blocks(blocks, how):
         yield len(blocks)
 
@@ -116,7 +116,7 @@ def recomputed_blocks(blocks: Sequence[nn.Module], how: str) -> Iterator[None]:
     """Recompute these modules in backward, inside the block; see ``recomputed``."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block, own in zip(blocks, before, strict=True):
-        # In the instance's own dictionary: neither its class nor the names of its parts change.
+        # Set in the instance's own dictionary, so that neither its class nor the names of its parts change.
         block.__dict__["forward"] = _Recomputed(block, own, selective=how == "selective")
     try:
         yield
@@ -165,7 +165,7 @@ class _Recomputed:
         return self._with_state(function, args, kwargs)
 
     def _with_state(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute; the recomputation starts with what the block held before, and its first one is compared."""
+        """Run the block; a recomputation starts from the state before it, and the first one is compared with it."""
         before = _Before(self.block, (*args, *kwargs.values()))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -199,9 +199,12 @@ class _Recomputed:
                 raise MisconfigurationException(
                     f"memory={'selective' if self.selective else 'full'!r}: {type(self.block).__name__}.forward gave "
                     "other values when it was computed again in backward. It changes or draws from something that "
-                    "cannot be restored, for instance a global variable, an attribute of a class or an iterator. Keep "
-                    "it in an attribute of the block (a number, a list, a generator of random numbers), or leave "
-                    "memory out: micro_batch='auto' needs less memory, too."
+                    "cannot be restored, for instance a global variable, an attribute of a class or an iterator.",
+                    fix=(
+                        "Keep it in an attribute of the block (a number, a list, a generator of random numbers), or "
+                        "leave memory out: micro_batch='auto' needs less memory, too."
+                    ),
+                    argument="memory",
                 )
             else:
                 outputs.clear()
@@ -216,7 +219,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
         return first.shape == second.shape
     fine = first.dtype in (torch.float32, torch.float64) and first.is_cpu
     tolerance = 1e-5 if fine else 1e-2
-    # Outside of dispatch modes: selective checkpointing takes each operation for one of the forward.
+    # Outside of dispatch modes, because selective checkpointing counts each operation as part of the forward.
     with torch.no_grad(), torch_private.without_modes():
         one, other = torch.nan_to_num(first.float()), torch.nan_to_num(second.float())
         return bool((one - other).norm() <= tolerance * one.norm())
@@ -232,11 +235,11 @@ def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
 
 
 class _Before:
-    """What a forward may change, as it was before: buffers, attributes, generators of random numbers.
+    """The state that a forward may change, saved before it: buffers, attributes, generators of random numbers.
 
     Args:
         block: the module.
-        arguments: those of its forward.
+        arguments: the arguments of its forward.
 
     """
 
@@ -250,7 +253,7 @@ class _Before:
         }
 
     def keep_what_changed(self) -> None:
-        """Forget what the forward has left as it was: the recomputation finds it so."""
+        """Forget what the forward has not changed: the recomputation needs no copy of it."""
         kept = []
         for thing, always, contents in self._held:
             changed = not _same(contents, _contents(thing))
@@ -263,20 +266,20 @@ class _Before:
         self._held, self._copies = kept, {}
 
     def exchange(self) -> list[tuple[Any, Any]]:
-        """Restore what was before; return what ``put_back`` takes to undo that."""
+        """Restore the earlier state; return what ``put_back`` needs to undo that."""
         now = [(thing, _contents(thing)) for thing, _, _ in self._held]
         put_back([(thing, contents) for thing, _, contents in self._held])
         return now
 
 
 def put_back(held: Iterable[tuple[Any, Any]]) -> None:
-    """Give things the contents they had."""
+    """Restore the contents of objects."""
     for thing, contents in held:
         _put(thing, contents)
 
 
 class _Earlier:
-    """A context that computes with what a block held earlier, and leaves what it holds now alone."""
+    """A context that computes with the earlier state of a block, and does not change its present state."""
 
     def __init__(self, before: _Before, inner: AbstractContextManager[Any]) -> None:
         self.before, self.inner = before, inner
@@ -293,7 +296,7 @@ class _Earlier:
 _SIMPLE = (int, float, complex, str, bytes, type(None))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _LIBRARIES = (*ROOTS, "torch", "lightning", "numpy", "builtins")
-# How deep attributes of attributes are looked through, how many things at most, and how long a list may be.
+# How deep attributes of attributes are searched, how many objects at most, and how long a list may be.
 _DEPTH, _MOST_THINGS, _MOST_ITEMS = 3, 200, 200
 
 
@@ -304,7 +307,7 @@ class _Python:
 
 
 class _Numpy:
-    """The generator behind ``numpy.random.rand`` and its like."""
+    """The generator behind ``numpy.random.rand`` and similar functions."""
 
     @staticmethod
     def getstate() -> Any:
@@ -316,7 +319,7 @@ class _Numpy:
 
 
 def _holders(block: nn.Module, arguments: Iterable[Any]) -> list[tuple[Any, bool]]:
-    """Return what may hold something that the forward changes, and whether it must be taken to have changed."""
+    """Return the objects whose contents a forward may change, and whether each must be assumed to have changed."""
     found: dict[int, tuple[Any, bool]] = {id(_Python): (_Python, False)}
     if "numpy" in sys.modules:
         found[id(_Numpy)] = _Numpy, False
@@ -382,7 +385,7 @@ def _generators_of(kind: Any) -> tuple[Any, ...]:
 
 
 def _contents(thing: Any) -> Any:
-    """Return what a thing holds, to be given to ``_put``."""
+    """Return the contents of an object, for ``_put``."""
     if isinstance(thing, nn.Module):
         return {name: value for name, value in vars(thing).items() if name not in _MODULE_ATTRIBUTES}
     if isinstance(thing, (list, dict, set, deque)):

@@ -10,7 +10,7 @@ import torch
 
 from hasten import elsewhere
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.errors import MisconfigurationException, WrongType, make_error, parts_of
 from hasten._lib.names import unknown_word
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.files import CheckpointIO
@@ -36,7 +36,7 @@ from hasten.machine.host import is_interactive
 from hasten.machine.launch import forget_other_rank
 from hasten.precision.base import Precision
 from hasten.precision.bitsandbytes import MODES
-from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision, is_half, is_mixed
 from hasten.precision.float8 import Float8Precision, check_float8
 from hasten.precision.transformer_engine import TransformerEnginePrecision
 from hasten.runtime import Runtime
@@ -63,12 +63,12 @@ PRECISIONS = {
     "transformer-engine-float16": ("transformer-engine-float16",),
 }
 
-# Names that a program has registered (``utilities.enums``), and what makes the object.
+# Names that a program has registered (``utilities.enums``), with the functions that make the objects.
 REGISTERED_STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 REGISTERED_ACCELERATORS: dict[str, Callable[[], Accelerator]] = {}
 
 _SINGLE_DEVICE = "single_device"
-# What the parts of a name that begins with "ddp" are for DDPStrategy.
+# The arguments of DDPStrategy for the parts of a name that begins with "ddp".
 _SHARDED: dict[str, dict[str, Any]] = {"": {}, "_sharded": {"shard_optimizer": True}}
 _START_METHODS: dict[str, dict[str, Any]] = {
     "": {},
@@ -81,7 +81,8 @@ _FIND_UNUSED: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"find_unused_parameters": True},
     "_find_unused_parameters_false": {"find_unused_parameters": False},
 }
-# Names of the core's strategies, and what makes them. Packages beside it add others, see docs/extend/package.md.
+# Names of the core's strategies, with the functions that make them. Other packages add more, see
+# docs/extend/package.md.
 STRATEGIES: dict[str, partial[Any]] = {
     _SINGLE_DEVICE: partial(SingleDeviceStrategy),
     **{
@@ -94,7 +95,7 @@ STRATEGIES: dict[str, partial[Any]] = {
     "fsdp2": partial(FSDPStrategy),
     "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
 }
-# The strategies for one device and for several, where an accelerator has none of its own.
+# The strategies for one device and for several, if an accelerator has none of its own.
 _USUAL = (_SINGLE_DEVICE, "ddp")
 
 
@@ -112,7 +113,7 @@ def runtime(
     """Return the Runtime for the arguments of a Trainer or a Fabric. Nothing is started.
 
     Args:
-        accelerator: this and the others as for ``Trainer``.
+        accelerator: this and the other arguments as for ``Trainer``.
         strategy: see there.
         devices: see there.
         num_nodes: see there.
@@ -140,7 +141,7 @@ def runtime(
     accelerator = _once(owner, "accelerator", None if accelerator == "auto" else accelerator, given)
     if devices in (0, "0") or (isinstance(devices, (list, tuple)) and not devices):
         raise MisconfigurationException(
-            f"{owner}(devices={devices!r}): a run needs a device. Use at least 1, or 'auto'."
+            f"{owner}(devices={devices!r}): a run needs a device.", fix="Use at least 1, or 'auto'.", argument="devices"
         )
     chosen = _accelerator(_accelerator_for(accelerator, strategy, given.get("devices", ()), owner), owner)
     num_nodes = _num_nodes(num_nodes, owner)
@@ -150,7 +151,7 @@ def runtime(
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
     strategy_in_use = _strategy(strategy, chosen, found, num_nodes, owner)
-    # A check of a GPU initializes CUDA, and this process could no longer be forked.
+    # Checking a GPU would initialize CUDA, and this process could no longer be forked.
     is_forked = found[0].type == "cuda" and strategy_in_use.copies_this_process
     precision_in_use = _precision(
         precision, precision_plugin, chosen, found[0], owner, strategy_in_use, check=not is_forked
@@ -171,15 +172,15 @@ def runtime(
 
 
 def _once(owner: str, name: str, value: Any, given: Mapping[str, Any]) -> Any:
-    """Return what was given to the Trainer, or else to the strategy.
+    """Return the object passed to the Trainer, or else to the strategy.
 
     Raises:
-        MisconfigurationException: both have it.
+        MisconfigurationException: it was passed to both.
 
     """
     if value is not None and name in given:
         raise MisconfigurationException(
-            f"{owner}(...) and its strategy both set the same: {value!r} and {given[name]!r}. Leave one out."
+            f"{owner}(...) and its strategy both set the same: {value!r} and {given[name]!r}.", fix="Leave one out."
         )
     return given.get(name, value)
 
@@ -193,9 +194,10 @@ def _prefix_owner(owner: str, function: Callable[..., T], *args: object) -> T:
         kind = kinds.get(type(error), type(error))
         if kind not in kinds.values():
             raise
-        text = str(error)
-        first, _, rest = text.partition(": ")
-        raise kind(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
+        what, fix, argument = parts_of(error)
+        first, colon, rest = f"{what} ".partition(": ")
+        what = f"{owner}({first}): {rest}".rstrip() if colon else f"{owner}: {what}"
+        raise make_error(kind, what, fix=fix, argument=argument) from None
 
 
 def _plugins(
@@ -209,12 +211,18 @@ def _plugins(
         if kind is None:
             hint = f" Write {plugin.__name__}()." if isinstance(plugin, type) else ""
             raise WrongType(
-                f"{owner}(plugins={plugins!r}): {plugin!r} is not a plugin. Use objects of the classes in "
-                f"hasten.plugins: a Precision, a CheckpointIO, a ClusterEnvironment or a LayerSync.{hint}"
+                f"{owner}(plugins={plugins!r}): {plugin!r} is not a plugin.",
+                fix=(
+                    "Use objects of the classes in hasten.plugins: a Precision, a CheckpointIO, a ClusterEnvironment "
+                    f"or a LayerSync.{hint}"
+                ),
+                argument="plugins",
             )
         if found[kind] is not None:
             raise MisconfigurationException(
-                f"{owner}(plugins=[...]): there are two {kind.__name__} objects. Leave one out."
+                f"{owner}(plugins=[...]): there are two {kind.__name__} objects.",
+                fix="Leave one out.",
+                argument="plugins",
             )
         found[kind] = plugin
     return found[Precision], found[CheckpointIO], found[ClusterEnvironment], found[LayerSync]
@@ -226,14 +234,16 @@ def _layer_sync(sync_batchnorm: bool, layer_sync: LayerSync | None, owner: str) 
     if not isinstance(layer_sync, TorchSyncBatchNorm | None):
         raise MisconfigurationException(
             f"{owner}(sync_batchnorm=True, plugins={layer_sync!r}): both say how layers are computed over all "
-            "processes, which is not allowed. Leave one out."
+            "processes, which is not allowed.",
+            fix="Leave one out.",
+            argument="sync_batchnorm",
         )
     return layer_sync or TorchSyncBatchNorm()
 
 
 def _cluster(given: ClusterEnvironment | None, accelerator: Accelerator) -> ClusterEnvironment:
     cluster = find_cluster() if given is None else given
-    # Nothing else has started the processes of this run.
+    # No launcher has started the processes of this run.
     return (accelerator.default_cluster() if type(cluster) is LightningEnvironment else None) or cluster
 
 
@@ -248,13 +258,13 @@ def _accelerator_for(accelerator: Any, strategy: Any, devices: Sequence[torch.de
         here = devices[0].type
         return next((kind.name() for kind in _kinds().values() if kind.device_type() == here), here)
     if devices and isinstance(accelerator, str) and (kind := _kinds().get(accelerator.lower())) is not None:
-        # Before it is looked for: the machine may not have one.
+        # Checked before the device is looked for: the machine may not have one.
         _check_parallel_devices(devices, kind, owner)
     return accelerator
 
 
 def _kind_for_strategy(strategy: Any) -> type[Accelerator] | None:
-    """Return the kind of device for which alone a strategy is; None for strategies that train on several kinds."""
+    """Return the only kind of device that a strategy supports; None if it supports several."""
     if isinstance(strategy, str):
         names = {strategy.lower()}
     elif isinstance(strategy, Strategy):
@@ -276,7 +286,7 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         return accelerator
     given = f"{owner}(accelerator={accelerator!r})"
     if accelerator is not None and not isinstance(accelerator, str):
-        raise WrongType(_why_wrong_accelerator(accelerator, owner))
+        raise _wrong_accelerator(accelerator, owner)
     name = "auto" if accelerator is None else accelerator.lower()
     if name in REGISTERED_ACCELERATORS:
         return REGISTERED_ACCELERATORS[name]()
@@ -287,12 +297,13 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
     kind = ACCELERATORS.get(name) or added_accelerators().get(name)
     if kind is None:
-        raise MisconfigurationException(f"{given}: {_why_no_accelerator(name)}")
+        what, fix = _why_no_accelerator(given, name)
+        raise MisconfigurationException(what, fix=fix, argument="accelerator")
     kind.check_available(given)
     if not kind.is_available():
         raise MisconfigurationException(
-            f"{given}: this machine has no {name.upper()} device that torch {torch.__version__} can use. Use one of "
-            f"{_listed(_present_accelerators())}."
+            f"{given}: this machine has no {name.upper()} device that torch {torch.__version__} can use.",
+            fix=f"Use one of {_listed(_present_accelerators())}.",
         )
     return kind()
 
@@ -303,34 +314,38 @@ def _present_accelerators() -> list[str]:
     return ["auto", *present, *(["gpu"] if {"cuda", "mps"} & set(present) else [])]
 
 
-def _why_wrong_accelerator(accelerator: object, owner: str) -> str:
-    """Return what to write in place of something that is neither a name nor an Accelerator."""
+def _wrong_accelerator(accelerator: object, owner: str) -> WrongType:
+    """Return the error for something that is neither a name nor an Accelerator."""
+    argument = "accelerator"
     if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
         name = accelerator.__name__
-        return f"{owner}(accelerator={name}): that is a class. Write {name}()."
+        return WrongType(f"{owner}(accelerator={name}): that is a class.", fix=f"Write {name}().", argument=argument)
     allowed, kind = _listed(_present_accelerators()), type(accelerator).__name__
-    return f"{owner}(accelerator={accelerator!r}): use one of {allowed}, or an Accelerator, not {kind}."
+    fix = f"use one of {allowed}, or an Accelerator, not {kind}."
+    return WrongType(f"{owner}(accelerator={accelerator!r}):", fix=fix, argument=argument)
 
 
-def _why_no_accelerator(name: str) -> str:
-    """Return why a name is no accelerator, and what to write."""
-    if name in elsewhere.ACCELERATORS:
-        return elsewhere.ACCELERATORS[name].message()
+def _why_no_accelerator(shown: str, name: str) -> tuple[str, str]:
+    """Return why a name is not an accelerator, after the argument as it was ``shown``, and what to write."""
     if name in _strategy_names():
-        return f"that is a strategy. Write strategy={name!r}."
-    if name in elsewhere.STRATEGIES:
-        return elsewhere.STRATEGIES[name].message()
+        return f"{shown}: that is a strategy.", f"Write strategy={name!r}."
+    for names in (elsewhere.ACCELERATORS, elsewhere.STRATEGIES):
+        if name in names:
+            reason, write = names[name].parts()
+            return f"{shown}: {reason}", write
     present = _present_accelerators()
     known = dict.fromkeys((*present, "gpu", *_kinds()))
-    return _unknown(name, known, f"use one of {_listed(present)}.", {"nvidia": "cuda", "rocm": "cuda"})
+    return _unknown(shown, name, known, f"use one of {_listed(present)}.", {"nvidia": "cuda", "rocm": "cuda"})
 
 
 def _check_parallel_devices(devices: Sequence[torch.device], kind: type[Accelerator] | Accelerator, owner: str) -> None:
-    """Refuse a strategy's own devices that are not those of the accelerator."""
+    """Refuse a strategy's own devices that do not belong to the accelerator."""
     if wrong := next((device for device in devices if device.type != kind.device_type()), None):
         raise MisconfigurationException(
             f"{owner}(accelerator={kind.name()!r}) and a strategy with parallel_devices=[{wrong}]: both choose the "
-            "device. Leave one out."
+            "device.",
+            fix="Leave one out.",
+            argument="accelerator",
         )
 
 
@@ -353,7 +368,7 @@ def _devices(
         _check_parallel_devices(devices, accelerator, owner)
         return devices, num_nodes
     if devices is None or devices == "auto":
-        # What has started the processes has set their number, also where an environment of Ray's is passed.
+        # The launcher has set the number of processes, also if an environment of Ray's is passed.
         started: ClusterEnvironment = ProcessGroupEnvironment() if ProcessGroupEnvironment.detect() else cluster
         if isinstance(started, (TorchElasticEnvironment, ProcessGroupEnvironment)):
             per_machine = started.local_world_size()
@@ -363,7 +378,7 @@ def _devices(
         return accelerator.get_parallel_devices(accelerator.auto_device_count()), num_nodes
     if isinstance(devices, (bool, float)):
         indices = "" if isinstance(accelerator, CPUAccelerator) else ", a list of indices, '0,1',"
-        raise WrongType(f"{owner}(devices={devices!r}): use a number{indices} or 'auto'.")
+        raise WrongType(f"{owner}(devices={devices!r}):", fix=f"use a number{indices} or 'auto'.", argument="devices")
     if type(accelerator) is CPUAccelerator and (count := _count_of_indices(devices)):
         # A program that chooses its device by one argument keeps the indices of its GPUs.
         rank_zero_warn(
@@ -377,7 +392,7 @@ def _devices(
 
 
 def _count_of_indices(devices: Any) -> int:
-    """Return how many different indices a list of them has, also as text such as "0,1"; 0 for anything else."""
+    """Return how many different indices a list, or a string such as "0,1", has; 0 for anything else."""
     if isinstance(devices, str) and "," in devices:
         devices = [int(part) if part.strip().isdigit() else part for part in devices.split(",") if part.strip()]
     if not isinstance(devices, (list, tuple)):
@@ -398,16 +413,24 @@ def _strategy(
     elif strategy is None or isinstance(strategy, str):
         chosen = _named_strategy(strategy, accelerator, count, len(devices), owner)
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise WrongType(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
+        raise WrongType(
+            f"{owner}(strategy={strategy.__name__}): that is a class.",
+            fix=f"Write {strategy.__name__}().",
+            argument="strategy",
+        )
     else:
         kind = type(strategy).__name__
-        raise WrongType(f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy object, not {kind}.")
+        raise WrongType(
+            f"{owner}(strategy={strategy!r}):",
+            fix=f"use a name such as 'ddp', or a Strategy object, not {kind}.",
+            argument="strategy",
+        )
     given = f"{owner}(strategy={strategy!r}"
     _check_kind_of_device(chosen, accelerator, devices[0].type, given)
     if isinstance(chosen, OneProcess) and not chosen.takes_all_devices and count > 1:
         raise MisconfigurationException(
-            f"{given}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be {count}. Use devices=1, or "
-            "strategy='auto'."
+            f"{given}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be {count}.",
+            fix="Use devices=1, or strategy='auto'.",
         )
     return chosen
 
@@ -415,7 +438,7 @@ def _strategy(
 def _named_strategy(
     strategy: str | None, accelerator: Accelerator, count: int, on_this_machine: int, owner: str
 ) -> Strategy:
-    """Return the strategy of a name; with "auto" that of the accelerator for ``count`` processes."""
+    """Return the strategy of a name; with "auto" the accelerator's strategy for ``count`` processes."""
     name = "auto" if strategy is None else strategy.lower()
     if name in REGISTERED_STRATEGIES:
         return REGISTERED_STRATEGIES[name]()
@@ -436,12 +459,14 @@ def _make_strategy(name: str, written: object, devices: int, owner: str, **optio
         make = load("hasten.strategies", name, purpose=f"{owner}(strategy={written!r})")
         made = make(**options) if callable(make) else make
     else:
-        raise MisconfigurationException(f"{owner}(strategy={written!r}): {_why_no_strategy(name, devices)}")
+        what, fix = _why_no_strategy(f"{owner}(strategy={written!r})", name, devices)
+        raise MisconfigurationException(what, fix=fix, argument="strategy")
     if not isinstance(made, Strategy):
         place = found("hasten.strategies")[name].value
         raise WrongType(
-            f"{owner}(strategy={name!r}): the entry point {place} gives {type(made).__name__}. Let it name a "
-            "Strategy, or a class or function that makes one without arguments."
+            f"{owner}(strategy={name!r}): the entry point {place} gives {type(made).__name__}.",
+            fix="Let it name a Strategy, or a class or function that makes one without arguments.",
+            argument="strategy",
         )
     return made
 
@@ -457,25 +482,27 @@ def _check_kind_of_device(strategy: Strategy, accelerator: Accelerator, device: 
     if kind is not None and kind.device_type() != device:
         name = kind.name()
         raise MisconfigurationException(
-            f"{given}, accelerator={device!r}): it trains on {name.upper()}s. Use accelerator={name!r}, or "
-            "strategy='auto'."
+            f"{given}, accelerator={device!r}): it trains on {name.upper()}s.",
+            fix=f"Use accelerator={name!r}, or strategy='auto'.",
         )
     if isinstance(strategy, ParallelStrategy) and device == "mps":
         raise MisconfigurationException(
-            f"{given}, accelerator='mps'): MPS has one device and no communication between processes. Use "
-            "strategy='auto', or accelerator='cpu'."
+            f"{given}, accelerator='mps'): MPS has one device and no communication between processes.",
+            fix="Use strategy='auto', or accelerator='cpu'.",
         )
 
 
-def _why_no_strategy(name: str, devices: int) -> str:
-    """Return why a name is no strategy, and what to write."""
+def _why_no_strategy(shown: str, name: str, devices: int) -> tuple[str, str]:
+    """Return why a name is not a strategy, after the argument as it was ``shown``, and what to write."""
     if name in elsewhere.STRATEGIES:
-        return elsewhere.STRATEGIES[name].message(devices)
+        reason, write = elsewhere.STRATEGIES[name].parts(devices)
+        return f"{shown}: {reason}", write
     if name in elsewhere.ACCELERATORS or name == "gpu" or name in _kinds():
-        return f"that is a kind of device. Write accelerator={name!r}."
+        return f"{shown}: that is a kind of device.", f"Write accelerator={name!r}."
     allowed = _strategy_names()
     listed = _listed(one for one in allowed if "_find_unused" not in one)
     return unknown_word(
+        shown,
         name,
         allowed,
         f"use one of {listed}, or a Strategy. Names with 'ddp' can end in '_find_unused_parameters_true'.",
@@ -535,8 +562,9 @@ def _precision(
         made = plugin
     else:
         raise MisconfigurationException(
-            f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision. "
-            "Leave one out."
+            f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision.",
+            fix="Leave one out.",
+            argument="precision",
         )
     if check:
         _prefix_owner(owner, made.check_device, device)
@@ -561,15 +589,17 @@ def _named_precision(
     if name == "64-true":
         if device.type == "mps":
             raise MisconfigurationException(
-                f"{owner}(precision={written!r}): MPS has no 64-bit floats. Use precision='32-true'."
+                f"{owner}(precision={written!r}): MPS has no 64-bit floats.",
+                fix="Use precision='32-true'.",
+                argument="precision",
             )
         return DoublePrecision()
     if (of_strategy := strategy.precision_of(name, device.type)) is not None:
         return of_strategy
-    if name in ("16-true", "bf16-true"):
-        return HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)  # type: ignore[arg-type]
+    if is_half(name):
+        return HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)
     if name in ("fp8", "transformer-engine", "transformer-engine-float16"):
-        # Before the package is imported: the device may not support it at all.
+        # Checked before the package is imported: the device may not support it at all.
         if check:
             _prefix_owner(owner, check_float8, device, name)
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
@@ -580,7 +610,8 @@ def _named_precision(
             "Using precision='bf16-mixed'."
         )
         name = "bf16-mixed"
-    return MixedPrecision(name, device.type)  # type: ignore[arg-type]
+    assert is_mixed(name)
+    return MixedPrecision(name, device.type)
 
 
 def _precision_name(precision: Any, owner: str) -> str:
@@ -591,14 +622,14 @@ def _precision_name(precision: Any, owner: str) -> str:
             return name
     given = f"{owner}(precision={precision!r})"
     if not written:
-        raise WrongType(f"{given}: use one of {_listed(PRECISIONS)}, not {type(precision).__name__}.")
+        raise WrongType(f"{given}:", fix=f"use one of {_listed(PRECISIONS)}, not {type(precision).__name__}.")
     if text in MODES:
         raise MisconfigurationException(
-            f"{given}: a plugin quantizes weights. Use plugins=BitsandbytesPrecision({text!r})."
+            f"{given}: a plugin quantizes weights.", fix=f"Use plugins=BitsandbytesPrecision({text!r})."
         )
     allowed = [spelling for spellings in PRECISIONS.values() for spelling in spellings]
-    told = _unknown(text, allowed, f"use one of {_listed(allowed)}.", _OTHER_PRECISIONS)
-    raise MisconfigurationException(f"{given}: {told}")
+    what, fix = _unknown(given, text, allowed, f"use one of {_listed(allowed)}.", _OTHER_PRECISIONS)
+    raise MisconfigurationException(what, fix=fix, argument="precision")
 
 
 # What torch and other libraries call them.
@@ -610,10 +641,13 @@ _OTHER_PRECISIONS = {
 }  # fmt: skip
 
 
-def _unknown(word: str, allowed: Iterable[str], otherwise: str, other_names: Mapping[str, str]) -> str:
-    """Return the sentence for an unknown word, which may be the name that other libraries have for one."""
-    same = other_names.get(word)
-    return f"{word!r} is unknown. Did you mean {same!r}?" if same else unknown_word(word, allowed, otherwise)
+def _unknown(
+    shown: str, word: str, allowed: Iterable[str], otherwise: str, other_names: Mapping[str, str]
+) -> tuple[str, str]:
+    """Return what ``unknown_word`` does for a word, which may be the name that other libraries have for one."""
+    if word in other_names:
+        return f"{shown}: {word!r} is unknown.", f"Did you mean {other_names[word]!r}?"
+    return unknown_word(shown, word, allowed, otherwise)
 
 
 def _listed(names: Iterable[str]) -> str:

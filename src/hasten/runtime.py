@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.names import defined_by_program
 from hasten._lib.tree import move_to
+from hasten.extend.origin import is_builtin
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.precision.base import Precision
 from hasten.precision.empty_init import NoInit, fill_empty, left_out
@@ -72,13 +73,13 @@ class Runtime:
     """Device, precision and strategy of one process of a run.
 
     ``resolve.runtime`` makes it. ``engine`` has the functions of a step (``backward``, ``make_step(...)``, ...). They
-    and ``bind(...)`` are chosen once; where nothing has to be added, they are those of torch or of the user.
+    and ``bind(...)`` are chosen once; where nothing has to be added, they are torch's or the user's functions.
 
     Args:
         accelerator: the kind of device.
         strategy: how the model lives on the devices; attached to them.
         precision: the floating-point format.
-        cluster: what started the processes.
+        cluster: the environment that started the processes.
         checkpoint_io: writes and reads checkpoints.
         device_ids: indices of the devices of this machine.
 
@@ -108,9 +109,8 @@ class Runtime:
         strategy, precision = self.strategy, self.precision
         self.scaler = precision.scaler
         self.steps = strategy.steps
-        # Whether there are other processes to exchange anything with.
+        # Whether there are other processes.
         self.several_processes = strategy.world_size > 1
-        self.syncs_gradients = strategy.engine.exchanges
         # What the precision changes.
         self._changed = {
             name for name in _BY_PRECISION if getattr(type(precision), name) is not getattr(Precision, name)
@@ -122,12 +122,14 @@ class Runtime:
     def _choose_engine(self) -> None:
         strategy = self.strategy
         self._overridden = detect_overrides(strategy, self.precision)
-        # What computes a step: the strategy's, with the methods that a program has overridden.
+        # Computes a step: the strategy's engine, with the methods that a program has overridden.
         self.engine = with_overrides(strategy.engine, strategy, self.precision)
+        self._saved_by_program = defined_by_program(strategy, "save_checkpoint")
+        self._loaded_by_program = defined_by_program(strategy, "load_checkpoint")
         self._reduce = strategy.reduce if defined_by_program(strategy, "reduce") else strategy.all_reduce
 
     def detect_overrides(self) -> None:
-        """Find the methods, and the precision, that a program has given its strategy since; called before each run."""
+        """Find methods, and a precision, that a program has set on its strategy since; called before each run."""
         precision = self.strategy.precision_plugin
         if precision is not self.precision:
             precision.check_device(self.device)
@@ -148,7 +150,7 @@ class Runtime:
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads checkpoints: that of the strategy."""
+        """Writes and reads checkpoints: the strategy's ``checkpoint_io``."""
         return self.strategy.checkpoint_io
 
     @checkpoint_io.setter
@@ -181,14 +183,13 @@ class Runtime:
             trainer: an object that gets the results of copies of this process; see ``machine.spawn.KeepsResults``.
             kwargs: for the function.
 
-        Returns:
-            the result in this process; with copies of this process, that of the first.
+        Returns: the result in this process; with copies of this process, the result of the first.
 
         """
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
-        """Fill what ``init_module`` left empty, and have the strategy divide ``module``; see ``Strategy.shard``."""
+        """Initialize what ``init_module`` left empty, and divide ``module``; see ``Strategy.shard``."""
         if left_out:
             fill_empty(module, stored)
         self.strategy.shard(module, stored)
@@ -203,7 +204,7 @@ class Runtime:
         """Return the module to call in training; ``module`` itself on a single device."""
         # A program that was written for Lightning's Fabric may have a method of its own.
         setup_module = getattr(self.strategy, "setup_module", None)
-        if setup_module is not None and not _is_ours(setup_module):
+        if setup_module is not None and not is_builtin(setup_module):
             wrapped: nn.Module = setup_module(module)
             return wrapped
         return self.strategy.wrap(module)
@@ -262,8 +263,8 @@ class Runtime:
         """Return a context in which modules are created on the device and in the precision of the run.
 
         Args:
-            empty_init: do not initialize parameters, as weights are loaded afterwards. Those that are not loaded get
-                their initial values when training begins, or in ``Fabric.setup``. A strategy that shards parameters
+            empty_init: do not initialize parameters, as weights are loaded afterwards. Parameters that are not loaded
+                get their initial values when training begins, or in ``Fabric.setup``. A strategy that shards parameters
                 makes them on the meta device.
 
         """
@@ -277,13 +278,13 @@ class Runtime:
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward does not synchronize gradients."""
-        return self.strategy.no_sync(wrapped) if self.syncs_gradients else nullcontext()
+        return self.engine.no_sync(wrapped)
 
     def make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
     ) -> Callable[[], None]:
         """Return a function that exchanges the present gradients; see ``StepEngine.make_exchange``."""
-        return self.engine.make_exchange(module, wrapped, zero_loss) if self.syncs_gradients else _nothing
+        return self.engine.make_exchange(module, wrapped, zero_loss)
 
     def to_device(self, data: T) -> T:
         """Return ``data`` with its tensors on the device; the same object if they are there already."""
@@ -291,7 +292,7 @@ class Runtime:
         if self.steps is not None:
             sent: T = self.steps.to_device(data, device)
             return sent
-        # Copies from pinned memory are asynchronous; from other memory torch waits by itself.
+        # Copies from pinned memory are asynchronous; from other memory torch waits for them.
         moved: T = move_to(data, device, non_blocking=copies_in_background(device))
         return moved
 
@@ -325,7 +326,7 @@ class Runtime:
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.
         """
-        if not _is_ours(self.strategy.save_checkpoint) and self.strategy.lightning_module is not None:
+        if self._saved_by_program and self.strategy.lightning_module is not None:
             self.strategy.save_checkpoint(contents, path, storage_options=storage_options)
         else:
             self.strategy.state.write(path, contents, storage_options)
@@ -334,7 +335,7 @@ class Runtime:
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
-        if not _is_ours(self.strategy.load_checkpoint) and self.strategy.lightning_module is not None:
+        if self._loaded_by_program and self.strategy.lightning_module is not None:
             return self.strategy.load_checkpoint(path, weights_only=weights_only)
         return self.strategy.state.read(path, map_location, weights_only)
 
@@ -346,12 +347,8 @@ class Runtime:
         self.accelerator.teardown()
 
 
-def _nothing() -> None:
-    """Exchange nothing."""
-
-
 class _Reused:
-    """The context of ``make``, to be entered again and again, also nested; autocasts, slow to create, are kept."""
+    """A reusable and reentrant version of the context of ``make``; autocasts, slow to create, are kept."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -369,11 +366,6 @@ class _Reused:
         if type(context) is torch.autocast:
             self._free.append(context)
         return swallowed
-
-
-def _is_ours(method: object) -> bool:
-    """Return whether a method is hasten's: one that a program has put in its place is called instead of the engine."""
-    return str(getattr(method, "__module__", "")).startswith("hasten")
 
 
 @contextmanager

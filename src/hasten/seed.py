@@ -53,11 +53,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     """
     environment = os.environ.get("PL_GLOBAL_SEED")
-    origin, given = f"seed_everything(seed={seed!r})", 0 if seed is None else seed
+    origin = f"seed_everything(seed={seed!r})"
+    given: int | str = 0 if seed is None else seed
     if seed is None and environment is not None:
-        origin, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", environment  # type: ignore[assignment]
+        origin, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", environment
     elif seed is None and verbose:
-        rank_zero_warn("seed_everything(): no seed given, so it is 0. Pass seed=<a whole number>.")
+        rank_zero_warn("seed_everything(): no seed given, so it is 0.", fix="Pass seed=<a whole number>.")
     try:
         seed = int(given)
     except (TypeError, ValueError):
@@ -95,14 +96,14 @@ def seed_worker(worker_id: int, rank: int | None = None) -> None:
     The numbers differ between workers, ranks and epochs. It is a ``worker_init_fn``.
 
     Args:
-        worker_id: of the worker, from 0.
-        rank: of the process that reads the loader; this one's by default.
+        worker_id: the index of the worker, from 0.
+        rank: the rank of the process that reads the loader; by default this one's.
 
     Source: `MurmurHash3's finalizer <https://github.com/aappleby/smhasher/wiki/MurmurHash3>`_, then the linear
     congruential generator of Knuth's MMIX.
 
     """
-    rank = rank_zero_only.rank if rank is None else rank  # type: ignore[attr-defined]
+    rank = rank_zero_only.rank if rank is None else rank
     # PyTorch has seeded each worker with the seed of the epoch plus its id.
     base = torch.initial_seed() - worker_id
     state = (base << 32) | (worker_id << 16) | rank
@@ -125,11 +126,11 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """Return the states of all random generators of this process, as plain data.
 
     Args:
-        cuda: include the accelerators that are in use: CUDA, MPS, and those of packages (``DeviceGenerator``).
+        cuda: include the accelerators that are in use: CUDA, MPS, and accelerators of packages (``DeviceGenerator``).
 
     Returns:
         A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
-        and two of them compare with ``==``.
+        and ``==`` compares two of them.
 
     Example::
 
@@ -243,7 +244,7 @@ class DeviceGenerator(ABC):
     imported that.
     """
 
-    # That of its state in a checkpoint.
+    # The key of its state in a checkpoint.
     name: str = ""
 
     def __init__(self) -> None:
@@ -255,7 +256,7 @@ class DeviceGenerator(ABC):
 
     @abstractmethod
     def seed(self, seed: int) -> None:
-        """Begin with this seed."""
+        """Set the seed."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -263,10 +264,10 @@ class DeviceGenerator(ABC):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go back to a state from ``state``."""
+        """Restore a state that ``state`` returned."""
 
     def follow(self) -> None:
-        """Take the last seed of ``seed_everything``, once, if the device is in use; called again when it is."""
+        """Use the last seed of ``seed_everything``, once, if the device is in use; called again when it is."""
         if self._seeding != _seedings and self.is_in_use():
             self._seeding = _seedings
             self.seed(int(os.environ["PL_GLOBAL_SEED"]))
@@ -293,7 +294,7 @@ def generator_state(generator: torch.Generator) -> bytes:
 
 
 def set_generator_state(generator: torch.Generator, state: bytes) -> None:
-    """Restore a torch generator to :func:`generator_state`."""
+    """Restore the state of a torch generator from :func:`generator_state`."""
     generator.set_state(_tensor(state))
 
 
@@ -312,7 +313,7 @@ def is_generator(thing: object) -> bool:
 
 @functools.cache
 def is_kind_of_generator(kind: type) -> bool:
-    """Return the same of a class, from memory: there are few, and many objects to ask about."""
+    """Return the same for a class, cached: there are few classes and many objects."""
     if issubclass(kind, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy")
@@ -393,10 +394,10 @@ def set_deterministic(deterministic: bool | str | None, *, benchmark: bool | Non
     """Ask torch for deterministic algorithms.
 
     Args:
-        deterministic: True for deterministic algorithms only (an operation that has none raises), "warn" to
-            warn where there is none, False to take it back, None to leave all as it is.
-        benchmark: let cuDNN time its algorithms and take the fastest; None leaves it, except that it is
-            switched off with ``deterministic``, since timings differ from run to run.
+        deterministic: True for deterministic algorithms only (an operation that has none raises), "warn" to warn where
+            there is none, False to switch this off, None to change nothing.
+        benchmark: let cuDNN time its algorithms and take the fastest; None does not change this, except that
+            ``deterministic`` switches it off, because timings differ from run to run.
 
     Example::
 

@@ -1,7 +1,7 @@
-"""Values of ``self.log`` over several processes: who has which, and one reduction for all of them.
+"""Values of ``self.log`` over several processes: which process has which, and one reduction for all of them.
 
 Reductions pair values by their position, so the processes reduce in the order of the sorted names, and agree on the
-names whenever those of one of them change. As long as they stay the same, nothing is exchanged for that.
+names whenever the names of one process change. As long as they stay the same, nothing is exchanged for that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import widest_float
+from hasten._lib.errors import make_error
 from hasten._lib.tree import send_to_host
 from hasten.logged_value import SETTINGS, LoggedValue, is_metric
 from hasten.machine import agreement
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
     from hasten.hooks import Hook
     from hasten.runtime import Runtime
 
-# Numbers the runs of several processes; the same run has the same number on each.
+# Counts the runs of several processes; the same run has the same number on each.
 _numbers = itertools.count()
 _OPERATIONS = ("mean", "sum", "max", "min")
 _OPERATION_NAMES = tuple(f" ({op})" for op in _OPERATIONS)
-# By metric and state: type of the samples, and shape of one.
+# By metric and state: the type of the samples, and the shape of one sample.
 _States = dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]
-# What adds nothing to a reduction.
+# The neutral element of each reduction.
 _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
 
 
 class LoggedStep(NamedTuple):
-    """What an evaluation step logged for the loggers' rows of steps."""
+    """The values that an evaluation step logged for the loggers' rows of steps."""
 
     loader_idx: int | None
     step: int
@@ -61,25 +62,25 @@ class StepRow(NamedTuple):
 
 
 class Absent(NamedTuple):
-    """A value as another process describes it, for those that have no batches and cannot log it themselves."""
+    """A value as another process describes it, for a process without batches, which cannot log it itself."""
 
     row: Hook
     name: str
-    # The index of the loader whose steps log it, -1 for other hooks; and None where there is only one.
+    # The index of the loader whose steps log it, -1 for other hooks; None if there is only one loader.
     loader: int
     loader_idx: int | None
-    # What it is called in messages; None if it is not reduced.
+    # Its description in messages; None if it is not reduced.
     key: str | None
     settings: dict[str, Any]
     is_metric: bool
     # Where the module has the metric; None if it does not.
     metric: str | None
-    # Of a value that is not reduced.
+    # The value, if it is not reduced.
     value: float | None
 
     @property
     def neutral(self) -> tuple[float, float]:
-        """Total and weight that add nothing to those of the other processes; the value if it is not reduced."""
+        """Total and weight that add nothing to the totals of the other processes; the value if it is not reduced."""
         if self.value is not None:
             return self.value, 1
         reduce = self.settings["reduce"]
@@ -97,9 +98,9 @@ class SharedValues:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.several = runtime.several_processes
-        # What each moment reduced last.
+        # The values that each moment reduced last.
         self._reduced: dict[str, list[str]] = {}
-        # What metrics gathered in the latest evaluation in which some processes had no batches.
+        # The states of metrics from the latest evaluation in which some processes had no batches.
         self._states: _States = {}
         self._number: int | None = None
         # The number of the latest moment, its name, and whether this process waits there for the others.
@@ -112,18 +113,18 @@ class SharedValues:
     # -- reductions
 
     def of_step(self, values: list[Any], logged: Sequence[LoggedValue], moment: str) -> list[Any]:
-        """Return ``values`` with those of ``logged`` that are shared reduced; one collective an operation."""
+        """Return ``values``, in which shared values of ``logged`` are reduced, by one collective for each operation."""
         for op, chosen in self._agreed(logged, moment):
             for i, value in zip(chosen, self._reduce((values[i] for i in chosen), op), strict=True):
                 values[i] = value
         return values
 
     def of_epoch(self, logged: Sequence[LoggedValue], moment: str) -> list[float]:
-        """Return what an epoch's values amount to, on the host."""
+        """Return the values of an epoch, on the host."""
         shared = self._agreed(logged, moment) if self.several else []
         with torch.inference_mode(False), torch.no_grad():
             parts: list[Any] = [None] * len(logged)
-            # Metrics exchange what they have gathered one after the other: in the same order on all processes.
+            # Metrics exchange their states one after the other, in the same order on all processes.
             for i in sorted(range(len(logged)), key=lambda i: _place(logged[i])):
                 parts[i] = logged[i].epoch_value()
             numerators = [
@@ -156,7 +157,7 @@ class SharedValues:
         """Return (operation, indices of the values it reduces), in the same order on all processes.
 
         Args:
-            logged: those with a value.
+            logged: the values of this process.
             moment: when they are reduced; all processes reach the same moments equally often.
 
         Raises:
@@ -172,7 +173,7 @@ class SharedValues:
         shared.sort(key=lambda i: _place(logged[i]))
         named = [_key(logged[i]) for i in shared]
         if "epoch" in moment:
-            # At a step, a metric's value is that of this process alone.
+            # At a step, a metric's value covers this process alone.
             named += sorted(_key(each) for each in logged if _exchanges(each))
         changed = named != self._reduced.get(moment, [])
         self._at = (self._at[0] + 1, moment, changed)
@@ -183,7 +184,7 @@ class SharedValues:
         return [(op, chosen) for op, chosen in by_operation.items() if chosen]
 
     def _agree(self, names: list[str], moment: str) -> None:
-        """Check that all processes reduce the same values, whenever they are others than the last time."""
+        """Check that all processes reduce the same values, whenever these differ from the last time."""
         before = self._reduced.get(moment, [])
         number = self._at[0]
         by_rank = agreement.exchange(
@@ -197,7 +198,7 @@ class SharedValues:
             ),
             ask=(f"log/{self._number}", [number, moment]),
         )
-        # A process that went on without an answer reduces what it reduced the last time, as this one did.
+        # A process that continued without an answer reduces the same values as the last time, like this one.
         _check_same([set(before if found is None else found) for found in by_rank])
 
     def _has_passed(self, where: Any) -> bool | None:
@@ -216,12 +217,12 @@ class SharedValues:
         module: nn.Module,
         batches: list[int],
     ) -> tuple[list[Absent], list[StepRow]]:
-        """Agree on what an evaluation logged, and reduce what its steps did; all processes call it after their batches.
+        """Agree on the values of an evaluation and reduce its steps' values; all processes call it at the end.
 
         Args:
             own: the values of the epoch that this process has, with their loaders.
             rows: the values of its steps.
-            module: has the metrics. Those without a batch are made ready to exchange their states with the others.
+            module: has the metrics. Metrics without a batch are made ready to exchange their states with the others.
             batches: how many batches this process had, by loader.
 
         Returns:
@@ -243,7 +244,7 @@ class SharedValues:
                 for name, found in _states_of(module).items():
                     states.setdefault(name, {}).update(found)
         mine = torch.tensor([digest, -digest, bool(no_batch), longest], dtype=torch.float64)
-        # The only exchange in an evaluation of which all processes have batches and log the same.
+        # The only exchange in an evaluation in which all processes have batches and log the same values.
         most, minus_least, somebody_has_none, length = self._runtime.all_reduce(mine, op="max").tolist()
         absent: list[Absent] = []
         if most != -minus_least or somebody_has_none:
@@ -264,7 +265,7 @@ class SharedValues:
         return absent, self._of_rows(rows, steps, int(length))
 
     def without_batches(self, metric: Any, name: str) -> Any:
-        """Return a copy of a metric as it is without batches, ready to exchange its states with other processes.
+        """Return a copy of a metric in the state without batches, ready to exchange its states with other processes.
 
         Args:
             metric: the metric.
@@ -288,7 +289,7 @@ class SharedValues:
             elif logged.zero_only:
                 continue
             elif not shared:
-                # A process without batches takes the value of another one: there is no other to take.
+                # A process without batches takes the value of another process; here no process has one.
                 value = float(logged.total / logged.weight if logged.reduce == "mean" else logged.total)
             of_step = logged.row.log is not None and logged.row.log.step_allowed
             found.append(
@@ -338,7 +339,7 @@ class SharedValues:
 
         Args:
             steps: the names.
-            given: the values of this process by name and step; a neutral one where it has none.
+            given: the values of this process by name and step; a neutral value where it has none.
             there: 1 where this process has a value.
 
         """
@@ -371,7 +372,7 @@ def _key(logged: LoggedValue) -> str:
 
 
 def _exchanges(logged: LoggedValue) -> bool:
-    """Return whether the value of an epoch is that of a metric that exchanges its states itself."""
+    """Return whether the value of an epoch comes from a metric that exchanges its states itself."""
     return logged.metric is not None and bool(getattr(logged.metric, "sync_on_compute", True))
 
 
@@ -400,7 +401,7 @@ def _check_same(by_rank: Sequence[Collection[str]]) -> None:
 
 
 def _check_same_names(everybody: Sequence[tuple[list[Absent], list[_StepName], list[int], Any]]) -> None:
-    """Raise unless all processes have the same names, but for those of loaders of which they had no batch."""
+    """Raise unless all processes have the same names, except names of loaders from which a process had no batch."""
     loader_of: dict[str, int] = {}
     by_rank: list[set[str]] = []
     for described, steps, _, _ in everybody:
@@ -415,9 +416,11 @@ def _check_same_names(everybody: Sequence[tuple[list[Absent], list[_StepName], l
     for described, _, _, _ in everybody:
         for each in described:
             if each.is_metric and each.metric is None and each.loader in without:
-                raise RuntimeError(
-                    f"self.log({each.key}): some processes have no batches, and do not find the metric to exchange its "
-                    "states. Make it an attribute of the module, which is not in a list or dict."
+                raise make_error(
+                    RuntimeError,
+                    f"self.log({each.key}): some processes have no batches, and do not find the metric to exchange "
+                    "its states.",
+                    fix="Make it an attribute of the module, which is not in a list or dict.",
                 )
 
 
@@ -428,7 +431,7 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _samples_of(metric: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the states in which a metric keeps samples, to be joined with those of other processes."""
+    """Yield the states in which a metric keeps samples, to be joined with the samples of other processes."""
     for state, joined in metric._reductions.items():
         values = getattr(metric, state)
         if isinstance(values, list) and getattr(joined, "__name__", None) == "dim_zero_cat":
@@ -438,8 +441,8 @@ def _samples_of(metric: Any) -> Iterator[tuple[str, list[Any]]]:
 def _states_of(module: nn.Module) -> _States:
     """Return type and shape of a sample in the states of the module's metrics that keep samples.
 
-    Samples that are single numbers get a dimension: torchmetrics gathers tensors of one number of dimensions, and gives
-    several numbers one by itself.
+    Samples that are single numbers get a dimension: torchmetrics gathers only tensors with equal numbers of dimensions,
+    and adds one to several numbers itself.
     """
     found: _States = {}
     for name, metric in _metrics(module):
@@ -451,7 +454,7 @@ def _states_of(module: nn.Module) -> _States:
 
 
 def _make_ready(metrics: Iterable[tuple[str, Any]], states: _States) -> None:
-    """Give metrics that no batch has reached states that can be gathered beside those of other processes."""
+    """Give metrics without batches states that can be gathered together with the states of other processes."""
     for name, metric in metrics:
         for state, values in _samples_of(metric):
             if not values and (known := states.get(name, {}).get(state)) is not None:

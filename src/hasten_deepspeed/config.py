@@ -1,4 +1,4 @@
-"""The configuration of DeepSpeed's engine: what the user gave, joined with what Trainer and Fabric say."""
+"""The configuration of DeepSpeed's engine: the user's, joined with the settings of Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 
 # The variable that names a configuration file, as in Lightning.
 CONFIG_VARIABLE = "PL_DEEPSPEED_CONFIG_PATH"
@@ -27,7 +28,7 @@ _OTHER_LOOPS = {
 
 
 def read_config(config: object) -> dict[str, Any] | None:
-    """Return the configuration of ``DeepSpeedStrategy(config=...)``; that of the environment variable without one.
+    """Return the configuration of ``DeepSpeedStrategy(config=...)``; without one, the file that the environment names.
 
     Args:
         config: a dict, the path of a JSON file, or None.
@@ -35,7 +36,7 @@ def read_config(config: object) -> dict[str, Any] | None:
     Raises:
         FileNotFoundError: the file does not exist.
         TypeError: ``config`` is neither.
-        ValueError: the file is no JSON object, or has something that hasten does not train with.
+        ValueError: the file does not hold a JSON object, or has a setting that hasten does not train with.
 
     """
     given = "DeepSpeedStrategy(config=...)"
@@ -47,27 +48,37 @@ def read_config(config: object) -> dict[str, Any] | None:
         path = os.fspath(config)
         given = f"DeepSpeedStrategy(config={path!r})"
         if not os.path.isfile(path):
-            raise FileNotFoundError(f"{given}: there is no such file. Write the path of a JSON file, or a dict.")
+            raise make_error(
+                FileNotFoundError, f"{given}: there is no such file.", fix="Write the path of a JSON file, or a dict."
+            )
         with open(path, encoding="utf-8") as file:
             try:
                 config = json.load(file)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{given}: the file is not JSON: {error}.") from None
     if not isinstance(config, Mapping):
-        raise TypeError(f"{given}: use a dict or the path of a JSON file, not {type(config).__name__}.")
+        raise make_error(
+            TypeError, f"{given}:", fix=f"use a dict or the path of a JSON file, not {type(config).__name__}."
+        )
     own: dict[str, Any] = copy.deepcopy(dict(config))
     for name, why in _OTHER_LOOPS.items():
         section = own.get(name)
         if section and not (isinstance(section, Mapping) and section.get("enabled") is False):
-            raise ValueError(f"{given}: {name!r} is not for hasten's loop: {why}. Leave the section out.")
+            raise make_error(
+                ValueError, f"{given}: {name!r} is not for hasten's loop: {why}.", fix="Leave the section out."
+            )
     if own.get("managed_gradient_accumulation"):
-        raise ValueError(
-            f"{given}: 'managed_gradient_accumulation': hasten says when the optimizer steps. Leave it out."
+        raise make_error(
+            ValueError,
+            f"{given}: 'managed_gradient_accumulation': hasten says when the optimizer steps.",
+            fix="Leave it out.",
         )
     stage = stage_of(own)
     if stage not in (1, 2, 3):
-        raise ValueError(
-            f"{given}: 'zero_optimization' has stage {stage}. Use 1, 2 or 3; without ZeRO, write strategy='ddp'."
+        raise make_error(
+            ValueError,
+            f"{given}: 'zero_optimization' has stage {stage}.",
+            fix="Use 1, 2 or 3; without ZeRO, write strategy='ddp'.",
         )
     return own
 
@@ -127,13 +138,15 @@ class EngineSettings:
         zero = self.config["zero_optimization"]
         if zero["stage"] == 1:
             if zero.get("overlap_comm"):
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     "DeepSpeedStrategy: 'overlap_comm' with stage 1: gradients are reduced once, when the optimizer "
-                    "steps. Leave it out, or use stage=2."
+                    "steps.",
+                    fix="Leave it out, or use stage=2.",
                 )
             zero["overlap_comm"] = False
 
-    def take_precision(self, name: str) -> None:
+    def set_precision(self, name: str) -> None:
         """Enable what ``precision=name`` computes in.
 
         Raises:
@@ -146,9 +159,12 @@ class EngineSettings:
             enabled = found.get("enabled")
             if enabled not in (None, "auto") and bool(enabled) != (section == wanted):
                 fits = {"fp16": "'16-mixed'", "bf16": "'bf16-mixed'"}[section] if enabled else "another one"
-                raise ValueError(
-                    f"precision={name!r} and DeepSpeedStrategy(config={{{section!r}: {{'enabled': {enabled}}}}}): they "
-                    f"contradict each other. Leave the section's 'enabled' out, or write precision={fits}."
+                raise make_error(
+                    ValueError,
+                    f"precision={name!r} and DeepSpeedStrategy(config={{{section!r}: {{'enabled': {enabled}}}}}): "
+                    "they contradict each other.",
+                    fix=f"Leave the section's 'enabled' out, or write precision={fits}.",
+                    argument="precision",
                 )
             if section == wanted:
                 self.config[section] = {**found, "enabled": True}
@@ -189,18 +205,21 @@ class EngineSettings:
     def _agree(self, key: str, value: Any, said: str) -> None:
         found = self._said.get(key, "auto")
         if found not in ("auto", None) and found != value:
-            raise ValueError(
-                f"{said} and DeepSpeedStrategy(config={{{key!r}: {found!r}}}): they contradict each other. "
-                f"Leave {key!r} out of the configuration; hasten sets it."
+            raise make_error(
+                ValueError,
+                f"{said} and DeepSpeedStrategy(config={{{key!r}: {found!r}}}): they contradict each other.",
+                fix=f"Leave {key!r} out of the configuration; hasten sets it.",
             )
         self.config[key] = value
 
     def check(self) -> None:
         """Raise ValueError for values that are still "auto", which other libraries fill in."""
         if (place := next(_autos(self.config), None)) is not None:
-            raise ValueError(
-                f"DeepSpeedStrategy(config=...): {place} is 'auto', and hasten has no value for it. Write the value, "
-                "or leave it out for DeepSpeed's default."
+            raise make_error(
+                ValueError,
+                f"DeepSpeedStrategy(config=...): {place} is 'auto', and hasten has no value for it.",
+                fix="Write the value, or leave it out for DeepSpeed's default.",
+                argument="config",
             )
 
 
@@ -244,7 +263,12 @@ def config_of(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in _SIZES:
         check.whole(owner, name, given[name], at_least=0 if name == "initial_scale_power" else 1)
     if not given["zero_optimization"]:
-        raise ValueError("DeepSpeedStrategy(zero_optimization=False): that divides nothing. Use strategy='ddp'.")
+        raise make_error(
+            ValueError,
+            "DeepSpeedStrategy(zero_optimization=False): that divides nothing.",
+            fix="Use strategy='ddp'.",
+            argument="zero_optimization",
+        )
     check.one_of(owner, "stage", given["stage"], (1, 2, 3))
     for name in ("offload_params_device", "offload_optimizer_device"):
         check.one_of(owner, name, given[name], ("cpu", "nvme"))
@@ -252,9 +276,12 @@ def config_of(given: Mapping[str, Any]) -> dict[str, Any]:
         check.one_of(owner, "remote_device", given["remote_device"], ("cpu", "nvme"))
     stage = given["stage"]
     if stage < 3 and given["offload_parameters"]:
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"DeepSpeedStrategy(stage={stage}, offload_parameters=True): parameters are divided, and kept elsewhere, "
-            "with stage=3 alone. Use stage=3, or leave offload_parameters out."
+            "with stage=3 alone.",
+            fix="Use stage=3, or leave offload_parameters out.",
+            argument="stage",
         )
     zero: dict[str, Any] = {
         name: given[name]

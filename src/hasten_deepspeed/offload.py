@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from hasten._lib.errors import make_error
 from hasten.extend.origin import comes_from
 
 _CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
@@ -19,7 +20,7 @@ _NOT_CARRIED_OVER = ("amsgrad", "maximize", "differentiable")
 
 
 def is_cpu_adam(optimizer: Optimizer) -> bool:
-    """Return whether DeepSpeed steps an optimizer on the host as it is."""
+    """Return whether DeepSpeed can step this optimizer on the host."""
     kind = type(optimizer)
     return comes_from(kind, "deepspeed") and "CPU" in kind.__name__
 
@@ -29,7 +30,7 @@ def check_offloaded(optimizer: Optimizer, keep: str) -> None:
 
     Args:
         optimizer: the user's.
-        keep: the strategy that steps the optimizer as it is, to be written in the program.
+        keep: the strategy that steps this optimizer unchanged, as it would be written in the program.
 
     Raises:
         ValueError: it is neither torch's Adam or AdamW nor one of DeepSpeed's, or DeepSpeedCPUAdam does not compute
@@ -43,22 +44,28 @@ def check_offloaded(optimizer: Optimizer, keep: str) -> None:
     if kind not in (Adam, AdamW):
         base = next((each.__name__ for each in (AdamW, Adam) if isinstance(optimizer, each)), None)
         what = f"a subclass of torch.optim.{base}, which may step in another way" if base else "not one of them"
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{kind.__name__} with offload_optimizer: DeepSpeed steps Adam and AdamW on the host, and {kind.__name__} "
-            f"is {what}. Use torch.optim.{base or 'AdamW'}, {kept}."
+            f"is {what}.",
+            fix=f"Use torch.optim.{base or 'AdamW'}, {kept}.",
         )
     for argument in _NOT_CARRIED_OVER:
         if any(group.get(argument) for group in optimizer.param_groups):
             # torch cannot step what ZeRO gives it with differentiable=True either.
             instead = "." if argument == "differentiable" else f", {kept}."
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{kind.__name__}({argument}=True) with offload_optimizer: {_CPU_ADAM}, which steps on the host, "
-                f"cannot do that. Leave {argument} out{instead}"
+                "cannot do that.",
+                fix=f"Leave {argument} out{instead}",
             )
     if len({bool(group["decoupled_weight_decay"]) for group in optimizer.param_groups}) > 1:
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{kind.__name__} with offload_optimizer: decoupled_weight_decay differs by parameter group, and "
-            f"{_CPU_ADAM}, which steps on the host, has one value for all. Give the groups the same, {kept}."
+            f"{_CPU_ADAM}, which steps on the host, has one value for all.",
+            fix=f"Give the groups the same, {kept}.",
         )
 
 
@@ -84,7 +91,7 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
     decoupled, first = bool(groups[0]["decoupled_weight_decay"]), groups[0]
     made: Any = DeepSpeedCPUAdam(
         groups,
-        # The values of the groups are those of each step.
+        # The groups hold the values of each step.
         lr=float(first["lr"]),
         betas=tuple(map(float, first["betas"])),
         eps=first["eps"],
@@ -98,7 +105,7 @@ def as_cpu_adam(optimizer: Optimizer, schedulers: Iterable[object], *, in_16_bit
     optimizer.state = made.state
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(made, hooks, getattr(optimizer, hooks))
-    made.step = _own_step(made, optimizer)
+    made.step = _step_on_host(made, optimizer)
     for scheduler in schedulers:
         _move(scheduler, optimizer, made)
     replaced: Any = optimizer
@@ -133,22 +140,23 @@ def check_resumed(optimizer: Optimizer) -> None:
         if names:
             by_class = names[0] == "decoupled_weight_decay"
             fix = "Return torch.optim.AdamW from configure_optimizers(), or resume" if by_class else "Resume"
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"The optimizer's state in the checkpoint has {names[0]}=True, and {_CPU_ADAM}, which steps here in "
-                f"place of torch.optim.{'AdamW' if adam.adam_w_mode else 'Adam'}, does not compute that. {fix} without "
-                "offload_optimizer, or load the weights alone."
+                f"place of torch.optim.{'AdamW' if adam.adam_w_mode else 'Adam'}, does not compute that.",
+                fix=f"{fix} without offload_optimizer, or load the weights alone.",
             )
 
 
-def _own_step(made: Any, replaced: Any) -> Callable[..., Any]:
-    """Return a step of which torch's schedulers, of either optimizer, know, and whose numbers a resumed run has."""
+def _step_on_host(made: Any, replaced: Any) -> Callable[..., Any]:
+    """Return a step that torch's schedulers of both optimizers recognize, and that a resumed run repeats exactly."""
     weak, step, update = ref(made), type(made).step, made.ds_opt_adam.adam_update
     nothing = [torch.zeros(1) for _ in range(4)]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         own: Any = weak()
         replaced._opt_called = own._opt_called = True
-        # The kernel multiplies powers of the betas up from step to step, and computes them anew after others. It always
+        # The kernel updates powers of the betas from step to step, and computes them again after other betas. It always
         # does now: otherwise a resumed run would round in another way.
         update(own.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *nothing)
         return step(own, *args, **kwargs)
@@ -158,7 +166,7 @@ def _own_step(made: Any, replaced: Any) -> Callable[..., Any]:
 
 
 def _move(scheduler: Any, replaced: Optimizer, made: Optimizer) -> None:
-    """Have a scheduler, and those that it consists of, belong to another optimizer."""
+    """Make a scheduler, and the schedulers inside it, belong to another optimizer."""
     for each in _with_parts(scheduler):
         if getattr(each, "optimizer", None) is replaced:
             each.optimizer = made
@@ -171,7 +179,8 @@ def _with_parts(scheduler: Any) -> Iterator[Any]:
 
 
 def _refuse_step(name: str, *args: object, **kwargs: object) -> None:
-    raise RuntimeError(
-        f"{name}.step() with strategy='deepspeed' and offload_optimizer: {_CPU_ADAM} has taken its place. Step what "
-        "self.optimizers() or fabric.setup() returns."
+    raise make_error(
+        RuntimeError,
+        f"{name}.step() with strategy='deepspeed' and offload_optimizer: {_CPU_ADAM} has taken its place.",
+        fix="Step what self.optimizers() or fabric.setup() returns.",
     )

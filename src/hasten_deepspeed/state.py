@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten._lib.errors import make_error
 from hasten.checkpoint.flat import flat_part
 from hasten.checkpoint.stored import StoredTensor
 
@@ -42,7 +43,7 @@ class EngineState:
 
     Args:
         engine: DeepSpeed's.
-        groups: for each group of the optimizer its parameters, as they were before the engine was made.
+        groups: for each group of the optimizer its parameters before the engine was made.
 
     """
 
@@ -166,10 +167,11 @@ class EngineState:
         saved = state["param_groups"]
         sizes = [len(parameters) for parameters in self._groups]
         if [len(group["params"]) for group in saved] != sizes:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"The state of {type(optimizer).__name__} in the checkpoint does not fit: its groups have "
-                f"{[len(group['params']) for group in saved]} parameters, and those here {sizes}. Resume with the same "
-                "parameter groups."
+                f"{[len(group['params']) for group in saved]} parameters, and those here {sizes}.",
+                fix="Resume with the same parameter groups.",
             )
         for group, present in zip(saved, self._hyper_parameters(optimizer), strict=True):
             present.update({key: value for key, value in group.items() if key != "params"})
@@ -202,9 +204,11 @@ class EngineState:
                 value = int(value)  # Other optimizers of the same kind count with a tensor.
             known = shared.setdefault((id(part.buffer), key), value)
             if not bool(known == value):
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"The state of {type(optimizer).__name__} in the checkpoint has another {key!r} for some "
-                    f"parameters ({known} and {value}), and DeepSpeed keeps one for all. Load the weights alone."
+                    f"parameters ({known} and {value}), and DeepSpeed keeps one for all.",
+                    fix="Load the weights alone.",
                 )
             present[key] = _copied(value)
 

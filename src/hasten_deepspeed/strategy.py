@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.device import is_host
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.optional import install_line, installed
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import describe_misfit, load_weights
@@ -29,6 +29,7 @@ from hasten.machine.host import LockWatch
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.backward import InBackward
 from hasten.precision.base import Precision, to_floating
+from hasten.precision.builtin import is_half, is_mixed
 from hasten.strategies.base import StepEngine
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.sharded import PartialSharding, PartialState
@@ -106,7 +107,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         reduce_bucket_size: elements that are reduced at once.
         zero_allow_untested_optimizer: train with optimizers that DeepSpeed's authors have not tested.
         logging_batch_size_per_gpu: samples of a batch, from which the engine computes its throughput; "auto" or None
-            for that of the train dataloader.
+            for the batch size of the train dataloader.
         config: DeepSpeed's configuration, a dict or the path of a JSON file, in place of the other arguments that
             configure it. Without it, the variable ``PL_DEEPSPEED_CONFIG_PATH`` can name a file.
         logging_level: of DeepSpeed's messages.
@@ -217,9 +218,12 @@ class DeepSpeedStrategy(ParallelStrategy):
         if own is None:
             own = config_of(given)
         elif changed := [name for name in OF_CONFIG if given[name] != _default_arguments()[name]]:
-            raise ValueError(
-                f"DeepSpeedStrategy(config=..., {changed[0]}={given[changed[0]]!r}): the configuration says everything "
-                f"that {changed[0]} could. Write it there, or leave config out."
+            raise make_error(
+                ValueError,
+                f"DeepSpeedStrategy(config=..., {changed[0]}={given[changed[0]]!r}): the configuration says "
+                f"everything that {changed[0]} could.",
+                fix="Write it there, or leave config out.",
+                argument="config",
             )
         self.config: dict[str, Any] = own
         self.stage: int = stage_of(own)
@@ -231,7 +235,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._precision: Precision = Precision()
         self._owner = "Trainer"
         self._local_rank_before: Any = _NOT_SET
-        # That of the optimizer, or of the module that is evaluated; then those of other modules that are evaluated.
+        # The engine of the optimizer, or of the module that is evaluated; then the engines of other evaluated modules.
         self._engine: Any = None
         self._engines: list[Any] = []
         self._state: EngineState | None = None
@@ -271,24 +275,28 @@ class DeepSpeedStrategy(ParallelStrategy):
         on_disk = [part for part in ("offload_optimizer", "offload_param") if offload_of(self.config, part) == "nvme"]
         on_disk += ["remote_device"] if self.remote_device == "nvme" else []
         if on_disk and is_host(devices[0]):
-            raise ValueError(
-                f"DeepSpeedStrategy with {on_disk[0]!r} on 'nvme' and accelerator='cpu': DeepSpeed's transfers to NVMe "
-                "wait for ever without a GPU. Use strategy='deepspeed_stage_3_offload'."
+            raise make_error(
+                ValueError,
+                f"DeepSpeedStrategy with {on_disk[0]!r} on 'nvme' and accelerator='cpu': DeepSpeed's transfers to "
+                "NVMe wait for ever without a GPU.",
+                fix="Use strategy='deepspeed_stage_3_offload'.",
             )
 
     def precision_of(self, name: str, device: str) -> Precision | None:
-        known = ("16-mixed", "16-true", "bf16-mixed", "bf16-true")
-        return DeepSpeedPrecision(name) if name in known else None  # type: ignore[arg-type]
+        return DeepSpeedPrecision(name) if is_half(name) or is_mixed(name) else None
 
     def set_precision(self, precision: Precision) -> None:
         if class_of(precision) not in (Precision, DeepSpeedPrecision):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"precision={precision.precision!r}, strategy='deepspeed': the engine computes in 32 or 16 bits, with "
-                f"numbers of its own. Use '32-true', 'bf16-mixed' or '16-mixed', not {type(precision).__name__}."
+                "numbers of its own.",
+                fix=f"Use '32-true', 'bf16-mixed' or '16-mixed', not {type(precision).__name__}.",
+                argument="precision",
             )
         self._precision = precision
         self._settings = EngineSettings(self.config)
-        self._settings.take_precision(precision.precision)
+        self._settings.set_precision(precision.precision)
         super().set_precision(precision)
 
     # -- once
@@ -308,9 +316,10 @@ class DeepSpeedStrategy(ParallelStrategy):
         deepspeed.utils.logger.setLevel(self._logging_level)
         kind, wanted = get_accelerator().device_name(), self.root_device.type
         if kind != wanted:
-            raise RuntimeError(
-                f"DeepSpeed computes on {kind!r}, and this run on {wanted!r}. Start the program with DS_ACCELERATOR="
-                f"{wanted}: DeepSpeed reads it when it is first imported."
+            raise make_error(
+                RuntimeError,
+                f"DeepSpeed computes on {kind!r}, and this run on {wanted!r}.",
+                fix=f"Start the program with DS_ACCELERATOR={wanted}: DeepSpeed reads it when it is first imported.",
             )
         if self._local_rank_before is _NOT_SET:
             # Read in forwards of stage 3, too.
@@ -363,9 +372,14 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._watch_locks()
         meta = next((name for name, tensor in module.named_parameters() if tensor.is_meta), None)
         if meta is not None:
-            raise ValueError(
-                f"strategy={self.name!r}: the parameter {meta!r} is on the meta device. Make the module in "
-                "configure_model(), or within init_module(): stage 3 divides each parameter when it is made."
+            raise make_error(
+                ValueError,
+                f"strategy={self.name!r}: the parameter {meta!r} is on the meta device.",
+                fix=(
+                    "Make the module in configure_model(), or within init_module(): stage 3 divides each parameter "
+                    "when it is made."
+                ),
+                argument="strategy",
             )
 
     def _watch_locks(self) -> None:
@@ -383,7 +397,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         if engine is not None and getattr(engine, "basic_optimizer", optimizer) is not optimizer:
             raise MisconfigurationException(
                 f"strategy='deepspeed': the engine steps the {type(engine.basic_optimizer).__name__} that it was made "
-                "with. Return one optimizer from configure_optimizers(), and keep it."
+                "with.",
+                fix="Return one optimizer from configure_optimizers(), and keep it.",
+                argument="strategy",
             )
 
     def _offloaded(self, optimizer: Any, schedulers: list[Any]) -> Optimizer:
@@ -391,7 +407,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._deepspeed()
         in_16_bits = bool((self.config.get("bf16") or {}).get("bf16_optimizer_states"))
         own, said = as_cpu_adam(optimizer, [each.scheduler for each in schedulers], in_16_bits=in_16_bits)
-        # As those of the optimizer that the engine steps.
+        # The same methods as of the optimizer that the engine steps.
         optimizer.add_param_group, optimizer.zero_grad = _refuse_group, _nothing
         if not self._said_replaced:
             rank_zero_info(said)
@@ -425,7 +441,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         return engine
 
     def _opened(self) -> None:
-        """Note that ``loss.backward()`` has computed gradients."""
+        """Record that ``loss.backward()`` has computed gradients."""
         self.engine.holds_gradients = True
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -463,7 +479,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         self._flags, self._parameters = [], []
         self.sharding.order, self.engine.factor = (), None
         self._settings = EngineSettings(self.config)
-        self._settings.take_precision(self._precision.precision)
+        self._settings.set_precision(self._precision.precision)
         if self._local_rank_before is not _NOT_SET:
             _put_back("LOCAL_RANK", self._local_rank_before)
             self._local_rank_before = _NOT_SET
@@ -549,12 +565,27 @@ class ZeroEngine(StepEngine):
     # -- before the first step
 
     def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
-        """Take what ``owner`` says about accumulation and clipping into the configuration."""
+        """Put the settings of ``owner`` for accumulation and clipping into the configuration."""
         self.strategy._owner = owner
         if accumulation is not None:
             self.strategy._settings.take_accumulation(accumulation, owner)
         if clip_norm is not None:
             self.strategy._settings.take_clipping(clip_norm, owner)
+
+    def check_compile(self, owner: str) -> None:
+        """Refuse torch's compiler: the engine calls the module with hooks of its own."""
+        raise MisconfigurationException(
+            f"{owner}(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
+        )
+
+    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
+        """Refuse what loops do between backward and step elsewhere."""
+        for holds, what, why in conflicts():
+            if holds:
+                raise MisconfigurationException(f"{what} and strategy={self.strategy.name!r}: {why}.")
+
+    def require_parameters(self, optimizer: Optimizer) -> None:
+        """Accept an optimizer without parameters: the engine has taken them."""
 
     def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
         """Make the engine of a module and its optimizer; return its optimizers and schedulers.
@@ -570,20 +601,23 @@ class ZeroEngine(StepEngine):
         """
         if len(optimizers) > 1:
             raise MisconfigurationException(
-                f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}. Put the "
-                "parameters into groups of one optimizer, or use strategy='ddp' or 'fsdp'."
+                f"strategy='deepspeed': the engine has one optimizer, and there are {len(optimizers)}.",
+                fix="Put the parameters into groups of one optimizer, or use strategy='ddp' or 'fsdp'.",
+                argument="strategy",
             )
         if self.strategy._engine is not None:
             raise MisconfigurationException(
-                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer; put "
-                "modules that train together into one nn.Module."
+                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer; "
+                "put modules that train together into one nn.Module.",
+                argument="strategy",
             )
         for what, here in (("optimizer", optimizers), ("scheduler", schedulers)):
             if here and what in self.strategy.config:
                 kind = type(here[0].scheduler if what == "scheduler" else here[0]).__name__
                 raise MisconfigurationException(
                     f"configure_optimizers() returns {kind}, and DeepSpeedStrategy(config={{{what!r}: ...}}) has "
-                    f"another {what}. Leave one out."
+                    f"another {what}.",
+                    fix="Leave one out.",
                 )
         if not optimizers and "optimizer" not in self.strategy.config:
             return optimizers, schedulers
@@ -612,7 +646,7 @@ class ZeroEngine(StepEngine):
         return [basic], schedulers
 
     def see_loaders(self, loaders: Sequence[Any]) -> None:
-        """Tell the engine how many samples a batch has on a process; raise ValueError if the configuration differs."""
+        """Set the engine's number of samples per batch and process; raise ValueError if the configuration differs."""
         strategy = self.strategy
         if len(loaders) != 1 or isinstance(strategy._batch_size, int):
             return
@@ -625,20 +659,25 @@ class ZeroEngine(StepEngine):
         kind = type(optimizer)
         if isinstance(optimizer, InBackward):
             inner = optimizer.optimizer_class.__name__
-            raise ValueError(
-                f"in_backward({inner}) and strategy='deepspeed': the engine steps when all gradients are there. Use "
-                f"torch.optim.{inner} as it is; stage 2 frees gradients early."
+            raise make_error(
+                ValueError,
+                f"in_backward({inner}) and strategy='deepspeed': the engine steps when all gradients are there.",
+                fix=f"Use torch.optim.{inner} as it is; stage 2 frees gradients early.",
             )
         for base in kind.__mro__:
             if base.__name__ in _NEEDS_WHOLE and (is_builtin(base) or comes_from(base, "torch.optim")):
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"{base.__name__} and strategy='deepspeed': it computes with whole parameters, and the engine "
-                    f"steps parts of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                    "steps parts of them.",
+                    fix=f"Use torch.optim.AdamW, or {owner}(strategy='ddp').",
                 )
         if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{kind.__name__} and strategy='deepspeed': it averages weights, and the engine does not change "
-                f"between them and those of training. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                "between them and those of training.",
+                fix=f"Use torch.optim.AdamW, or {owner}(strategy='ddp').",
             )
         if forces_cpu_adam(self.strategy.config):
             check_offloaded(optimizer, keep=line_that_keeps_optimizer(self.strategy.config))
@@ -673,9 +712,12 @@ class ZeroEngine(StepEngine):
             for parameter, before in zip(self.strategy._parameters, self.strategy._flags, strict=True)
             if parameter.requires_grad != before
         )
-        raise RuntimeError(
+        raise make_error(
+            RuntimeError,
             f"strategy='deepspeed': requires_grad of {changed!r} has changed since training began, and the engine "
-            "steps what trained then. Freeze parameters before fit, or use strategy='ddp' or 'fsdp'."
+            "steps what trained then.",
+            fix="Freeze parameters before fit, or use strategy='ddp' or 'fsdp'.",
+            argument="strategy",
         )
 
     def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
@@ -702,9 +744,10 @@ class ZeroEngine(StepEngine):
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if args or kwargs.keys() - {"retain_graph", "model"}:
-            raise TypeError(
-                "backward(loss, ...) with strategy='deepspeed': the engine takes retain_graph alone. Leave the other "
-                "arguments out."
+            raise make_error(
+                TypeError,
+                "backward(loss, ...) with strategy='deepspeed': the engine takes retain_graph alone.",
+                fix="Leave the other arguments out.",
             )
         engine, self.holds_gradients = self.strategy.deepspeed_engine, True
         # The loop divides losses by the number of batches of their accumulation.
@@ -752,7 +795,7 @@ class ZeroEngine(StepEngine):
         self.factor = factor if self.factor is None else self.factor * factor
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Have the next step multiply its gradients by 0."""
+        """Make the next step multiply its gradients by 0."""
         self.scale_gradients(optimizer, 0.0)
 
     def clip_norm(
@@ -760,8 +803,12 @@ class ZeroEngine(StepEngine):
     ) -> Tensor:
         """Refuse: the engine clips when it steps."""
         raise MisconfigurationException(
-            "strategy='deepspeed': the engine clips gradients when it steps. Write Trainer(gradient_clip_val=...), or "
-            "DeepSpeedStrategy(config={'gradient_clipping': ...}) with Fabric."
+            "strategy='deepspeed': the engine clips gradients when it steps.",
+            fix=(
+                "Write Trainer(gradient_clip_val=...), or DeepSpeedStrategy(config={'gradient_clipping': ...}) with "
+                "Fabric."
+            ),
+            argument="strategy",
         )
 
 
@@ -826,9 +873,11 @@ class ZeroState(PartialState):
         if self.strategy._state is None:
             return super().optimizer_state(optimizer)
         if self.strategy.engine.holds_gradients:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 "A checkpoint with strategy='deepspeed': gradients have been computed that no step has used yet, and "
-                "the engine keeps them. Save after a step, or save the weights alone (weights_only=True)."
+                "the engine keeps them.",
+                fix="Save after a step, or save the weights alone (weights_only=True).",
             )
         return self.strategy._state.optimizer_state(optimizer)
 
@@ -855,7 +904,7 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 class _Kept:
-    """A weight that a checkpoint leaves out, as it is."""
+    """A weight that a checkpoint leaves out, unchanged."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -909,9 +958,12 @@ def _nothing(set_to_none: bool = True) -> None:
 
 
 def _refuse_group(group: object) -> None:
-    raise RuntimeError(
+    raise make_error(
+        RuntimeError,
         "strategy='deepspeed': parameters cannot be added to an optimizer that trains: the engine steps what it was "
-        "made with. Give configure_optimizers() all parameters, or use strategy='ddp'."
+        "made with.",
+        fix="Give configure_optimizers() all parameters, or use strategy='ddp'.",
+        argument="strategy",
     )
 
 

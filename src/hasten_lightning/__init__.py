@@ -1,7 +1,7 @@
 """Run programs and packages written for Lightning unchanged: its module names lead to hasten.
 
 ``hasten run program.py`` does it for a whole program; ``hasten_lightning.install()`` for the process that calls it. The
-core (``hasten``) finds what it has by entry points and imports nothing from here.
+core (``hasten``) finds it by entry points and imports nothing from here. It must not import ``hasten_tools``.
 """
 
 from __future__ import annotations

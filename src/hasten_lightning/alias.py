@@ -9,6 +9,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import log, rank_zero_only
 from hasten.checkpoint.files import allow_objects
 from hasten.elsewhere.conventions import HASTEN, use
@@ -64,9 +65,13 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ROOTS and module is not None and not isinstance(module, AliasModule):
             place = getattr(module, "__file__", None)
-            raise RuntimeError(
-                f"hasten.compat.install(): {name} was imported already{f' from {place}' if place else ''}. Call "
-                "install() before the first import of it and of packages built on it, or write: hasten run PROGRAM"
+            raise make_error(
+                RuntimeError,
+                f"hasten.compat.install(): {name} was imported already{f' from {place}' if place else ''}.",
+                fix=(
+                    "Call install() before the first import of it and of packages built on it, or write: hasten run "
+                    "PROGRAM"
+                ),
             )
     if installed():
         return

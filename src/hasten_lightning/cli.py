@@ -34,9 +34,9 @@ class LightningCLI(cli.LightningCLI, metaclass=Facade):
 
 
 def name_classes() -> None:
-    """Have jsonargparse write and list classes under Lightning's names, while the alias is installed.
+    """Make jsonargparse write and list classes under Lightning's names, while the alias is installed.
 
-    The configs that a program saves are then those of Lightning, which it can read on either library.
+    A program then saves configs in Lightning's form, which either library can read.
     """
     known = getattr(jsonargparse_util, "resolved_import_paths", None)
     if known is None or conventions.current() is conventions.HASTEN:

@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from hasten._lib.errors import make_error
 from hasten.arguments import SPEED_NAMES, check_one
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,7 +76,9 @@ def parse(name: str, text: str) -> Any:
         try:
             value = json.loads(written)
         except ValueError as error:
-            raise ValueError(f'{variable(name)}={text!r}: {error}. Write JSON, such as {{"dynamic": true}}.') from None
+            raise make_error(
+                ValueError, f"{variable(name)}={text!r}: {error}.", fix='Write JSON, such as {"dynamic": true}.'
+            ) from None
     try:
         check_one(name, value)
     except (TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ from hasten.strategies.base import Strategy
 from hasten.types import PathLike
 from hasten_lightning import environment
 from hasten_lightning._classes.fabric_strategies import FACADES
-from hasten_lightning._classes.strategies import dress
+from hasten_lightning._classes.strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
 
 
@@ -41,7 +41,7 @@ class Fabric(fabric.Fabric, metaclass=Facade):
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__(**given, **environment.of("Fabric"))
         if not isinstance(given["strategy"], Strategy):
-            dress(self._runtime.strategy, FACADES)
+            as_facade(self._runtime.strategy, FACADES)
         if isinstance(self._runtime.precision, MixedPrecision):
             self._runtime.precision.convert_inputs_to_16_bits()
 

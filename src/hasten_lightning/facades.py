@@ -13,7 +13,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean, refuse_unknown
 from hasten.extend.origin import comes_from, full_name
 from hasten_lightning import environment
@@ -25,7 +25,7 @@ _replaced: dict[tuple[type, str], object] = {}
 
 
 class Facade(ABCMeta):
-    """The class of facades: what is an instance or a subclass of the class behind one is one of the facade, too.
+    """The metaclass of facades: instances and subclasses of the class behind a facade count as the facade's, too.
 
     The class behind a facade is its first base outside of this package. A facade with a signature and without an
     ``__init__`` passes its arguments on. Subclasses of facades, which programs write, are ordinary classes.
@@ -118,11 +118,26 @@ def _taking(signature: inspect.Signature, init: Callable[..., None], facade: str
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
         init(self, given, **given.pop(rest, {}))
 
-    checked.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.getfullargspec` looks no further.
+    show_signature(checked, signature)
     checked.__annotations__ = {
         name: each.annotation for name, each in signature.parameters.items() if each.annotation is not each.empty
     }
     return checked
+
+
+def show_signature(function: Callable[..., object], signature: inspect.Signature) -> None:
+    """Have ``inspect`` and command lines see another signature of a function; ``inspect`` looks no further."""
+    vars(function)["__signature__"] = signature
+
+
+def annotate(init: Callable[..., None], **types: object) -> None:
+    """Put types in place of their names in the signature of an ``__init__``: programs and command lines read them."""
+    signature = inspect.signature(init)
+    parameters = [
+        each.replace(annotation=types.get(name, each.annotation)) for name, each in signature.parameters.items()
+    ]
+    show_signature(init, signature.replace(parameters=parameters))
+    inspect.unwrap(init).__annotations__.update(types)
 
 
 def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]) -> set[str]:
@@ -136,18 +151,21 @@ def _refuse(behind: Any, init: Callable[..., Any], unknown: Mapping[str, object]
     dropped = {name for name, value in unknown.items() if open_ended and name in own and value == own[name].default}
     for name, value in unknown.items():
         if name in own and name not in dropped and own[name].kind is not inspect.Parameter.VAR_KEYWORD:
-            raise TypeError(
+            raise make_error(
+                TypeError,
                 f"{facade}.__init__() got an unexpected keyword argument {name!r}. Lightning's {facade} does not have "
-                f"it. {environment.advice(facade, name, value)}"
+                "it.",
+                fix=environment.advice(facade, name, value),
             )
     if open_ended:
         return dropped
     if facade in environment.OWNERS:
         refuse_unknown(unknown, init, facade)
     name = next(iter(unknown))
-    raise TypeError(
-        f"{facade}.__init__() got an unexpected keyword argument {name!r}."
-        f"{did_you_mean(name, [each for each in known if each != 'self'])}"
+    raise make_error(
+        TypeError,
+        f"{facade}.__init__() got an unexpected keyword argument {name!r}.",
+        fix=f"{did_you_mean(name, [each for each in known if each != 'self'])}",
     )
 
 
@@ -174,7 +192,7 @@ def accepted(facade: Facade, given: Mapping[str, Any]) -> dict[str, Any]:
             found[there] = given[name]
         elif given[name] != each.default:
             raise MisconfigurationException(
-                f"{facade.__name__}({name}=...): hasten has no such argument here. Leave it out."
+                f"{facade.__name__}({name}=...): hasten has no such argument here.", fix="Leave it out."
             )
     return found
 

@@ -7,17 +7,17 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import inspect
 import itertools
 import re
-import sys
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
+from hasten.extend import frames
+from hasten_lightning.facades import annotate
 from hasten_lightning.names import PRODUCTS, VERSION, alternative_to, read_table
 
 # Lightning's packages, and where each begins in the table: pytorch_lightning is lightning.pytorch.
@@ -46,13 +46,7 @@ def with_types(value: object) -> object:
         # Names that are imported for type checkers only have no type here.
         with suppress(NameError, AttributeError, TypeError):
             hints = get_type_hints(init, include_extras=True)
-            types = {name: hints[name] for name in init.__annotations__ if name != "return"}
-            signature = inspect.signature(init)
-            parameters = [
-                each.replace(annotation=types.get(name, each.annotation)) for name, each in signature.parameters.items()
-            ]
-            init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-            inspect.unwrap(init).__annotations__.update(types)
+            annotate(init, **{name: hints[name] for name in init.__annotations__ if name != "return"})
     return value
 
 
@@ -181,8 +175,8 @@ class _Distribution(importlib.metadata.Distribution):
 
 def _called_by_find_spec() -> bool:
     """Return whether the caller is ``importlib.util.find_spec``, which returns None for a missing module."""
-    code, frame = importlib.util.find_spec.__code__, sys._getframe(2)
-    return any(one.f_code is code for one, _ in itertools.islice(traceback.walk_stack(frame), 3))
+    near = itertools.islice(frames.outwards(frames.caller(2)), 3)
+    return any(frames.is_call_of(frame, importlib.util.find_spec) for frame in near)
 
 
 class _Products(importlib.abc.MetaPathFinder):
@@ -192,8 +186,10 @@ class _Products(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in PRODUCTS and not _called_by_find_spec():
-            raise ModuleNotFoundError(
-                f"{fullname} is the client of a hosted product, and is not installed. {PRODUCTS[fullname]}"
+            raise make_error(
+                ModuleNotFoundError,
+                f"{fullname} is the client of a hosted product, and is not installed.",
+                fix=PRODUCTS[fullname],
             )
         return None
 

@@ -1,4 +1,4 @@
-"""The names of Lightning, by module, where they live in hasten, and what to use for those it does not have."""
+"""The names of Lightning by module, their places in hasten, and replacements for names that hasten does not have."""
 
 from __future__ import annotations
 

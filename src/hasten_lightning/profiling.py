@@ -97,7 +97,7 @@ class ScheduleWrapper:
         if self._current_action is None or self.has_finished:
             return ProfilerAction.NONE
         in_fit = (self._start_action_name or "").endswith("on_fit_start")
-        # The validation steps before the first training step are those of the sanity check.
+        # The validation steps before the first training step belong to the sanity check.
         if stage is not None and not (self.is_validating and in_fit and self._steps["training"] == 0):
             self._steps[stage] += 1
         action = self._schedule(self.num_step)

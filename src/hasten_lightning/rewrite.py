@@ -1,4 +1,4 @@
-"""Rewrite the imports of a program: what ``hasten migrate`` does to one file. Needs libcst."""
+"""Rewrite the imports of one file of a program, for ``hasten migrate``. Needs libcst."""
 
 # ruff: noqa: N802 - libcst names the methods after its classes
 
@@ -100,7 +100,7 @@ class Rewritten:
 
 
 def python(data: bytes) -> Rewritten:
-    """Rewrite a Python file; everything else in it stays as it is.
+    """Rewrite a Python file; everything else in it stays unchanged.
 
     Args:
         data: the file.
@@ -234,7 +234,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
         return False
 
     def _rewritten_alias(self, node: Any, module: str, alias: Any) -> tuple[str, Any]:
-        """Return the module that a name is imported from now, and the name; as they are if there is no new place."""
+        """Return the new module and name of an import; return them unchanged if there is no new place."""
         old = f"{module}.{alias.name.value}"
         new = self._new(node, old)
         if new is None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.hooks import overrides
@@ -28,7 +28,7 @@ Functions = dict[str, Callable[[Any], Any]]
 
 
 class ServableModule(ABC, nn.Module):
-    """A module that answers requests: subclass it beside ``LightningModule``.
+    """A module that answers requests: subclass it together with ``LightningModule``.
 
     Example::
 
@@ -101,9 +101,19 @@ class ServableModuleValidator(Callback):
         for package in ("fastapi", "uvicorn"):
             need(package, purpose="ServableModuleValidator()")
         if optimization is not None:
-            raise NotImplementedError(f"ServableModuleValidator(optimization={optimization!r}): use None.")
+            raise make_error(
+                NotImplementedError,
+                f"ServableModuleValidator(optimization={optimization!r}):",
+                fix="use None.",
+                argument="optimization",
+            )
         if server != "fastapi":
-            raise NotImplementedError(f'ServableModuleValidator(server={server!r}): use "fastapi".')
+            raise make_error(
+                NotImplementedError,
+                f"ServableModuleValidator(server={server!r}):",
+                fix='use "fastapi".',
+                argument="server",
+            )
         self.optimization, self.server = optimization, server
         self.host, self.exit_on_failure = host, exit_on_failure
         self.port = check.whole("ServableModuleValidator", "port", port, at_least=1, allowed="a free port")
@@ -121,7 +131,9 @@ class ServableModuleValidator(Callback):
             raise TypeError(f"ServableModuleValidator: {type(pl_module).__name__} is not a subclass of ServableModule.")
         for name in ("configure_payload", "configure_serialization", "serve_step"):
             if not overrides(pl_module, ServableModule, name):
-                raise NotImplementedError(f"ServableModuleValidator: define {type(pl_module).__name__}.{name}().")
+                raise make_error(
+                    NotImplementedError, "ServableModuleValidator:", fix=f"define {type(pl_module).__name__}.{name}()."
+                )
         payload = pl_module.configure_payload()
         if "body" not in payload:
             raise ValueError(f'{type(pl_module).__name__}.configure_payload() has no entry "body": {payload!r}.')
@@ -208,7 +220,11 @@ def answer(module: ServableModule, body: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         output = module.serve_step(**arguments)
     if not isinstance(output, dict):
-        raise TypeError(f"{type(module).__name__}.serve_step() returned {output!r}. Return a dict of outputs by name.")
+        raise make_error(
+            TypeError,
+            f"{type(module).__name__}.serve_step() returned {output!r}.",
+            fix="Return a dict of outputs by name.",
+        )
     return {**output, **{name: function(output[name]) for name, function in show.items()}}
 
 

@@ -11,8 +11,8 @@ from hasten.strategies.base import Strategy
 from hasten.trainer import trainer
 from hasten.types import PathLike
 from hasten_lightning import environment
-from hasten_lightning._classes.plugins import dress_precision
-from hasten_lightning._classes.strategies import dress
+from hasten_lightning._classes.plugins import precision_as_facade
+from hasten_lightning._classes.strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.accelerator_connector import AcceleratorConnector
 from hasten_lightning.internals.checkpoint_connector import CheckpointConnector, without_run
@@ -52,7 +52,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         # A config may say null for what is on or off.
         given.update({name: False for name in _SWITCHES if given[name] is None})
         super().__init__(**given, **environment.of("Trainer"))
-        self._dress_strategy()
+        self._use_facades()
 
     @property
     def max_epochs(self) -> int | None:  # type: ignore[override]
@@ -115,16 +115,16 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         """Return a new Trainer with the same parts and other arguments; see ``hasten.Trainer.with_arguments``."""
         new = super().with_arguments(**changes)
         assert isinstance(new, Trainer)
-        new._dress_strategy()
+        new._use_facades()
         return new
 
     def change_arguments(self, **changes: object) -> None:
         """Change arguments between two calls; see ``hasten.Trainer.change_arguments``."""
         super().change_arguments(**changes)
-        self._dress_strategy()
+        self._use_facades()
 
-    def _dress_strategy(self) -> None:
-        # One that the program has made stays as it is.
+    def _use_facades(self) -> None:
+        # An object that the program has made is not changed.
         if not isinstance(self._given["strategy"], Strategy):
-            dress(self._runtime.strategy)
-        dress_precision(self._runtime.precision)
+            as_facade(self._runtime.strategy)
+        precision_as_facade(self._runtime.precision)

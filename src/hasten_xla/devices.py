@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.optional import install_line, installed
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.devices import Accelerator, whole_number
+from hasten.precision.builtin import is_half
 from hasten_xla.generator import GENERATOR
 from hasten_xla.generator import runtime_started as runtime_started
 from hasten_xla.precision import XLAPrecision
@@ -44,18 +45,22 @@ def require_torch_xla(purpose: str) -> None:
 
     """
     if not installed("torch_xla"):
-        raise ModuleNotFoundError(
+        raise make_error(
+            ModuleNotFoundError,
             f"{purpose} needs torch_xla, which is not installed. The newest is 2.9 and needs torch 2.9; this is torch "
-            f"{torch.__version__}. Run: {install_line('tpu')}",
+            f"{torch.__version__}.",
+            fix=f"Run: {install_line('tpu')}",
             name="torch_xla",
         )
     if "torch_xla" in sys.modules:
         return
     version = importlib.metadata.version("torch_xla")
     if version.split(".")[:2] != torch.__version__.split(".")[:2]:
-        raise ImportError(
+        raise make_error(
+            ImportError,
             f"{purpose}: torch_xla {version} needs torch {'.'.join(version.split('.')[:2])}, and this is torch "
-            f"{torch.__version__}. Run: {install_line('tpu')}"
+            f"{torch.__version__}.",
+            fix=f"Run: {install_line('tpu')}",
         )
 
 
@@ -124,22 +129,29 @@ class XLAAccelerator(Accelerator):
         if number is None:
             parts: Any = devices.split(",") if isinstance(devices, str) else devices
             if not isinstance(parts, (list, tuple)):
-                raise TypeError(
-                    f"devices={devices!r}, accelerator='tpu': use a number, [index] or 'auto', not "
-                    f"{type(devices).__name__}."
+                raise make_error(
+                    TypeError,
+                    f"devices={devices!r}, accelerator='tpu':",
+                    fix=f"use a number, [index] or 'auto', not {type(devices).__name__}.",
+                    argument="devices",
                 )
             indices = [whole_number(part) for part in parts]
             if len(indices) != 1 or indices[0] is None or not 0 <= indices[0] < max(present, 1):
-                raise ValueError(
-                    f"devices={devices!r}, accelerator='tpu': a list names one device, from [0] to [{present - 1}]. "
-                    f"Use devices='auto' for all {present}."
+                raise make_error(
+                    ValueError,
+                    f"devices={devices!r}, accelerator='tpu': a list names one device, from [0] to [{present - 1}].",
+                    fix=f"Use devices='auto' for all {present}.",
+                    argument="devices",
                 )
             return [indices[0]]
         number = present if number == -1 else number
         if number < 1 or (kind == "TPU" and number not in (1, present)):
-            raise ValueError(
-                f"devices={devices!r}, accelerator='tpu': this machine has {present} TPU chips, and a program uses one "
-                f"or all of them. Use devices=1, [index] or {present}."
+            raise make_error(
+                ValueError,
+                f"devices={devices!r}, accelerator='tpu': this machine has {present} TPU chips, and a program uses "
+                "one or all of them.",
+                fix=f"Use devices=1, [index] or {present}.",
+                argument="devices",
             )
         return number
 
@@ -184,8 +196,11 @@ class XLAAccelerator(Accelerator):
         require_torch_xla(purpose)
         if not cls.is_available():
             raise MisconfigurationException(
-                f"{purpose}: this machine has no TPU. Use accelerator='auto'; to try a program out on the processor, "
-                "set the environment variable PJRT_DEVICE=CPU."
+                f"{purpose}: this machine has no TPU.",
+                fix=(
+                    "Use accelerator='auto'; to try a program out on the processor, set the environment variable "
+                    "PJRT_DEVICE=CPU."
+                ),
             )
 
     @staticmethod
@@ -198,7 +213,7 @@ class XLAAccelerator(Accelerator):
         return XLAEnvironment()
 
     def precision_of(self, name: str) -> XLAPrecision | None:
-        """Return the precision of 16 bits; others are those of the strategy.
+        """Return the precision of 16 bits; for others the strategy's is used.
 
         Raises:
             MisconfigurationException: it needs a gradient scaler.
@@ -206,10 +221,11 @@ class XLAAccelerator(Accelerator):
         """
         if name == "16-mixed":
             raise MisconfigurationException(
-                "precision='16-mixed', accelerator='tpu': TPUs compute in bfloat16, which needs no gradient scaler. "
-                "Use precision='bf16-mixed' or 'bf16-true'."
+                "precision='16-mixed', accelerator='tpu': TPUs compute in bfloat16, which needs no gradient scaler.",
+                fix="Use precision='bf16-mixed' or 'bf16-true'.",
+                argument="precision",
             )
-        return XLAPrecision(name) if name in ("bf16-true", "16-true") else None  # type: ignore[arg-type]
+        return XLAPrecision(name) if is_half(name) else None
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
         """Return the memory in use and in all, in bytes, if the runtime reports it."""

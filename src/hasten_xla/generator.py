@@ -52,5 +52,5 @@ def _device() -> str:
     return str(torch_xla.device())
 
 
-# That of this process.
+# The generator of this process.
 GENERATOR = XLAGenerator()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten.precision.base import Precision, T, to_floating
 from hasten.precision.builtin import HalfPrecision
 
@@ -45,9 +46,11 @@ class XLAPrecision(Precision):
     def check_device(self, device: torch.device) -> None:
         """Check that the device is one of XLA's."""
         if device.type != "xla":
-            raise ValueError(
-                f"plugins=[XLAPrecision({self.precision!r})]: it is for TPUs, and the run is on {device.type!r}. Use "
-                f"precision={self.precision!r}."
+            raise make_error(
+                ValueError,
+                f"plugins=[XLAPrecision({self.precision!r})]: it is for TPUs, and the run is on {device.type!r}.",
+                fix=f"Use precision={self.precision!r}.",
+                argument="plugins",
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -63,7 +66,7 @@ class XLAPrecision(Precision):
         return data if self._half is None else self._half.convert_output(data)
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         if self._half is not None:
             self._half.convert_optimizer(optimizer)
 

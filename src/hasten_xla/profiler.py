@@ -14,7 +14,7 @@ _BATCH = "run_training_batch"
 class XLAProfiler(Profiler):
     """Name what a run does in the traces of torch_xla's profiler, and offer them on a port.
 
-    While the run goes on, TensorBoard's profile page (Capture profile, ``localhost:9012``) or
+    During the run, TensorBoard's profile page (Capture profile, ``localhost:9012``) or
     ``torch_xla.debug.profiler.trace("localhost:9012", folder)`` records a few seconds of it.
 
     Args:

@@ -110,7 +110,7 @@ class XLASteps:
             rank_zero_warn(message)
 
     def to_device(self, data: T, device: torch.device) -> T:
-        """Return ``data`` on the device; the copies go on while the host records the step."""
+        """Return ``data`` on the device; the copies continue while the host records the step."""
         from torch_xla.core import xla_model
 
         tensors: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Training on XLA devices, above all TPUs: on one, with a process for each, or sharded over those of a machine."""
+"""Training on XLA devices, above all TPUs: on one, with a process for each, or sharded over all of a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.machine import collectives
@@ -37,7 +37,7 @@ class SingleDeviceXLAStrategy(OneProcess):
     """One process that computes on one XLA device.
 
     Args:
-        device: the index of the device on this machine, or ``torch.device("xla", index)``; by default that of
+        device: the index of the device on this machine, or ``torch.device("xla", index)``; by default the device in
             ``devices``.
         accelerator: in place of ``Trainer(accelerator=...)``.
         checkpoint_io: in place of ``Trainer(plugins=...)``.
@@ -184,9 +184,11 @@ class XLAStrategy(ParallelStrategy):
                 if runtime_kind() == "CPU"
                 else "a TPU of this version has several for each chip"
             )
-            raise RuntimeError(
-                f"strategy='xla': this process has {count} XLA devices instead of one: {reason}. Use strategy="
-                "'xla_fsdp', which trains on all of them in one process."
+            raise make_error(
+                RuntimeError,
+                f"strategy='xla': this process has {count} XLA devices instead of one: {reason}.",
+                fix="Use strategy='xla_fsdp', which trains on all of them in one process.",
+                argument="strategy",
             )
         self._joined = True
 
@@ -223,7 +225,7 @@ class XLAStrategy(ParallelStrategy):
 
     @contextmanager
     def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
-        """Leave the gradients of this process alone in backward; the next one outside averages what has gathered."""
+        """Do not average gradients in backward; the next backward outside of the context averages their sum."""
         exchange = self._exchanges.get(id(wrapped))
         if exchange is None:
             yield
@@ -250,7 +252,12 @@ class XLAEngine(StepEngine):
 
     def check_compile(self, owner: str) -> None:
         """Refuse torch's compiler."""
-        raise ValueError(f"{owner}(compile=...): XLA compiles each step itself. Leave compile out.")
+        raise make_error(
+            ValueError,
+            f"{owner}(compile=...): XLA compiles each step itself.",
+            fix="Leave compile out.",
+            argument="compile",
+        )
 
 
 class AveragingEngine(XLAEngine):
@@ -313,8 +320,8 @@ class XLAFSDPStrategy(OneProcess):
     """Parameters, gradients and optimizer states are sharded over the XLA devices of one machine, by one process.
 
     The engine is SPMD, as in the newer of torch_xla's two FSDP:
-    the program is that of one device, and XLA divides each operation. ``batch_size`` of a loader is that of all devices
-    together. Parameters keep their names and shapes, and checkpoints are whole files.
+    the program is written for one device, and XLA divides each operation. ``batch_size`` of a loader counts the samples
+    of all devices together. Parameters keep their names and shapes, and checkpoints are whole files.
 
     Args:
         accelerator: in place of ``Trainer(accelerator=...)``.
@@ -325,7 +332,7 @@ class XLAFSDPStrategy(OneProcess):
         activation_checkpointing_policy: classes of modules to recompute in backward.
         state_dict_type: "full": checkpoints are one file.
         sequential_save: leave it out: one process saves.
-        kwargs: none; those of torch_xla's FSDP are refused.
+        kwargs: none; arguments of torch_xla's FSDP are refused.
 
     Raises:
         TypeError: an argument is unknown or does not apply.
@@ -358,21 +365,33 @@ class XLAFSDPStrategy(OneProcess):
     ) -> None:
         known = ["auto_wrap_policy", "activation_checkpointing_policy", "state_dict_type", "sequential_save"]
         for name in kwargs:
-            raise TypeError(
-                f"XLAFSDPStrategy({name}=...): XLA shards and gathers by itself, and takes no such argument. Leave it "
-                f"out.{did_you_mean(name, known)}"
+            raise make_error(
+                TypeError,
+                f"XLAFSDPStrategy({name}=...): XLA shards and gathers by itself, and takes no such argument.",
+                fix=f"Leave it out.{did_you_mean(name, known)}",
+                argument=name,
             )
         if auto_wrap_policy is not None:
-            raise TypeError(
-                "XLAFSDPStrategy(auto_wrap_policy=...): nothing is wrapped: XLA decides when it gathers a parameter. "
-                "Leave it out."
+            raise make_error(
+                TypeError,
+                "XLAFSDPStrategy(auto_wrap_policy=...): nothing is wrapped: XLA decides when it gathers a parameter.",
+                fix="Leave it out.",
+                argument="auto_wrap_policy",
             )
         if state_dict_type != "full":
-            raise ValueError(
-                f"XLAFSDPStrategy(state_dict_type={state_dict_type!r}): one process saves whole files. Use 'full'."
+            raise make_error(
+                ValueError,
+                f"XLAFSDPStrategy(state_dict_type={state_dict_type!r}): one process saves whole files.",
+                fix="Use 'full'.",
+                argument="state_dict_type",
             )
         if sequential_save:
-            raise TypeError("XLAFSDPStrategy(sequential_save=True): one process saves. Leave it out.")
+            raise make_error(
+                TypeError,
+                "XLAFSDPStrategy(sequential_save=True): one process saves.",
+                fix="Leave it out.",
+                argument="sequential_save",
+            )
         super().__init__(accelerator, checkpoint_io, precision, parallel_devices=parallel_devices)
         self._recomputed = _classes(activation_checkpointing_policy)
         self.mesh: Any = None
@@ -389,8 +408,9 @@ class XLAFSDPStrategy(OneProcess):
     ) -> None:
         if num_nodes > 1:
             raise MisconfigurationException(
-                f"strategy='xla_fsdp', num_nodes={num_nodes}: it shards over the devices of one machine. Use "
-                "num_nodes=1, or strategy='xla' over several."
+                f"strategy='xla_fsdp', num_nodes={num_nodes}: it shards over the devices of one machine.",
+                fix="Use num_nodes=1, or strategy='xla' over several.",
+                argument="strategy",
             )
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
 
@@ -415,9 +435,12 @@ class XLAFSDPStrategy(OneProcess):
             runtime.use_spmd()
         present = runtime.global_runtime_device_count()
         if present != wanted:
-            raise ValueError(
-                f"strategy='xla_fsdp', devices={wanted}: this process has {present} XLA devices and shards over all of "
-                f"them. Use devices={present} or 'auto'."
+            raise make_error(
+                ValueError,
+                f"strategy='xla_fsdp', devices={wanted}: this process has {present} XLA devices and shards over all "
+                "of them.",
+                fix=f"Use devices={present} or 'auto'.",
+                argument="strategy",
             )
         self.mesh = spmd.Mesh(numpy.arange(present), (present, 1), ("fsdp", "model"))
         assert self.accelerator is not None
@@ -502,7 +525,8 @@ class _ShardedSteps(XLASteps):
                 warn_once(
                     "xla-fsdp-batch",
                     f"strategy='xla_fsdp': a batch of {tensor.shape[0]} cannot be divided over {count} devices, so "
-                    f"each computes all of it. Use a batch_size that is a multiple of {count} and drop_last=True.",
+                    "each computes all of it.",
+                    fix=f"Use a batch_size that is a multiple of {count} and drop_last=True.",
                 )
             spec = spmd.ShardingSpec(strategy.mesh, ("fsdp", *[None] * (tensor.dim() - 1))) if divides else None
             sent += send([tensor], device, spec)
@@ -515,7 +539,7 @@ class _ShardedSteps(XLASteps):
 def make_states(optimizer: Optimizer) -> None:
     """Give torch's Adam and AdamW the states that their first step begins with.
 
-    The graph of a step that makes states differs from that of the others, and would be compiled for itself.
+    The graph of a step that makes states differs from the other graphs, and would be compiled separately.
     """
     if type(optimizer) not in (Adam, AdamW):
         return
@@ -535,7 +559,7 @@ def make_states(optimizer: Optimizer) -> None:
 
 
 def _take_chip(device: torch.device) -> torch.device:
-    """Let this process see one chip of a TPU only, so that others can use the rest; return its device."""
+    """Make only one chip of a TPU visible to this process, so that others can use the rest; return its device."""
     if "TPU_VISIBLE_CHIPS" in os.environ:
         return device
     from torch_xla._internal import tpu
@@ -548,8 +572,10 @@ def _take_chip(device: torch.device) -> torch.device:
 def _classes(policy: object) -> tuple[type[nn.Module], ...]:
     given = () if policy is None else (policy,) if isinstance(policy, type) else policy
     if not isinstance(given, Collection) or not all(isinstance(k, type) and issubclass(k, nn.Module) for k in given):
-        raise TypeError(
-            f"XLAFSDPStrategy(activation_checkpointing_policy={policy!r}): use a set of module classes, such as "
-            "{torch.nn.TransformerEncoderLayer}."
+        raise make_error(
+            TypeError,
+            f"XLAFSDPStrategy(activation_checkpointing_policy={policy!r}):",
+            fix="use a set of module classes, such as {torch.nn.TransformerEncoderLayer}.",
+            argument="activation_checkpointing_policy",
         )
     return tuple(given)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.programs import ROOT
+from tests.programs import ROOT, run_python
 
 from hasten._lib.durations import parse_duration
 from hasten._lib.optional import install_line, installed, need
@@ -82,3 +82,9 @@ def test_only_the_first_process_speaks(
     assert spoken == ([] if rank else ["careful", "only once"])
     assert calls == ([] if rank else [1])
     assert ("hello" in caplog.text) is (rank == 0)
+
+
+def test_a_name_that_is_near_is_given_once() -> None:
+    done = run_python("-c", "import hasten; hasten.Trainr")
+    last = done.stderr.splitlines()[-1]
+    assert last == "AttributeError: module 'hasten' has no attribute 'Trainr'. Did you mean 'Trainer'?"

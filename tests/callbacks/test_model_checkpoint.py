@@ -160,7 +160,7 @@ def test_each_file_is_saved_and_removed_once(tmp_path: Path) -> None:
     checkpoint = Notes(tmp_path / "more", "{step}")
     run(Scripted(), checkpoint, max_epochs=4)
     assert checkpoint.removed == ["step=4.ckpt", "step=8.ckpt", "step=12.ckpt"]
-    assert checkpoint.state_dict()["books"]["unwanted"] == []
+    assert checkpoint.state_dict()["ranking"]["unwanted"] == []
 
 
 def test_a_replaced_file_that_is_still_being_written_is_removed(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_states_have_the_keys_of_lightning(tmp_path: Path) -> None:
     states = files.load(tmp_path / "last.ckpt")["callbacks"]
     of_best, of_stopper = states[best.state_key], states[stopper.state_key]
     epoch_1, last = str(tmp_path / "epoch=1.ckpt"), str(tmp_path / "last.ckpt")
-    assert {name: value for name, value in of_best.items() if name != "books"} == {
+    assert {name: value for name, value in of_best.items() if name != "ranking"} == {
         "monitor": "val_loss",
         "best_model_score": 1.0,
         "best_model_path": epoch_1,
@@ -368,6 +368,6 @@ def test_states_have_the_keys_of_lightning(tmp_path: Path) -> None:
     assert known.items() <= of_stopper.items()
     # Lightning stores no more than these.
     fresh_best, fresh_stopper = ModelCheckpoint(tmp_path, "{epoch}", "val_loss"), EarlyStopping("val_loss")
-    fresh_best.load_state_dict({name: value for name, value in of_best.items() if name != "books"})
+    fresh_best.load_state_dict({name: value for name, value in of_best.items() if name != "ranking"})
     fresh_stopper.load_state_dict(known)
     assert (fresh_best.best_model_path, fresh_stopper.best_score) == (epoch_1, 1.0)

@@ -186,3 +186,18 @@ def test_help_before_the_program_is_that_of_the_command(capsys: pytest.CaptureFi
         main(["run", "--help"])
     assert stop.value.code == 0
     assert "Everything after PROGRAM belongs to the program" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_not_lost_where_python_drops_exceptions(folder: Path) -> None:
+    (folder / "p.py").write_text(
+        "import os, signal, time\n"
+        "class Deleted:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(60)\n"
+        "Deleted()\n"
+        "print('dropped', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    done = hasten_run("p.py")
+    assert (done.returncode, done.stdout) == (130, "dropped\n")

@@ -11,16 +11,29 @@ from hasten._lib.explain import remedy_for
 ROOT = Path(__file__).parents[2]
 
 
+def text_of(node: ast.AST) -> str | None:
+    """Return a text of the source with ``{}`` for what is filled in; None for anything else."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
 def messages() -> str:
-    """Return all texts of the package, one on a line, with ``{}`` for what is filled in and without backticks."""
+    """Return all texts of the package, one on a line, with ``{}`` for what is filled in and without backticks.
+
+    What is wrong and its ``fix=`` are one text.
+    """
     texts = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(each.value) if isinstance(each, ast.Constant) else "{}" for each in node.values]
-                texts.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
+            if (text := text_of(node)) is not None:
+                texts.append(text)
+            if isinstance(node, ast.Call):
+                parts = [
+                    *map(text_of, node.args),
+                    *(text_of(each.value) for each in node.keywords if each.arg == "fix"),
+                ]
+                texts.append(" ".join(part for part in parts if part is not None))
     return "\n".join(texts).replace("`", "")
 
 

@@ -16,16 +16,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 AT_MOST = {
-    "capabilities": 30,
+    "capabilities": 14,
     "world_size": 24,
     "device": 33,
-    "introspection": 64,
+    "introspection": 20,
     "Strategy": 35,
     "Run": 25,
     "batch loop": 10,
     "complex": 62,
     "very complex": 0,
-    "type: ignore": 127,
+    "type: ignore": 83,
 }
 
 

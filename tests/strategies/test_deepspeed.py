@@ -575,7 +575,7 @@ def test_the_configuration_is_completed_and_contradictions_name_both(
     config = read_config(None)
     assert config is not None
     settings = EngineSettings(config)
-    settings.take_precision("bf16-mixed")
+    settings.set_precision("bf16-mixed")
     settings.take_accumulation(4, "Trainer")
     settings.take_clipping(0.5, "Trainer")
     settings.take_batch_size(None, world_size=2)
@@ -589,7 +589,7 @@ def test_the_configuration_is_completed_and_contradictions_name_both(
         ({"gradient_clipping": 1.0}, lambda one: one.take_clipping(0.5, "Trainer"), "gradient_clip_val=0.5.*1.0"),
         ({"train_micro_batch_size_per_gpu": 4}, lambda one: one.take_batch_size(8, 2), "batch_size=8.*: 4"),
         ({"train_batch_size": 4}, lambda one: one.take_batch_size(8, 2), "'train_batch_size': 4"),
-        ({"bf16": {"enabled": False}}, lambda one: one.take_precision("bf16-true"), "'enabled': False"),
+        ({"bf16": {"enabled": False}}, lambda one: one.set_precision("bf16-true"), "'enabled': False"),
         ({"optimizer": {"params": {"lr": "auto"}}}, lambda one: one.check(), "optimizer.params.lr is 'auto'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

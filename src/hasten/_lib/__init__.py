@@ -1,4 +1,7 @@
-"""Small tools that know nothing of hasten. Nothing here imports another hasten module outside this folder."""
+"""Small tools for argument checks, files, lazy imports and nested data, and the version of hasten.
+
+They know nothing of training, and must not import ``hasten.machine``, ``hasten.module`` or ``hasten.loops``.
+"""
 
 import os
 from contextlib import suppress

@@ -2,7 +2,8 @@
 
 Each guard takes the owner, the name and the value of an argument and returns the value. A wrong value raises
 ``MisconfigurationException``, which is a ``ValueError``; a wrong type ``WrongType``, which is a ``TypeError`` as well.
-``error=`` raises that instead of both. A bool is not a number here.
+``error=`` raises that instead of both. The exception names the argument (``argument``) and what to write (``fix``).
+A bool is not a number here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
-from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.errors import MisconfigurationException, WrongType, make_error
 from hasten._lib.names import did_you_mean
 
 _T = TypeVar("_T")
@@ -116,9 +117,8 @@ def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False, error
     """Return ``value`` if it is True or False. See ``whole`` for the arguments."""
     if isinstance(value, bool) or (value is None and allow_none):
         return value
-    raise (error or WrongType)(
-        f"{owner}({name}={value!r}): use {'True, False or None' if allow_none else 'True or False'}."
-    )
+    allowed = "True, False or None" if allow_none else "True or False"
+    raise make_error(error or WrongType, f"{owner}({name}={value!r}):", fix=f"use {allowed}.", argument=name)
 
 
 def one_of(
@@ -183,13 +183,16 @@ def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "",
         MisconfigurationException("Trainer(max_time='soon'): use a time such as '90min'.")
 
     """
-    told = f"{value!r} is unknown.{hint}" if hint else f"use {allowed}."
-    return (error or MisconfigurationException)(f"{owner}({name}={value!r}): {told}")
+    what, fix = f"{owner}({name}={value!r}):", f"use {allowed}."
+    if hint:
+        what, fix = f"{what} {value!r} is unknown.", hint
+    return make_error(error or MisconfigurationException, what, fix=fix, argument=name)
 
 
 def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Error) -> Exception:
     given = "" if value is None else f", not {type(value).__name__}"
-    return (error or WrongType)(f"{owner}({name}={value!r}): use {allowed}{given}.")
+    what = f"{owner}({name}={value!r}):"
+    return make_error(error or WrongType, what, fix=f"use {allowed}{given}.", argument=name)
 
 
 def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -> str:
@@ -207,7 +210,7 @@ def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -
 
 
 def as_list(value: object) -> Any:
-    """Return a list in place of another sequence, such as a list of OmegaConf or a deque; other values as they are."""
+    """Return another sequence, such as a list of OmegaConf or a deque, as a list; return other values unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, list, tuple)):
         return list(value)
     return value

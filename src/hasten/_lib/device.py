@@ -1,4 +1,4 @@
-"""Facts about devices, by what depends on them; errors for lack of their memory, and what frees it."""
+"""What differs between devices, out-of-memory errors, and functions that free memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Return whether a device is a GPU of CUDA or ROCm, which counts its memory and runs beside the host."""
+    """Return whether a device is a GPU of CUDA or ROCm, which counts its memory and runs asynchronously."""
     return device.type == "cuda"
 
 
@@ -54,7 +54,7 @@ _trained: list[weakref.ref[nn.Module]] = []
 def collect_earlier_models(module: nn.Module) -> None:
     """Collect garbage before ``module`` is trained if models trained before it may hold much memory.
 
-    A module and its Trainer refer to each other, so those of an earlier training stay in memory until a full pass.
+    A module and its Trainer refer to each other, so they stay in memory after a training until a full collection.
     """
     earlier = [model for model in (ref() for ref in _trained) if model not in (None, module)]
     size_bytes = sum(p.numel() * p.element_size() for model in earlier for p in model.parameters() if not is_lazy(p))

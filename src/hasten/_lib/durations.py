@@ -83,7 +83,9 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         try:
             return timedelta(**value)
         except TypeError as error:
-            raise MisconfigurationException(f"{argument} got {value!r}: {error}. Use timedelta's arguments.") from None
+            raise MisconfigurationException(
+                f"{argument} got {value!r}: {error}.", fix="Use timedelta's arguments."
+            ) from None
     text = value.strip().lower()
     clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text)
     if clock:
@@ -94,6 +96,7 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         return timedelta(**{_UNITS[amount.group(2)]: float(amount.group(1))})
     hint = f" A number is written without quotes: {text}." if text.isdecimal() else ""
     raise MisconfigurationException(
-        f"{argument} got {value!r}: write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs "
-        f"and optimizer steps, where they can be given: '2ep', '500st').{hint}"
+        f"{argument} got {value!r}: write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and "
+        "optimizer steps, where they can be given: '2ep', '500st').",
+        fix=hint,
     )

@@ -1,4 +1,4 @@
-"""Exceptions and their tracebacks, and classes of Lightning that hasten does not have."""
+"""Exceptions, the parts of their messages and their tracebacks, and classes of Lightning that hasten does not have."""
 
 from __future__ import annotations
 
@@ -6,13 +6,125 @@ import os
 from collections.abc import Iterator
 from itertools import groupby
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from hasten.extend import frames
 from hasten.extend.origin import is_builtin_file
 
+_Error = TypeVar("_Error", bound=BaseException)
 
-class MisconfigurationException(ValueError):
-    """Raised for arguments that cannot work, alone or together; the message says what to change."""
+
+class Parts(NamedTuple):
+    """The parts of the message of an error or a warning.
+
+    Args:
+        what: what is wrong, with the value that was given.
+        fix: what to write instead; "" where the message does not say.
+        argument: the name of the argument that is wrong; "" where it is none.
+
+    """
+
+    what: str
+    fix: str = ""
+    argument: str = ""
+
+
+def message_of(what: object, fix: str) -> str:
+    """Return the text that users see: what is wrong, and what to write instead.
+
+    Example::
+
+        >>> message_of("Net has no training_step().", "Define it.")
+        'Net has no training_step(). Define it.'
+
+    """
+    return f"{what} {fix.strip()}" if fix else str(what)
+
+
+def parts_of(message: BaseException | str) -> Parts:
+    """Return the parts of an error or a warning; those of other libraries and of programs say what is wrong alone.
+
+    Example::
+
+        >>> parts_of(make_error(TypeError, "fit(model=3): 3 is an int.", fix="Use a module.", argument="model"))
+        Parts(what='fit(model=3): 3 is an int.', fix='Use a module.', argument='model')
+        >>> parts_of(TypeError("unhashable type: 'list'"))
+        Parts(what="unhashable type: 'list'", fix='', argument='')
+
+    """
+    kept = getattr(message, "__dict__", {})
+    if "what" in kept and "fix" in kept:
+        return Parts(kept["what"], kept["fix"], kept.get("argument", ""))
+    return Parts(str(message))
+
+
+def make_error(kind: type[_Error], what: str, *, fix: str = "", argument: str = "", **options: Any) -> _Error:
+    """Return an exception or a warning that keeps the parts of its message as ``what``, ``fix`` and ``argument``.
+
+    Args:
+        kind: its class. It needs no such attributes: they are set on the object, and pickled and copied with it.
+        what: what is wrong, with the value that was given.
+        fix: what to write instead; the text that users see is both.
+        argument: the name of the argument that is wrong.
+        options: for ``kind``.
+
+    Example::
+
+        >>> error = make_error(RuntimeError, "The port is in use.", fix="Choose another one.")
+        >>> str(error)
+        'The port is in use. Choose another one.'
+        >>> error.fix
+        'Choose another one.'
+
+    """
+    error = kind(message_of(what, fix), **options)
+    vars(error).update(what=what, fix=fix.strip(), argument=argument)
+    return error
+
+
+def add_note(error: BaseException, what: str, *, fix: str = "") -> None:
+    """Add a note to an error; ``notes_of`` returns its parts."""
+    error.add_note(message_of(what, fix).strip())
+    noted: dict[str, Parts] = vars(error).setdefault("_hasten_notes", {})
+    noted[error.__notes__[-1]] = Parts(what, fix)
+
+
+def notes_of(error: BaseException) -> list[Parts]:
+    """Return the notes of an error in parts; those that others have added say what is wrong alone.
+
+    Example::
+
+        >>> error = RuntimeError("CUDA out of memory.")
+        >>> add_note(error, "The batch is too large.", fix="Use micro_batch='auto'.")
+        >>> error.add_note("Seen on a Monday.")
+        >>> [note.fix for note in notes_of(error)]
+        ["Use micro_batch='auto'.", '']
+
+    """
+    noted: dict[str, Parts] = getattr(error, "_hasten_notes", {})
+    return [noted.get(note, Parts(note)) for note in getattr(error, "__notes__", ())]
+
+
+class ErrorWithFix(Exception):
+    """An exception whose message has parts; ``str`` of it is the whole message.
+
+    Args:
+        what: what is wrong, with the value that was given.
+        others: further arguments of the exception.
+        fix: what to write instead.
+        argument: the name of the argument that is wrong; "" where it is none.
+
+    """
+
+    def __init__(self, what: object = "", *others: object, fix: str = "", argument: str = "") -> None:
+        super().__init__(message_of(what, fix), *others)
+        self.what = str(what)
+        self.fix = fix.strip()
+        self.argument = argument
+
+
+class MisconfigurationException(ErrorWithFix, ValueError):
+    """Raised for arguments that cannot work, alone or together; ``fix`` says what to change."""
 
 
 class WrongType(MisconfigurationException, TypeError):
@@ -20,7 +132,7 @@ class WrongType(MisconfigurationException, TypeError):
 
 
 class NotPartOfLightning2(MisconfigurationException, NotImplementedError):
-    """Raised for what was removed before Lightning 2, whose own error is a ``NotImplementedError``."""
+    """Raised for features that were removed before Lightning 2, where Lightning raises a ``NotImplementedError``."""
 
 
 class MisconfigurationRuntimeError(MisconfigurationException, RuntimeError):
@@ -31,15 +143,15 @@ class NoDataloader(MisconfigurationException, NotImplementedError):
     """Raised by a ``*_dataloader`` hook that a class does not define."""
 
 
-class BadLossError(FloatingPointError):
+class BadLossError(ErrorWithFix, FloatingPointError):
     """The run ended because a loss or its gradient is not finite; the weights are those before that step."""
 
 
-class CheckpointDamaged(RuntimeError):
+class CheckpointDamaged(ErrorWithFix, RuntimeError):
     """Raised for a file or folder that is not a whole checkpoint."""
 
 
-class CheckpointRefused(RuntimeError):
+class CheckpointRefused(ErrorWithFix, RuntimeError):
     """Raised for a file that cannot be read without running code from it."""
 
 
@@ -66,7 +178,7 @@ def absent(name: str, base: type, *, home: str, instead: str, why: str = "is not
     """
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        raise MisconfigurationException(f"{name} {why}. {instead}")
+        raise MisconfigurationException(f"{name} {why}.", fix=instead)
 
     members = {
         "__new__": refuse,
@@ -138,9 +250,10 @@ def _is_bug_of_ours(error: BaseException) -> bool:
 
 def is_call_of_torch(frame: FrameType) -> bool:
     """Return whether a frame is of the functions through which torch calls ``forward``."""
-    code = frame.f_code
-    return code.co_name in ("_wrapped_call_impl", "_call_impl") and code.co_filename.endswith(_TORCH_CALLS)
+    return frames.name_of(frame) in ("_wrapped_call_impl", "_call_impl") and frames.file_of(frame).endswith(
+        _TORCH_CALLS
+    )
 
 
 def _is_ours(entry: TracebackType) -> bool:
-    return is_builtin_file(entry.tb_frame.f_code.co_filename)
+    return is_builtin_file(frames.file_of(entry.tb_frame))

@@ -1,7 +1,8 @@
-"""Notes for errors of torch: which layer raised one, what it was given, and the line that usually mends it."""
+"""Notes for errors of torch: the layer that raised the error, its inputs, and the line that usually fixes it."""
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 from collections.abc import Callable, Mapping
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.errors import is_call_of_torch
+from hasten._lib.errors import add_note, is_call_of_torch
 from hasten._lib.names import did_you_mean
-from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of
+from hasten.extend.frames import file_of, method_owner
+from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of, source_file
 
 _NO_BATCH = object()
 
@@ -45,7 +47,7 @@ class _Place:
         """Return the source line that raised the error."""
         if not self.frames:
             return ""
-        return linecache.getline(self.frames[-1].f_code.co_filename, self.lines[-1])
+        return linecache.getline(file_of(self.frames[-1]), self.lines[-1])
 
     def has_batch(self) -> bool:
         """Return whether the innermost function holds the batch of the step."""
@@ -71,11 +73,10 @@ def explain(error: BaseException, batch: object = _NO_BATCH) -> None:
     # An explanation that fails must not hide the error.
     with suppress(Exception):
         place = _place_of(error, batch)
-        remedy = _remedy_at(place)
-        for note in (_layer_note(place), remedy):
-            if note:
-                error.add_note(note)
-        error._hasten_remedy = remedy  # type: ignore[attr-defined]
+        if layer := _layer_note(place):
+            error.add_note(layer)
+        if remedy := _remedy_at(place):
+            add_note(error, "", fix=remedy)
 
 
 def remedy_for(text: str) -> str:
@@ -88,11 +89,6 @@ def remedy_for(text: str) -> str:
 
     """
     return _remedy_at(_Place(RuntimeError(text)))
-
-
-def remedy_of(error: BaseException) -> str:
-    """Return what ``explain`` has told to write for an error; "" if nothing."""
-    return getattr(error, "_hasten_remedy", "")
 
 
 def describe_batch(batch: object, depth: int = 0) -> str:
@@ -126,7 +122,7 @@ def _place_of(error: BaseException, batch: object) -> _Place:
     modules = [(frame, owner) for frame in place.frames if (owner := _module_of(frame)) is not None]
     if not modules:
         return place
-    # Wrappers such as DistributedDataParallel put their own name before those of the program's layers.
+    # Wrappers such as DistributedDataParallel put their own name before the names of the program's layers.
     roots = [owner for _, owner in modules if not comes_from(type(owner), *_WRAPPERS)]
     root, layer = roots[0] if roots else modules[0][1], modules[-1][1]
     name = next((name for name, module in root.named_modules() if module is layer), "")
@@ -139,15 +135,12 @@ def _place_of(error: BaseException, batch: object) -> _Place:
     return place
 
 
-# Modules of these are made around those of the program.
+# Packages with modules that wrap modules of the program.
 _WRAPPERS = ("torch", "hasten.strategies")
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    code = frame.f_code
-    if code.co_argcount == 0 or code.co_varnames[0] != "self":
-        return None
-    owner = frame.f_locals.get("self")
+    owner = method_owner(frame)
     return owner if isinstance(owner, nn.Module) else None
 
 
@@ -334,8 +327,9 @@ def _before_init(_: re.Match[str], place: _Place) -> str:
 
 def _without_init(kind: type) -> str:
     """Return the line to add to a class of modules whose ``__init__`` does not begin with that of ``nn.Module``."""
-    code = getattr(kind.__init__, "__code__", None)  # type: ignore[misc]
-    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
+    init = inspect.getattr_static(kind, "__init__")
+    file = source_file(init)
+    where = f" ({file}, line {init.__code__.co_firstlineno})" if file else ""
     return f"Write super().__init__() as the first line of {kind.__name__}.__init__{where}."
 
 

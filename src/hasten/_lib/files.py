@@ -1,4 +1,4 @@
-"""Local files, URLs and the cache folder. Other processes, and the next run after a crash, find files whole or not."""
+"""Local files, URLs and the cache folder. Other processes, and the next run after a crash, see whole files or none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from hasten._lib.errors import make_error
+
 # The end of the name of a file that is still being written; a cleaner removes those whose writer has died.
 TEMPORARY = ".hasten-tmp"
 # The end of the name of what is about to be replaced by something that cannot take its place in one step.
@@ -23,7 +25,7 @@ def require_folder(owner: str, argument: str, path: str) -> None:
     """Check that a local path is a folder, or can become one.
 
     Raises:
-        NotADirectoryError: a file has this name, or that of a folder above.
+        NotADirectoryError: a file has this name, or the name of a folder above.
 
     Example::
 
@@ -37,8 +39,11 @@ def require_folder(owner: str, argument: str, path: str) -> None:
     while not os.path.lexists(there) and os.path.dirname(there) != there:
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise NotADirectoryError(
-            f"{owner}({argument}={path!r}): {there} is a file. Give a folder, or a name that is free."
+        raise make_error(
+            NotADirectoryError,
+            f"{owner}({argument}={path!r}): {there} is a file.",
+            fix="Give a folder, or a name that is free.",
+            argument=argument,
         )
 
 
@@ -72,7 +77,7 @@ def write_atomically(
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], *, durable: bool = True, over_folder: bool = False) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside ``path`` that takes its place if the block succeeds, and is removed otherwise.
+    """Open a temporary file next to ``path`` that takes its place if the block succeeds, and is removed otherwise.
 
     The file is locked while its writer lives; see ``remove_abandoned``. Arguments as for ``write_atomically``; with
     ``over_folder``, it replaces a folder too.
@@ -106,7 +111,7 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True, over_folder
 
 @contextmanager
 def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Make a temporary folder beside ``path``; it is removed at the end, unless ``put_in_place`` has renamed it.
+    """Make a temporary folder next to ``path``; it is removed at the end, unless ``put_in_place`` has renamed it.
 
     It is locked while its writer lives; see ``remove_abandoned``.
     """

@@ -49,7 +49,8 @@ def attach(
         from hasten._lib.names import did_you_mean
 
         hint = did_you_mean(name, [*public, *submodules])
-        raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
+        # With a name, but without an object, for which Python would add a second hint.
+        raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}", name=name)
 
     def listed() -> list[str]:
         return sorted([*public, *submodules])

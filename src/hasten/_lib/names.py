@@ -1,4 +1,4 @@
-"""Names: the nearest to one that does not exist, unknown arguments, who defines a method, what parameters it has."""
+"""Names: the nearest to an unknown one, unknown arguments, which class defines a method, and its parameters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import ParamSpec
 
+from hasten._lib.errors import make_error
 from hasten.extend.origin import ROOTS
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
+_P = ParamSpec("_P")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -71,19 +72,25 @@ def did_you_mean_file(name: str, files: Iterable[str]) -> str:
     return f" Did you mean {max(by_stem[near], key=lambda file: os.path.splitext(file)[1] == extension)!r}?"
 
 
-def unknown_word(word: str, allowed: Iterable[str], otherwise: str) -> str:
-    """Return the sentence for a value that is not allowed: the nearest one alone, or ``otherwise`` if none is alike.
+def unknown_word(shown: str, word: str, allowed: Iterable[str], otherwise: str) -> tuple[str, str]:
+    """Return what is wrong with a word that is not allowed, and what to write: the nearest one, or ``otherwise``.
+
+    Args:
+        shown: the argument with its value.
+        word: what was given.
+        allowed: the words that there are.
+        otherwise: what to write if no allowed word is alike.
 
     Example::
 
-        >>> unknown_word("dpp", ["ddp", "fsdp"], "use one of 'ddp', 'fsdp'.")
-        "'dpp' is unknown. Did you mean 'ddp'?"
-        >>> unknown_word("horse", ["ddp", "fsdp"], "use one of 'ddp', 'fsdp'.")
-        "use one of 'ddp', 'fsdp'."
+        >>> unknown_word("strategy='dpp'", "dpp", ["ddp", "fsdp"], "use one of 'ddp', 'fsdp'.")
+        ("strategy='dpp': 'dpp' is unknown.", "Did you mean 'ddp'?")
+        >>> unknown_word("strategy='horse'", "horse", ["ddp", "fsdp"], "use one of 'ddp', 'fsdp'.")
+        ("strategy='horse':", "use one of 'ddp', 'fsdp'.")
 
     """
     hint = did_you_mean(word, allowed)
-    return f"{word!r} is unknown.{hint}" if hint else otherwise
+    return (f"{shown}: {word!r} is unknown.", hint.strip()) if hint else (f"{shown}:", otherwise)
 
 
 def defined_by_program(obj: object, *methods: str) -> bool:
@@ -233,23 +240,23 @@ _OF_FABRIC = {
 }
 
 
-def without_unknown(owner: str) -> Callable[[_Init], _Init]:
+def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
     """Return a decorator for ``__init__`` of Trainer or Fabric that refuses unknown arguments by ``refuse_unknown``.
 
     Type checkers and editors see the arguments that there are, and no ``**kwargs``.
     """
 
-    def decorated(init: _Init) -> _Init:
+    def decorated(init: Callable[_P, None]) -> Callable[_P, None]:
         known = frozenset(inspect.signature(init).parameters)
 
         @functools.wraps(init)
-        def checked(self: object, *args: object, **given: object) -> None:
+        def checked(*args: _P.args, **given: _P.kwargs) -> None:
             if not known.issuperset(given):
                 unknown = {name: value for name, value in given.items() if name not in known}
                 refuse_unknown(unknown, init, owner)
-            init(self, *args, **given)
+            init(*args, **given)
 
-        return checked  # type: ignore[return-value]
+        return checked
 
     return decorated
 
@@ -272,10 +279,10 @@ def refuse_unknown(unknown: Mapping[str, object], function: Callable[..., object
         known = [each for each in inspect.signature(function).parameters if each != "self"]
         near = nearest(name, known)
         if name not in instead_of and near is not None:
-            raise TypeError(f"{wrong} Did you mean {near!r}?")
+            raise make_error(TypeError, wrong, fix=f"Did you mean {near!r}?", argument=name)
         instead = instead_of.get(name) or instead_of.get(nearest(name, instead_of) or "")
         if instead is None:
-            raise TypeError(f"{wrong} The arguments are: {', '.join(known)}.")
+            raise make_error(TypeError, wrong, fix=f"The arguments are: {', '.join(known)}.", argument=name)
         if instead.startswith("="):
             instead = f"Write {{owner}}({instead[1:]}={{value!r}})."
-        raise TypeError(f"{wrong} {instead.format(owner=owner, value=value)}")
+        raise make_error(TypeError, wrong, fix=instead.format(owner=owner, value=value), argument=name)

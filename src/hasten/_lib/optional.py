@@ -12,7 +12,9 @@ from types import ModuleType
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-# Packages whose name differs from that of the module.
+from hasten._lib.errors import make_error
+
+# Packages whose name differs from the name of their module.
 _PACKAGES = {
     "sklearn": "scikit-learn",
     # Without the extra, the part for PyTorch is not installed.
@@ -114,7 +116,9 @@ def need(name: str, *, purpose: str) -> ModuleType:
         top = name.split(".")[0]
         package = _PACKAGES.get(top, top)
         extra = f" (or: {install_line(EXTRAS[top])})" if top in EXTRAS else ""
-        raise ModuleNotFoundError(
-            f"{purpose} needs the package {package}, which is not installed. Run: pip install {package}{extra}",
+        raise make_error(
+            ModuleNotFoundError,
+            f"{purpose} needs the package {package}, which is not installed.",
+            fix=f"Run: pip install {package}{extra}",
             name=top,
         ) from error

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from hasten._lib.errors import make_error
+from hasten.extend import frames
 from hasten.extend.origin import is_builtin_file
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 log = logging.getLogger("hasten")
 log.setLevel(logging.INFO)
@@ -31,17 +33,33 @@ def _rank() -> int:
     return 0
 
 
-def rank_zero_only(function: _F, default: Any = None) -> _F:
+class RankZeroOnly(Protocol):
+    """The type of ``rank_zero_only``: a function that has the number of this process, which programs may set."""
+
+    rank: int
+
+    def __call__(self, function: Callable[_P, _T], default: Any = None) -> Callable[_P, _T]:
+        """Wrap ``function`` to return ``default`` without a call on all processes but the first."""
+
+
+def _with_rank(function: Callable[..., Any]) -> RankZeroOnly:
+    decorator = cast("RankZeroOnly", function)
+    decorator.rank = _rank()
+    return decorator
+
+
+@_with_rank
+def rank_zero_only(function: Callable[_P, _T], default: Any = None) -> Callable[_P, _T]:
     """Wrap ``function`` to return ``default`` without a call on all processes but the first."""
 
     @functools.wraps(function)
-    def on_first(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if rank_zero_only.rank == 0 else default  # type: ignore[attr-defined]
+    def on_first(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if rank_zero_only.rank == 0:
+            return function(*args, **kwargs)
+        absent: _T = default
+        return absent
 
-    return on_first  # type: ignore[return-value]
-
-
-rank_zero_only.rank = _rank()  # type: ignore[attr-defined]
+    return on_first
 
 
 @rank_zero_only
@@ -58,25 +76,35 @@ def rank_zero_debug(message: Any, *args: Any, stacklevel: int = 4, **kwargs: Any
 
 @rank_zero_only
 def rank_zero_warn(
-    message: Any, category: type[Warning] = UserWarning, stacklevel: int | None = None, **kwargs: Any
+    message: Any,
+    category: type[Warning] = UserWarning,
+    stacklevel: int | None = None,
+    *,
+    fix: str = "",
+    **kwargs: Any,
 ) -> None:
     """Warn, on the first process.
 
     Args:
-        message: the message.
+        message: the message; with ``fix``, the part of it that says what is wrong.
         category: the kind of warning.
         stacklevel: as for ``warnings.warn``; by default the line of the user's program.
+        fix: what to write instead. It is the end of the message, and an attribute of the warning.
         kwargs: for ``warnings.warn``.
 
     """
+    if fix:
+        message = make_error(category, message, fix=fix)
     warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs)
 
 
 def _users_level() -> int:
     """Return the stacklevel, seen from the caller, of the first frame outside this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and is_builtin_file(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
+    level = 0
+    for frame in frames.outwards(frames.caller()):
+        level += 1
+        if not is_builtin_file(frames.file_of(frame)):
+            break
     return level
 
 
@@ -99,7 +127,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def messages_later() -> Iterator[None]:
-    """Keep messages quiet in the block, and let ``warn_once`` warn again after it of what it has warned in it."""
+    """Suppress messages in the block; ``warn_once`` repeats its warnings from the block after it."""
 
     def silent(record: object) -> bool:
         return False
@@ -114,8 +142,8 @@ def messages_later() -> Iterator[None]:
         _warned.update(before)
 
 
-def warn_once(key: str, message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn once per process for each ``key``."""
+def warn_once(key: str, message: str, category: type[Warning] = UserWarning, *, fix: str = "") -> None:
+    """Warn once per process for each ``key``; see ``rank_zero_warn`` for the other arguments."""
     if key not in _warned:
         _warned.add(key)
-        rank_zero_warn(message, category)
+        rank_zero_warn(message, category, fix=fix)

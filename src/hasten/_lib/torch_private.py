@@ -117,7 +117,7 @@ def argument_names(operator: Any) -> list[str]:
 
 
 def forget_that_it_was_sharded(module: nn.Module) -> None:
-    """Let ``fully_shard`` take a module again, which torch notes beside the module."""
+    """Remove torch's note that a module is sharded, so that ``fully_shard`` accepts it again."""
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     states.pop(module, None)
 
@@ -151,7 +151,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def note_step(optimizer: Any) -> None:
-    """Note that an optimizer has stepped, or that its step was left out on purpose: schedulers do not warn."""
+    """Record that an optimizer has stepped, or that its step was skipped on purpose, so that schedulers do not warn."""
     optimizer._opt_called = True
 
 
@@ -161,7 +161,7 @@ def is_wrapped_by_scheduler(step: object) -> bool:
 
 
 def mark_as_wrapped_by_scheduler(step: Any) -> None:
-    """Keep schedulers from wrapping a ``step`` that notes its calls itself."""
+    """Keep schedulers from wrapping a ``step`` that records its calls itself."""
     step._wrapped_by_lr_sched = True
 
 
@@ -234,7 +234,7 @@ def default_store() -> Any:
 
 
 def part_of_store(name: str, store: Any) -> Any:
-    """Return a store whose keys are apart from those of ``store`` itself."""
+    """Return a store with its own keys on the connection of ``store``."""
     return _c10d.PrefixStore(name, store)
 
 
@@ -334,7 +334,7 @@ class ShardedPart:
             group._post_forward_indices.clear()
 
     def end_backward(self) -> None:
-        """Do what torch does at the end of each backward: reduce the gradients that are there."""
+        """Reduce the gradients that are there, as torch does at the end of each backward."""
         context = self._state._state_ctx
         # From torch 2.15 on a backward notes at its beginning who ends it.
         if getattr(context, "manual_backward_finalization_active", False) is None:

@@ -9,13 +9,17 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hasten._lib.device import copies_in_background, widest_float
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ATOMS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
@@ -139,7 +143,7 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
             return items
         if not isinstance(data, (dict, UserDict)):
             return type(data)(items)  # type: ignore[call-arg]
-        # A copy keeps what a subclass has beside its items: a default factory, the encodings of a tokenizer.
+        # A copy keeps what a subclass has in addition to its items: a default factory, the encodings of a tokenizer.
         new: Any = copy.copy(data)
         for key, value in items.items():
             new[key] = value
@@ -216,7 +220,7 @@ def send_to_host(values: Sequence[Any]) -> Arrival:
         return Arrival(scalars, [], None, None)
     devices = {scalars[i].device for i in places}
     if len(devices) > 1:
-        # Rare: metrics kept on the CPU beside losses on the device. The few CPU ones are read at once.
+        # Rare: some values are metrics on the CPU, others losses on the device. The few CPU ones are read at once.
         for i in [i for i in places if scalars[i].is_cpu]:
             scalars[i] = float(scalars[i])
         if len(devices) > 2:
@@ -302,7 +306,7 @@ def _call_own_train(modes: Iterable[tuple[nn.Module, bool]]) -> set[nn.Module]:
 
 
 def left_in_eval_mode(module: nn.Module) -> set[nn.Module]:
-    """Return the parts that ``module.train()`` leaves in eval mode; the modes stay as they are."""
+    """Return the parts that ``module.train()`` leaves in eval mode, without changing their modes."""
     if not any(defines_train(part) for part in module.modules()):
         return set()
     with preserve_modes(module), suppress(NotImplementedError):
@@ -347,7 +351,7 @@ def parameters_of(*optimizers: Any) -> list[Any]:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a plain tensor: of a ``DTensor`` the whole, which all processes must ask for; others as they are."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def sharded_parameter(module: nn.Module) -> str | None:
@@ -355,7 +359,7 @@ def sharded_parameter(module: nn.Module) -> str | None:
     return next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)
 
 
-def is_sharded(value: object) -> bool:
+def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a ``DTensor``: a tensor of which each process may have a part."""
     # Nothing is one before this module is imported, and importing it takes long.
     module = sys.modules.get("torch.distributed.tensor")
@@ -383,7 +387,9 @@ class AttributeDict(dict[str, Any]):
                 else did_you_mean(key, self)
                 or " Write self.save_hyperparameters() in __init__, where it is an argument."
             )
-            raise AttributeError(f"no hyper-parameter {key!r}; there are: {sorted(self)}.{instead}") from None
+            raise make_error(
+                AttributeError, f"no hyper-parameter {key!r}; there are: {sorted(self)}.", fix=instead
+            ) from None
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value

@@ -1,4 +1,4 @@
-"""Which fields of a loader's batches run over tokens and which over samples."""
+"""Find out which fields of a loader's batches have a dimension for tokens, and which have one for samples."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def mask_in(fields: Mapping[Any, object], key: Hashable) -> Tensor | None:
 
 @dataclass(eq=False)
 class FitWidth:
-    """A collate function, and its batches cut or filled up to the width they need.
+    """A collate function whose batches are cut or padded to the width they need.
 
     Columns that the mask leaves out for every sample, at the right end, are dropped from every field that runs over
     tokens, ``(batch, time, ...)``; if ``multiple_of`` asks for a wider batch, columns are added. Only padding is
@@ -198,7 +198,8 @@ class FitWidth:
                 warn_once(
                     f"fit-width-{key}",
                     f"batching: {key!r} has values where {self.mask_key!r} has padding, so nothing is cut off the "
-                    "batches. Pad with one value (labels with -100).",
+                    "batches.",
+                    fix="Pad with one value (labels with -100).",
                 )
         width = rounded_up(max(1, used), self.multiple_of)
         return width if self.limit is None else max(used, min(width, self.limit))

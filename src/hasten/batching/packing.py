@@ -1,4 +1,4 @@
-"""Several sequences in one row: hardly any padding, and no sequence sees another."""
+"""Pack several sequences into one row, with hardly any padding; no sequence attends to another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten.batching.pad import (
     IGNORED_LABEL,
     MASK_KEY,
@@ -187,9 +188,12 @@ class PackCollator:
         for key in ("label", "labels"):
             if is_auto and key in batch and batch[key].shape[:2] != ids.shape:
                 # A classifier may be of either kind, and the wrong mask would only show in worse results.
-                raise ValueError(
-                    f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens. "
-                    "Use next_token=False, with mask='full' for a bidirectional model or 'causal' for a causal one."
+                raise make_error(
+                    ValueError,
+                    f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens.",
+                    fix=(
+                        "Use next_token=False, with mask='full' for a bidirectional model or 'causal' for a causal one."
+                    ),
                 )
         batch[MASK_KEY] = document_mask(ids, causal=is_auto or self.mask == "causal")
         return batch
@@ -215,9 +219,12 @@ def _layout(
             layout = [sorted(row) for row in best]
     if rows is not None:
         if len(layout) > rows:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"pack(rows={rows}): {len(lengths)} samples with {sum(lengths)} tokens need {len(layout)} rows of "
-                f"{width}. Give fewer samples, more rows, or batch with PackedBatchSampler(rows={rows})."
+                f"{width}.",
+                fix=f"Give fewer samples, more rows, or batch with PackedBatchSampler(rows={rows}).",
+                argument="rows",
             )
         layout += [[] for _ in range(rows - len(layout))]
     return layout, width

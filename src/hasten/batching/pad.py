@@ -1,4 +1,4 @@
-"""Samples of different lengths become one batch: padded to the longest of the batch, not of the dataset."""
+"""Join samples of different lengths into a batch, padded to the longest of the batch, not of the dataset."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 
 if TYPE_CHECKING:
@@ -35,14 +36,15 @@ _T = TypeVar("_T")
 def _check_same_fields(rows: Sequence[Mapping[Any, Any]]) -> None:
     for place, row in enumerate(rows):
         if row.keys() != rows[0].keys():
-            raise ValueError(
-                f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}. "
-                "Give all samples of a dataset the same fields."
+            raise make_error(
+                ValueError,
+                f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}.",
+                fix="Give all samples of a dataset the same fields.",
             )
 
 
 class PadCollator:
-    """Joins samples of different lengths to a batch: each sequence padded to the longest of the batch.
+    """Joins samples of different lengths into a batch: each sequence is padded to the longest of the batch.
 
     Samples are dicts, tuples or tensors. Every field whose length differs within the batch is padded along its first
     dimension; the others are joined as ``default_collate`` does. A sample's result does not depend on the length of
@@ -59,7 +61,7 @@ class PadCollator:
             ``default_collate``.
         keys: the fields that are padded; by default those described above.
         padding: the padding value by field; by default -100 for fields that begin with ``label``, else 0, with a
-            warning for whole numbers beside the sequence, which may be classes.
+            warning for fields of whole numbers other than the sequence, which may be classes.
         multiple_of: pad to a multiple of so many tokens, or to the next of several widths. Few widths keep
             compiled programs and CUDA graphs usable; multiples of 8 suit tensor cores.
         mask_key: the field of the mask, int64 ``(batch, time)`` with 0 for padding; added to dicts that have none.
@@ -96,7 +98,12 @@ class PadCollator:
     ) -> None:
         check.callable_("PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True)
         if isinstance(keys, str):
-            raise TypeError(f"PadCollator(keys={keys!r}): give a list of fields: keys=[{keys!r}].")
+            raise make_error(
+                TypeError,
+                f"PadCollator(keys={keys!r}):",
+                fix=f"give a list of fields: keys=[{keys!r}].",
+                argument="keys",
+            )
         check.one_of("PadCollator", "side", side, ("right", "left"))
         check_multiple_of("PadCollator", multiple_of)
         self.tokenizer: Any = tokenizer
@@ -156,9 +163,11 @@ class PadCollator:
             return False
         if not all(found):
             one, other = found.index(True), found.index(False)
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"PadCollator: {shown(key)} is a sequence (a {type(values[one]).__name__}) in sample {one} of the "
-                f"batch and a single {type(values[other]).__name__} in sample {other}. Give all the same kind of value."
+                f"batch and a single {type(values[other]).__name__} in sample {other}.",
+                fix="Give all the same kind of value.",
             )
         if key in (main, self.mask_key):
             return True
@@ -218,9 +227,10 @@ def tensor_of(value: object, name: str) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"{name} is a {type(value).__name__} that cannot become a tensor ({error}). Turn text into tokens first, "
-            "and leave other fields out."
+        raise make_error(
+            TypeError,
+            f"{name} is a {type(value).__name__} that cannot become a tensor ({error}).",
+            fix="Turn text into tokens first, and leave other fields out.",
         ) from error
 
 
@@ -305,9 +315,14 @@ def _padding_of(tokenizer: Any) -> dict[str, Any]:
         return dict.fromkeys(("input_values", "input_features"), tokenizer.padding_value)
     if getattr(tokenizer, "pad_token_id", None) is None:
         shown = repr(tokenizer) if isinstance(tokenizer, (str, int)) else type(tokenizer).__name__
-        raise (ValueError if hasattr(tokenizer, "pad_token_id") else TypeError)(
-            f"PadCollator(tokenizer={shown}): it has no pad token. Give a Hugging Face tokenizer with one "
-            "(tokenizer.pad_token = tokenizer.eos_token), or padding={'input_ids': 0} instead."
+        raise make_error(
+            (ValueError if hasattr(tokenizer, "pad_token_id") else TypeError),
+            f"PadCollator(tokenizer={shown}): it has no pad token.",
+            fix=(
+                "Give a Hugging Face tokenizer with one (tokenizer.pad_token = tokenizer.eos_token), or "
+                "padding={'input_ids': 0} instead."
+            ),
+            argument="tokenizer",
         )
     types = getattr(tokenizer, "pad_token_type_id", 0)
     return {"input_ids": tokenizer.pad_token_id, "token_type_ids": types, "special_tokens_mask": 1}
@@ -319,7 +334,8 @@ def _warn_of_classes(key: Any, padded: Sequence[Tensor], values: Sequence[Any]) 
         warn_once(
             f"padded-classes-{key}",
             f"PadCollator: {shown(key)} ({padded[0].dtype}) is padded with 0, which a loss counts if these are "
-            f"classes. Name what pads it: PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}) for labels, 0 for ids.",
+            "classes.",
+            fix=f"Name what pads it: PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}) for labels, 0 for ids.",
         )
 
 

@@ -1,4 +1,4 @@
-"""``Trainer(batching=...)``: a user's DataLoader, with samples of like length in each batch."""
+"""``Trainer(batching=...)``: put samples of similar length into the same batch of a user's DataLoader."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.batching.fields import FitWidth, fields_over_tokens, ragged_fields, spread
@@ -90,7 +91,9 @@ class LengthBatching:
         for name in ("over_tokens", "reorder"):
             value = getattr(self, name)
             if isinstance(value, str):
-                raise TypeError(f"{owner}({name}={value!r}): give several: {name}=({value!r},).")
+                raise make_error(
+                    TypeError, f"{owner}({name}={value!r}):", fix=f"give several: {name}=({value!r},).", argument=name
+                )
         if not set(self.reorder) <= set(STAGES):
             allowed = f"some of {', '.join(map(repr, STAGES))} (predictions keep the order of the data)"
             raise check.wrong(owner, "reorder", tuple(self.reorder), allowed)
@@ -162,29 +165,36 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
     dataset: Any = loader.dataset
     shown_data = f"{name} ({type(dataset).__name__})"
     if type(loader.batch_sampler) is not BatchSampler:
-        raise TypeError(
-            f"batching: {name} has its own batch_sampler, a {type(loader.batch_sampler).__name__}. Give "
-            "DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out."
+        raise make_error(
+            TypeError,
+            f"batching: {name} has its own batch_sampler, a {type(loader.batch_sampler).__name__}.",
+            fix="Give DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out.",
         )
     try:
         found = sample_lengths(dataset, batching.key, name=name)
     except LengthsNotFoundError as error:
-        raise ValueError(
-            f"batching: the lengths of {shown_data} are not found: {error}. Give the dataset an attribute `lengths` "
-            "(tokens of each sample), or name the field: batching=hasten.data.LengthBatching(key=...)."
+        raise make_error(
+            ValueError,
+            f"batching: the lengths of {shown_data} are not found: {error}.",
+            fix=(
+                "Give the dataset an attribute `lengths` (tokens of each sample), or name the field: "
+                "batching=hasten.data.LengthBatching(key=...)."
+            ),
         ) from error
     lengths = found.lengths
     if batching.max_tokens is not None and not found.in_tokens:
-        raise ValueError(
-            f"batching: {shown_data} gives text, whose tokens are not known yet. Use batching='length', which sorts "
-            "by characters, or tokenize in the dataset."
+        raise make_error(
+            ValueError,
+            f"batching: {shown_data} gives text, whose tokens are not known yet.",
+            fix="Use batching='length', which sorts by characters, or tokenize in the dataset.",
         )
     if not len(lengths):
         return loader  # An empty dataset is reported later.
     if int(lengths.min()) == int(lengths.max()):
-        raise ValueError(
-            f"batching: every sample of {shown_data} has the length {int(lengths[0])}, so there is nothing to gain. "
-            "Leave batching out, or name the field with the length: batching=hasten.data.LengthBatching(key=...)."
+        raise make_error(
+            ValueError,
+            f"batching: every sample of {shown_data} has the length {int(lengths[0])}, so there is nothing to gain.",
+            fix="Leave batching out, or name the field with the length: batching=hasten.data.LengthBatching(key=...).",
         )
     multiple_of = batching.multiple_of
     if multiple_of is None:
@@ -242,9 +252,13 @@ def _padding_for(samples: list[Any], name: str) -> PadCollator:
         values = [row[key] for row in rows]
         if may_be_classes(key, values):
             kind = torch.as_tensor(max(values, key=len)).dtype
-            raise CannotJoinError(
-                f"batching: nothing defines what pads {shown(key)} ({kind}) of {name}. If these are labels of tokens, "
-                f"use collate_fn=hasten.data.PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}); if they are ids, 0."
+            raise make_error(
+                CannotJoinError,
+                f"batching: nothing defines what pads {shown(key)} ({kind}) of {name}.",
+                fix=(
+                    f"If these are labels of tokens, use collate_fn=hasten.data.PadCollator(padding={{{key!r}: "
+                    f"{IGNORED_LABEL}}}); if they are ids, 0."
+                ),
             )
     padding = ", ".join(f"{shown(key)} with {default_padding(key)}" for key in rows[0] if key in ragged)
     rank_zero_info(
@@ -305,15 +319,18 @@ def _reordered(
         by_length = LengthBatchSampler(lengths, batches.batch_size, not in_order, **options)
         return with_attributes(loader, batch_sampler=by_length)
     if not plain:
-        raise ValueError(
-            f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample "
-            "once. Use batching='length', which keeps the sampler, or shuffle=True instead of it."
+        raise make_error(
+            ValueError,
+            f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample once.",
+            fix="Use batching='length', which keeps the sampler, or shuffle=True instead of it.",
         )
     longest = int(lengths.max())
     if longest > most:
-        raise ValueError(
-            f"batching='tokens:{most}': sample {int(lengths.argmax())} of {name} has {longest} tokens. Use "
-            f"'tokens:{longest}' or more, or truncate."
+        raise make_error(
+            ValueError,
+            f"batching='tokens:{most}': sample {int(lengths.argmax())} of {name} has {longest} tokens.",
+            fix=f"Use 'tokens:{longest}' or more, or truncate.",
+            argument="batching",
         )
     by_tokens = TokenBatchSampler(lengths, most, not in_order, **options)
     return with_attributes(loader, batch_sampler=by_tokens, batch_size=None)

@@ -1,4 +1,4 @@
-"""How many tokens each sample of a dataset has, found as cheaply as the dataset allows."""
+"""Find the number of tokens of each sample of a dataset, as cheaply as the dataset allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[Any, SampleLengths]] = WeakKeyDictionary()
 
 
 class LengthsNotFoundError(ValueError):
-    """Nothing about the samples shows a length; the message says where it was looked for."""
+    """Raised if no length of the samples can be found; the message says where hasten looked for it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def sample_lengths(dataset: object, key: Hashable = None, *, name: str = "the da
 
     Looked for in this order: the result of an earlier call; an attribute ``lengths`` of the dataset; tensors of a
     ``TensorDataset``; columns of a Hugging Face dataset; else every sample is read once. The random state does not
-    change. A sample's length is that of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
+    change. A sample's length is the length of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
     sequence, or the number of characters of its text.
 
     Raises:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten.batching.pad import all_rounded_up, check_lengths, check_multiple_of, widths_for
 from hasten.data.loader_parts import drawn_generator, shared_random_numbers
 
@@ -23,7 +24,7 @@ GRAIN = 32
 
 
 class PlannedBatches(Sampler[list[int]]):
-    """A batch sampler that lays out a whole epoch at once; the base of those here.
+    """Base class of batch samplers that lay out a whole epoch at once.
 
     An epoch's plan depends only on the lengths, the random generator and the epoch, and always has the same number of
     batches. So every process of a run makes the same plan and takes its part, and a run that resumes in the middle of
@@ -33,7 +34,7 @@ class PlannedBatches(Sampler[list[int]]):
     # Missing without ``num_replicas``: then the Trainer or Fabric divides the data.
     num_replicas: int
     rank: int
-    # The arguments of a subclass, kept as attributes, that lay out an epoch beside those of this class.
+    # Attributes with the subclass's own arguments that determine the layout of an epoch.
     _arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -53,9 +54,16 @@ class PlannedBatches(Sampler[list[int]]):
             check.whole(owner, "rank", rank, at_least=0, at_most=num_replicas - 1)
             self.num_replicas, self.rank = num_replicas, rank
         elif (num_replicas is None) != (rank is None):
-            raise ValueError(f"{owner}(num_replicas={num_replicas!r}, rank={rank!r}): give both or neither.")
+            raise make_error(
+                ValueError,
+                f"{owner}(num_replicas={num_replicas!r}, rank={rank!r}):",
+                fix="give both or neither.",
+                argument="num_replicas",
+            )
         if seed is not None and generator is not None:
-            raise ValueError(f"{owner}: seed and generator both define how to shuffle. Give one of them.")
+            raise make_error(
+                ValueError, f"{owner}: seed and generator both define how to shuffle.", fix="Give one of them."
+            )
         self.shuffle, self.drop_last, self.repeat = shuffle, drop_last, repeat
         self.seed, self.generator = seed, generator
         self.epoch = 0
@@ -87,10 +95,10 @@ class PlannedBatches(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
 
-    # -- an epoch that goes on with another number of processes
+    # -- an epoch that continues with another number of processes
 
     def settings(self) -> dict[str, Any]:
-        """Return as plain data what lays out an epoch, beside the lengths, the epoch and random numbers."""
+        """Return as plain data what determines the layout of an epoch, besides lengths, epoch and random numbers."""
         names = (*self._arguments, "shuffle", "drop_last", "seed", "repeat")
         return {name: getattr(self, name) for name in names} | {"num_replicas": getattr(self, "num_replicas", None)}
 
@@ -171,10 +179,11 @@ class PlannedBatches(Sampler[list[int]]):
         """Check that no sample is longer than the value of an argument."""
         longest = int(self.lengths.max())
         if longest > most:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{type(self).__name__}({argument}={most}): {int((self.lengths > most).sum())} of {len(self.lengths)} "
-                f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens. Use "
-                f"{argument}={longest} or more, or truncate."
+                f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens.",
+                fix=f"Use {argument}={longest} or more, or truncate.",
             )
 
     def _evened(self, groups: list[Tensor]) -> list[Tensor]:
@@ -192,7 +201,7 @@ class PlannedBatches(Sampler[list[int]]):
 
 
 class LengthBatchSampler(PlannedBatches):
-    """Batches of samples of like length: shuffled, sorted within windows, and the batches shuffled again.
+    """Batches of samples of similar length: shuffled, sorted within windows, and the batches shuffled again.
 
     Every sample comes exactly once an epoch. Which samples share a batch is random as far as their lengths allow:
     the wider the window, the less is padded and the less is random. On IMDB reviews padded to 512 tokens, half of
@@ -256,9 +265,11 @@ class LengthBatchSampler(PlannedBatches):
         self.window = check.whole(owner, "window", window, at_least=1, unit="batches")
         check_multiple_of(owner, multiple_of)
         if sampler is not None and not hasattr(sampler, "__len__"):
-            raise TypeError(
-                f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole. "
-                "Give the sampler a __len__."
+            raise make_error(
+                TypeError,
+                f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole.",
+                fix="Give the sampler a __len__.",
+                argument="sampler",
             )
         self.sampler, self.multiple_of = sampler, multiple_of
         self._keys = all_rounded_up(self.lengths, multiple_of)
@@ -308,9 +319,11 @@ class LengthBatchSampler(PlannedBatches):
         if self.sampler is not None:
             order = torch.tensor(list(self.sampler), dtype=torch.int64)
             if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.lengths):
-                raise IndexError(
+                raise make_error(
+                    IndexError,
                     f"LengthBatchSampler: {type(self.sampler).__name__} gives indices from {int(order.min())} to "
-                    f"{int(order.max())}, and there are {len(self.lengths)} lengths. Give the length of every sample."
+                    f"{int(order.max())}, and there are {len(self.lengths)} lengths.",
+                    fix="Give the length of every sample.",
                 )
             return order
         if generator is None:
@@ -512,9 +525,11 @@ def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         length = lengths[place]
         if length > max_length:
-            raise ValueError(
-                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens. Use max_length={length} or "
-                "more, or truncate."
+            raise make_error(
+                ValueError,
+                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens.",
+                fix=f"Use max_length={length} or more, or truncate.",
+                argument="max_length",
             )
         found = bisect_left(room, (length, -1))
         if found < len(room):

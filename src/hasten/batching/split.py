@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from hasten._lib.errors import make_error
 from hasten._lib.tree import children, rebuilt
 
 # "['x'][0].y": the steps of a place.
@@ -182,13 +183,17 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
     first = next(iter(lengths), "")
     for where, rows in lengths.items():
         if rows != lengths[first]:
-            raise ValueError(
-                f"batch{where}: its first dimension is {rows}, and that of batch{first} is {lengths[first]}. {_ADVICE}."
+            raise make_error(
+                ValueError,
+                f"batch{where}: its first dimension is {rows}, and that of batch{first} is {lengths[first]}.",
+                fix=f"{_ADVICE}.",
             )
     if doubtful and lengths.get(first) != 1:
         raise _doubt(doubtful)
     if not elements:
-        raise ValueError(f"the batch, a {type(batch).__name__}, holds no tensor to split. {_ADVICE}.")
+        raise make_error(
+            ValueError, f"the batch, a {type(batch).__name__}, holds no tensor to split.", fix=f"{_ADVICE}."
+        )
     return elements
 
 
@@ -203,14 +208,20 @@ def _has_rows(element: Any, where: str, dims: Any, shared_names: frozenset[Any])
 
     """
     if isinstance(dims, str):
-        raise ValueError(f"batch{where} {dims}. {_ADVICE}.")
+        raise make_error(ValueError, f"batch{where} {dims}.", fix=f"{_ADVICE}.")
     if dims == () or _is_named(where, shared_names):
         return False
     rows = _length(element, where)
     if rows is None and dims:
-        raise ValueError(f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}.")
+        raise make_error(
+            ValueError, f"batch{where} has no rows, and the samples of other batches had.", fix=f"{_ADVICE}."
+        )
     if rows is not None and any(element.shape[dim] == rows > 1 for dim in (dims or ())[1:]):
-        raise ValueError(f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}.")
+        raise make_error(
+            ValueError,
+            f"batch{where} has a value for each pair of samples, which parts do not have.",
+            fix=f"{_ADVICE}.",
+        )
     return rows is not None
 
 
@@ -345,7 +356,9 @@ def _length(leaf: Any, where: str) -> int | None:
         return int(leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
-    raise ValueError(f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split. {_ADVICE}.")
+    raise make_error(
+        ValueError, f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split.", fix=f"{_ADVICE}."
+    )
 
 
 def _is_array(leaf: Any) -> bool:

@@ -1,4 +1,8 @@
-"""Callbacks: code that runs at the hooks of a run, beside the module."""
+"""Callbacks: objects whose hooks run during a run, in addition to the hooks of the module.
+
+They use public attributes of the Trainer that they are given, and must not import ``hasten.trainer`` or
+``hasten.fabric``.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""GradientAccumulationScheduler: another number of accumulated batches from given epochs on."""
+"""GradientAccumulationScheduler: change ``accumulate_grad_batches`` at given epochs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import overrides
 from hasten.module import LightningModule
@@ -42,9 +42,11 @@ class GradientAccumulationScheduler(Callback):
 
     def __init__(self, scheduling: dict[int, int]) -> None:
         if not isinstance(scheduling, dict) or not scheduling:
-            raise TypeError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict of epoch to number of batches, "
-                "for instance {0: 8, 4: 2}."
+            raise make_error(
+                TypeError,
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}):",
+                fix="give a dict of epoch to number of batches, for instance {0: 8, 4: 2}.",
+                argument="scheduling",
             )
         owner, error = "GradientAccumulationScheduler", MisconfigurationException
         for epoch, batches in scheduling.items():
@@ -70,14 +72,18 @@ class GradientAccumulationScheduler(Callback):
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"GradientAccumulationScheduler: {type(pl_module).__name__} uses manual optimization, which does not "
-                "accumulate automatically. Remove the callback."
+                "accumulate automatically.",
+                fix="Remove the callback.",
             )
         if trainer.accumulate_grad_batches != 1:
             raise MisconfigurationException(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler "
-                f"contradict each other. Use scheduling={{0: {trainer.accumulate_grad_batches}, ...}} alone."
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
+                "GradientAccumulationScheduler contradict each other.",
+                fix=f"Use scheduling={{0: {trainer.accumulate_grad_batches}, ...}} alone.",
+                argument="accumulate_grad_batches",
             )
         for optimizer in trainer.optimizers:
             given = f"GradientAccumulationScheduler(scheduling={self.scheduling})"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hasten._lib import check, torch_private
 from hasten._lib.durations import Period, parse_interval
-from hasten._lib.errors import BadLossError, MisconfigurationException
+from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks import checkpoint_files
@@ -58,8 +58,8 @@ _SCORES = (
     "kth_value",
     "last_model_path",
 )
-# The same for attributes that begin with an underscore, which the key "books" stores.
-_BOOKS = (
+# The same for attributes that begin with an underscore, which the key "ranking" stores.
+_RANKING = (
     "deferred",
     "last_at",
     "last_checkpoint_saved",
@@ -163,7 +163,9 @@ class ModelCheckpoint(Checkpoint):
         if monitor is None and save_top_k not in (-1, 0, 1):
             raise MisconfigurationException(
                 f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
-                "the files. Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest."
+                "the files.",
+                fix="Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest.",
+                argument="save_top_k",
             )
         self.verbose = verbose
         self.save_last = save_last
@@ -221,30 +223,32 @@ class ModelCheckpoint(Checkpoint):
             "monitor": self.monitor,
             "dirpath": self.dirpath,
             **{key: getattr(self, key) for key in _SCORES},
-            "books": {**{key: getattr(self, f"_{key}") for key in _BOOKS}, "origin": self._source.stage},
+            "ranking": {**{key: getattr(self, f"_{key}") for key in _RANKING}, "origin": self._source.stage},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the ranking; from another folder only ``best_model_path``."""
         self.best_model_path = state_dict["best_model_path"]
-        books = state_dict.get("books", {})
+        # Earlier versions called it "books".
+        ranking = state_dict.get("ranking", state_dict.get("books", {}))
         # When the monitored value changes is a fact about the program, not about the folder.
-        self._source.stage = books.get("origin", self._source.stage)
-        self._deferred = books.get("deferred", self._deferred)
+        self._source.stage = ranking.get("origin", self._source.stage)
+        self._deferred = ranking.get("deferred", self._deferred)
         folder = state_dict.get("dirpath", self.dirpath)
         if folder != self.dirpath:
             if not self._default_folder:
                 rank_zero_warn(
                     f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
-                    "starts; only best_model_path is kept. Pass the same dirpath= to continue the old one."
+                    "starts; only best_model_path is kept.",
+                    fix="Pass the same dirpath= to continue the old one.",
                 )
             return
         self._resumed = True
         for key in _SCORES:
             setattr(self, key, state_dict.get(key, getattr(self, key)))
         self.kth_value = torch.as_tensor(self.kth_value)
-        for key in books.keys() & set(_BOOKS):
-            setattr(self, f"_{key}", books[key])
+        for key in ranking.keys() & set(_RANKING):
+            setattr(self, f"_{key}", ranking[key])
 
     # -- when to save
 
@@ -253,8 +257,11 @@ class ModelCheckpoint(Checkpoint):
         folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_files.default_folder(trainer))
         self.dirpath = folder
         if self.save_last == "link" and is_url(folder):
-            raise ValueError(
-                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder. Use save_last=True."
+            raise make_error(
+                ValueError,
+                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder.",
+                fix="Use save_last=True.",
+                argument="save_last",
             )
         if trainer.is_global_zero and stage == TrainerFn.FITTING:
             if not is_url(folder):
@@ -282,7 +289,8 @@ class ModelCheckpoint(Checkpoint):
         ):
             rank_zero_warn(
                 f"Checkpoint directory {self.dirpath} exists and is not empty. Its files are kept; a new file of the "
-                "same name gets a version such as -v1. Pass another dirpath=, or resume with ckpt_path='last'."
+                "same name gets a version such as -v1.",
+                fix="Pass another dirpath=, or resume with ckpt_path='last'.",
             )
 
     def on_train_batch_end(
@@ -509,7 +517,7 @@ class ModelCheckpoint(Checkpoint):
     @contextmanager
     def _undo_on_failure(self) -> Iterator[None]:
         """Restore the ranking if the file that it describes cannot be saved."""
-        before = {name: getattr(self, name) for name in (*_SCORES, *(f"_{key}" for key in _BOOKS))}
+        before = {name: getattr(self, name) for name in (*_SCORES, *(f"_{key}" for key in _RANKING))}
         try:
             yield
         except BaseException:
@@ -692,9 +700,11 @@ class OnExceptionCheckpoint(Checkpoint):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         check.path("OnExceptionCheckpoint", "dirpath", dirpath)
         if not isinstance(filename, str) or not filename:
-            raise ValueError(
-                f"OnExceptionCheckpoint(filename={filename!r}): give a name without {self.FILE_EXTENSION}, "
-                "for instance 'on_exception'."
+            raise make_error(
+                ValueError,
+                f"OnExceptionCheckpoint(filename={filename!r}):",
+                fix=f"give a name without {self.FILE_EXTENSION}, for instance 'on_exception'.",
+                argument="filename",
             )
         self.dirpath = dirpath
         self.filename = filename
@@ -719,7 +729,8 @@ class OnExceptionCheckpoint(Checkpoint):
         if trainer.runtime.several_processes and not self._all_failed(trainer):
             rank_zero_warn(
                 "OnExceptionCheckpoint: the exception was raised on some processes only, and a checkpoint needs all, "
-                "so nothing was saved. ModelCheckpoint(every_n_train_steps=...) saves one in any case."
+                "so nothing was saved.",
+                fix="ModelCheckpoint(every_n_train_steps=...) saves one in any case.",
             )
             return
         try:
@@ -769,7 +780,7 @@ def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:
     if len(active) > 1:
         texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
         raise MisconfigurationException(
-            f"ModelCheckpoint({texts}): these should be mutually exclusive. Use one ModelCheckpoint for each."
+            f"ModelCheckpoint({texts}): these should be mutually exclusive.", fix="Use one ModelCheckpoint for each."
         )
     period = active[0] if active else Period()
     return period.steps or 0, period.epochs or 0, period.time

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, set_aside
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
@@ -46,17 +46,22 @@ def check_template(template: str, argument: str) -> None:
 
     """
     if not isinstance(template, str):
-        raise TypeError(f"{argument}={template!r}: use a string, for instance '{{epoch}}-{{val_loss:.2f}}'.")
-    problem = None
+        raise make_error(
+            TypeError,
+            f"{argument}={template!r}:",
+            fix="use a string, for instance '{epoch}-{val_loss:.2f}'.",
+            argument=argument,
+        )
+    problem, fix = "", ""
     if os.path.isabs(template) or ".." in re.split(r"[/\\]", template) or "\0" in template:
-        problem = " leaves the folder of the checkpoints. Give the folder as dirpath=."
+        problem, fix = " leaves the folder of the checkpoints.", "Give the folder as dirpath=."
     for name, spec in _FIELD.findall(template):
         if not name:
-            problem = ": a field without a name. Write {epoch}."
+            problem, fix = ": a field without a name.", "Write {epoch}."
         elif not any(_fits(value, spec) for value in (1, 0.5)):
-            problem = f": {spec!r} is not a format of a number. Write for instance {{{name}:.2f}}."
+            problem, fix = f": {spec!r} is not a format of a number.", f"Write for instance {{{name}:.2f}}."
     if problem:
-        raise MisconfigurationException(f"{argument}={template!r}{problem}")
+        raise MisconfigurationException(f"{argument}={template!r}{problem}", fix=fix, argument=argument)
 
 
 def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, insert_names: bool) -> str:
@@ -86,9 +91,11 @@ def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, inser
         try:
             text = _UNSAFE.sub("_", format(value, spec))
         except (ValueError, TypeError) as error:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"The checkpoint name {template!r} cannot be filled: {name} is {value!r}, which has no format "
-                f"{spec!r}. Write {{{name}:.2f}} for a fraction."
+                f"{spec!r}.",
+                fix=f"Write {{{name}:.2f}} for a fraction.",
             ) from error
         return f"{name}{equals}{text}" if insert_names else text
 
@@ -102,8 +109,9 @@ def warn_of_unknown_fields(template: str | None, metrics: Mapping[str, Any]) -> 
             known = sorted(metrics)
             warn_once(
                 f"checkpoint name {template} {name}",
-                f"ModelCheckpoint(filename={template!r}): nothing has logged {name!r}, which is 0 in the name. "
-                f"Logged are {', '.join(known)}.{did_you_mean(name, known)}",
+                f"ModelCheckpoint(filename={template!r}): nothing has logged {name!r}, which is 0 in the name. Logged "
+                f"are {', '.join(known)}.",
+                fix=did_you_mean(name, known),
             )
 
 
@@ -124,8 +132,8 @@ def warn_of_shared_names(callback: ModelCheckpoint, others: Iterable[ModelCheckp
         if shared:
             rank_zero_warn(
                 f"Two ModelCheckpoints write {' and '.join(map(repr, shared))} to {callback.dirpath}: a name that is "
-                "taken gets a version such as -v1, and does not say whose file it is. Give one of the two its "
-                "own dirpath=, or filename='best-{epoch}' and save_last=False."
+                "taken gets a version such as -v1, and does not say whose file it is.",
+                fix="Give one of the two its own dirpath=, or filename='best-{epoch}' and save_last=False.",
             )
 
 

@@ -258,7 +258,9 @@ def check_monitor(owner: str, monitor: str) -> str:
     """Return ``monitor`` if it is a name."""
     if not isinstance(monitor, str) or not monitor:
         raise MisconfigurationException(
-            f"{owner}(monitor={monitor!r}): use the name of a logged value, for instance monitor='val_loss'."
+            f"{owner}(monitor={monitor!r}):",
+            fix="use the name of a logged value, for instance monitor='val_loss'.",
+            argument="monitor",
         )
     return monitor
 
@@ -290,8 +292,6 @@ class MetricSource:
     def __eq__(self, other: object) -> bool:
         """Return whether both watch for the same value and know the same about it, as copies of a callback do."""
         return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def start(self, trainer: Trainer) -> None:
         """Start watching when training starts; a value left from an earlier run is ignored until it changes."""

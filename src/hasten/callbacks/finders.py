@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _SearchCallback(Callback):
-    """What both finders do: store the value found, and use it in a resumed run instead of searching."""
+    """Base class of both finders: stores the value found, and uses it in a resumed run instead of searching."""
 
     _key: ClassVar[str]
 

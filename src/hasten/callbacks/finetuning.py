@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hasten._lib import check, torch_private
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.checkpoint.files import is_plain
@@ -110,7 +110,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let all parameters of a module, or a nest of them, train."""
+        """Make all parameters of a module, or of nested collections of modules, trainable."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, True)
 
@@ -139,8 +139,11 @@ class BaseFinetuning(Callback):
         if len(new) < len(params):
             rank_zero_warn(
                 f"{len(params) - len(new)} of the parameters to unfreeze are in a group of {type(optimizer).__name__} "
-                "already and keep its learning rate. In configure_optimizers, give the optimizer only "
-                "filter(lambda p: p.requires_grad, self.parameters())."
+                "already and keep its learning rate.",
+                fix=(
+                    "In configure_optimizers, give the optimizer only filter(lambda p: p.requires_grad, "
+                    "self.parameters())."
+                ),
             )
         return new
 
@@ -157,7 +160,7 @@ class BaseFinetuning(Callback):
         Args:
             modules: what to unfreeze.
             optimizer: gets a new group, unless it has all the parameters already.
-            lr: learning rate of the group; by default that of the first group divided by ``initial_denom_lr``.
+            lr: learning rate of the group; by default the first group's divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
             train_bn: train the parameters of batch normalization too; its running statistics follow in any case.
 
@@ -180,8 +183,8 @@ class BaseFinetuning(Callback):
         if stage == "fit":
             trainer.strategy.engine.require_own_parameters(
                 type(self).__name__,
-                "the engine steps the parameters that train when it is made. Freeze them for the whole run, or use "
-                "strategy='ddp' or 'fsdp'.",
+                "the engine steps the parameters that train when it is made.",
+                "Freeze them for the whole run, or use strategy='ddp' or 'fsdp'.",
             )
             self._restarting = False
             self.freeze_before_training(pl_module)
@@ -275,7 +278,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Train the rest of a model first, and its ``backbone`` too from a given epoch on.
 
     The backbone's learning rate starts low and is multiplied each epoch by ``lambda_func``; with ``should_align`` it
-    does not exceed that of the first group. The module needs an attribute ``backbone``.
+    does not exceed the first group's. The module needs an attribute ``backbone``.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch (from 0) in which the backbone trains.
@@ -336,8 +339,9 @@ class BackboneFinetuning(BaseFinetuning):
             if not isinstance(getattr(pl_module, "backbone", None), nn.Module):
                 parts = [name for name, _ in pl_module.named_children()]
                 raise MisconfigurationException(
-                    f"BackboneFinetuning: {type(pl_module).__name__} has no module 'backbone'; its modules are {parts}."
-                    f"{did_you_mean('backbone', parts)} Assign the module to finetune to self.backbone."
+                    f"BackboneFinetuning: {type(pl_module).__name__} has no module 'backbone'; its modules are "
+                    f"{parts}.",
+                    fix=f"{did_you_mean('backbone', parts)} Assign the module to finetune to self.backbone.",
                 )
             self.previous_backbone_lr = None
         super().setup(trainer, pl_module, stage)
@@ -432,10 +436,11 @@ def _restore_groups(module: nn.Module, optimizer: Optimizer, groups: list[dict[s
     parameters = dict(module.named_parameters())
     for name in (name for group in groups for name in group["params"]):
         if name not in parameters:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{owner}: the checkpoint has the parameter {name!r} in a group of the optimizer, and "
-                f"{type(module).__name__} does not have it.{did_you_mean(name, list(parameters))} "
-                "Resume with the model the run was started with."
+                f"{type(module).__name__} does not have it.",
+                fix=f"{did_you_mean(name, list(parameters))} Resume with the model the run was started with.",
             )
     optimizer.param_groups[:] = [
         {**optimizer.defaults, **group, "params": [parameters[name] for name in group["params"]]} for group in groups

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.module.callback import CALLBACK_HOOKS, Callback
 
@@ -33,7 +34,12 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in _ALLOWED:
-                raise TypeError(f"LambdaCallback({name}=...): unknown hook.{did_you_mean(name, _ALLOWED)}")
+                raise make_error(
+                    TypeError,
+                    f"LambdaCallback({name}=...): unknown hook.",
+                    fix=did_you_mean(name, _ALLOWED),
+                    argument=name,
+                )
             check.callable_("LambdaCallback", name, function, allow_none=True)
             if function is not None:
                 setattr(self, name, function)

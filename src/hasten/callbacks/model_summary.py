@@ -79,7 +79,7 @@ class ModelSummary(Callback):
             model_size: size of the parameters in MB.
             total_training_modes: number of modules in "train" and in "eval" mode.
             total_flops: floating-point operations of a forward pass; 0 if unknown.
-            **summarize_kwargs: those of the constructor; unused here.
+            **summarize_kwargs: arguments of the constructor; unused here.
 
         """
         below = totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
@@ -87,7 +87,7 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """Print the layers of the model and their parameters as a table drawn with rich when fit begins.
+    """Print the layers of the model and their parameters with rich when fit begins.
 
     Args:
         max_depth: how many levels of nested modules to list; -1 for all, 0 for no table.

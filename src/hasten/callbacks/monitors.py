@@ -76,7 +76,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         if not trainer.loggers:
             raise MisconfigurationException(
-                "LearningRateMonitor: the Trainer has no logger. Leave it out, or do not pass logger=False."
+                "LearningRateMonitor: the Trainer has no logger.", fix="Leave it out, or do not pass logger=False."
             )
         self._logged_at = -1
         found = self._named_optimizers(trainer)
@@ -163,8 +163,8 @@ def _names(optimizer: Optimizer, name: str | None, kinds: Counter[type]) -> list
     for label, count in Counter(labels).items():
         if count > 1:
             raise MisconfigurationException(
-                f"LearningRateMonitor: {kind.__name__} has several parameter groups named {label!r}. "
-                "Give each group its own name, or none."
+                f"LearningRateMonitor: {kind.__name__} has several parameter groups named {label!r}.",
+                fix="Give each group its own name, or none.",
             )
     if len(labels) == 1 and not given_labels[0]:
         return [name]
@@ -196,8 +196,8 @@ _PURPOSE = "DeviceStatsMonitor(cpu_stats=...)"
 class DeviceStatsMonitor(Callback):
     """Log memory and load of the device each ``log_every_n_steps``, before and after a batch.
 
-    The keys are ``DeviceStatsMonitor.on_train_batch_start/allocated_bytes.all.peak`` and the like. On CUDA they are
-    those of ``torch.cuda.memory_stats`` (bytes and counts); on the CPU ``cpu_percent``, ``cpu_vm_percent`` and
+    The keys are ``DeviceStatsMonitor.on_train_batch_start/allocated_bytes.all.peak`` and the like. On CUDA they come
+    from ``torch.cuda.memory_stats`` (bytes and counts); on the CPU ``cpu_percent``, ``cpu_vm_percent`` and
     ``cpu_swap_percent`` of the whole machine, for which psutil must be installed. Nothing waits for the device.
 
     Args:
@@ -223,7 +223,7 @@ class DeviceStatsMonitor(Callback):
             return
         if not trainer.loggers:
             raise MisconfigurationException(
-                "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`: leave out one of them."
+                "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`:", fix="leave out one of them."
             )
         on_cpu = is_host(trainer.strategy.root_device)
         if self._cpu_stats or (self._cpu_stats is None and on_cpu):
@@ -308,11 +308,11 @@ class ThroughputMonitor(Callback):
 
     The values go to the loggers each ``log_every_n_steps``, under ``train/device/samples_per_sec`` and the like;
     see ``hasten.report.throughput.Throughput`` for all of them. Rates are over the last ``window_size`` batches.
-    Nothing waits for the device: on CUDA times are those of CUDA events, read when they have happened. Time spent in
-    validation does not count as training.
+    Nothing waits for the device: on CUDA, times come from CUDA events, which are read after they have completed. Time
+    spent in validation does not count as training.
 
-    The operations of a batch are ``pl_module.flops_per_batch``, if there is one, read at every batch; else those of
-    the first batch of each stage, counted while it runs.
+    The operations of a batch are ``pl_module.flops_per_batch``, if there is one, read at every batch; else the
+    operations of the first batch of each stage, counted while it runs.
 
     Args:
         batch_size_fn: returns the number of samples of a batch.

@@ -86,7 +86,8 @@ class BasePredictionWriter(Callback):
             if due and not overrides(self, BasePredictionWriter, name):
                 raise MisconfigurationException(
                     f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
-                    f"define. Define {name}, or use another write_interval."
+                    "define.",
+                    fix=f"Define {name}, or use another write_interval.",
                 )
 
     def write_on_batch_end(
@@ -145,8 +146,9 @@ class BasePredictionWriter(Callback):
         if not indices:
             warn_once(
                 f"batch-indices-{dataloader_idx}",
-                f"{type(self).__name__}: the indices of the predict dataloader's samples are unknown, so batch_indices "
-                "are empty. Use a DataLoader with a dataset that has a length, or put the index into the batch.",
+                f"{type(self).__name__}: the indices of the predict dataloader's samples are unknown, so "
+                "batch_indices are empty.",
+                fix="Use a DataLoader with a dataset that has a length, or put the index into the batch.",
             )
         if self.interval.on_batch:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)

@@ -58,7 +58,7 @@ class ModelPruning(Callback):
         resample_parameters: for that, draw new initial values.
         pruning_dim: the dimension whose slices structured pruning removes.
         pruning_norm: the norm by which ``"ln_structured"`` ranks them.
-        verbose: report nothing (0), how much is pruned (1), or that of each parameter (2).
+        verbose: report nothing (0), how much is pruned (1), or how much of each parameter (2).
         prune_on_train_epoch_end: prune when a training epoch ends, not when a validation does.
 
     Raises:
@@ -124,7 +124,8 @@ class ModelPruning(Callback):
     def _find_pruning_fn(
         self, pruning_fn: Callable[..., Any] | str, dim: int | None, norm: int | None
     ) -> Callable[..., Any]:
-        is_global, name, method, problem = self._use_global_unstructured, None, pruning_fn, None
+        is_global, name, method = self._use_global_unstructured, None, pruning_fn
+        what, fix = f"ModelPruning(pruning_fn={pruning_fn!r}):", ""
         if isinstance(pruning_fn, str):
             name = pruning_fn.lower()
             check.one_of("ModelPruning", "pruning_fn", name, _METHODS, error=MisconfigurationException)
@@ -138,15 +139,16 @@ class ModelPruning(Callback):
             raise check.wrong("ModelPruning", "pruning_fn", pruning_fn, allowed, error=MisconfigurationException)
         assert isinstance(method, type)
         if name is None and not is_global:
-            problem = "a class needs use_global_unstructured=True."
+            fix = "a class needs use_global_unstructured=True."
         elif self._options.get("dim", 0) is None:
-            problem = "choose the dimension with pruning_dim=..., for instance 0."
+            fix = "choose the dimension with pruning_dim=..., for instance 0."
         elif self._options.get("n", 0) is None:
-            problem = "choose the norm with pruning_norm=..., for instance 2."
+            fix = "choose the norm with pruning_norm=..., for instance 2."
         elif is_global and method.PRUNING_TYPE != "unstructured":  # type: ignore[attr-defined]
-            problem = "structured pruning ranks one parameter at a time. Use use_global_unstructured=False."
-        if problem is not None:
-            raise MisconfigurationException(f"ModelPruning(pruning_fn={pruning_fn!r}): {problem}")
+            what += " structured pruning ranks one parameter at a time."
+            fix = "Use use_global_unstructured=False."
+        if fix:
+            raise MisconfigurationException(what, fix=fix, argument="pruning_fn")
         self._pruning_method_name = method.__name__ if name is None or is_global else name
         return method if is_global else partial(getattr(prune, self._pruning_method_name), **self._options)
 
@@ -219,14 +221,14 @@ class ModelPruning(Callback):
                 )
             if not any(module is inner for inner in pl_module.modules()):
                 raise MisconfigurationException(
-                    f"{owner}: the {type(module).__name__} with {name!r} is not part of {kind}. Take it from the model "
-                    "that is trained."
+                    f"{owner}: the {type(module).__name__} with {name!r} is not part of {kind}.",
+                    fix="Take it from the model that is trained.",
                 )
             if not isinstance(_original(module, name), Tensor):
                 known = [key.removesuffix("_orig") for key in module._parameters]
                 raise MisconfigurationException(
-                    f"{owner}: {type(module).__name__} has no parameter {name!r}; it has {known}."
-                    f"{did_you_mean(name, known)}"
+                    f"{owner}: {type(module).__name__} has no parameter {name!r}; it has {known}.",
+                    fix=did_you_mean(name, known),
                 )
         return parameters_to_prune
 
@@ -236,7 +238,7 @@ class ModelPruning(Callback):
         if stage != "fit":
             return
         trainer.strategy.sharding.require_whole(
-            "ModelPruning", "what to prune depends on all of it. Use strategy='ddp'."
+            "ModelPruning", "what to prune depends on all of it.", "Use strategy='ddp'."
         )
         found = self.sanitize_parameters_to_prune(pl_module, self._requested, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
@@ -309,7 +311,7 @@ class ModelPruning(Callback):
 
     # -- checkpoints
 
-    # Which one it is among those of a Trainer that would have the same key.
+    # Its position among the callbacks of a Trainer that would have the same key.
     state_number = 0
 
     @property

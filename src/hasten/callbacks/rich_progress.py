@@ -162,7 +162,7 @@ class RichProgressBar(DrawnProgressBar):
         ]
 
     def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
-        """Print above the bars that are shown; the arguments are those of Python's ``print``."""
+        """Print above the bars that are shown; the arguments are the same as of Python's ``print``."""
         # rich replaces stdout while a bar is shown, and puts whole lines above it.
         print(*args, sep=sep, **{"flush": self._progress_stopped, **kwargs})  # type: ignore[call-overload]
 
@@ -220,7 +220,7 @@ class RichProgressBar(DrawnProgressBar):
         self.progress.start()
 
     def _reset_progress_bar_ids(self) -> None:
-        """Do nothing: the ids are those of the bars that are shown."""
+        """Do nothing: the ids belong to the bars that are shown."""
 
     def _ended(self, bar: RichBar) -> None:
         """Stop the display with its last bar, so that later output is printed below it."""

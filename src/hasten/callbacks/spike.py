@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.module.callback import Callback
 
@@ -193,9 +193,10 @@ class SpikeDetection(Callback):
 def _loss_of(outputs: StepOutput) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"SpikeDetection: training_step returned {type(outputs).__name__} without a loss. Return the loss, or a "
-            'dict with the key "loss".'
+        raise make_error(
+            TypeError,
+            f"SpikeDetection: training_step returned {type(outputs).__name__} without a loss.",
+            fix='Return the loss, or a dict with the key "loss".',
         )
     return loss.detach().mean()
 

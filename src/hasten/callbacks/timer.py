@@ -1,4 +1,4 @@
-"""Timer: how long a run takes, and its end when the time is up; and time limits on which all processes agree."""
+"""Timer: measures a run and stops it when its time is up; and time limits on which all processes agree."""
 
 from __future__ import annotations
 
@@ -173,8 +173,6 @@ class SharedDeadline:
     def __eq__(self, other: object) -> bool:
         """Return whether both pass at the same batches, as copies of a callback do."""
         return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def passed(self, trainer: Trainer, is_late: bool) -> bool:
         """Return the first process's ``is_late``; False between two broadcasts."""

@@ -1,4 +1,4 @@
-"""Tqdm: a bar of tqdm that keeps its width, and that is whole lines in a file or pipe."""
+"""Tqdm: a tqdm bar of constant width, which writes whole lines to a file or pipe."""
 
 from __future__ import annotations
 

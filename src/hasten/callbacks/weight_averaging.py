@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from hasten._lib import check, torch_private
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind
@@ -43,7 +43,7 @@ class WeightAveraging(Callback):
     The average is updated whenever ``should_update`` returns True: after each optimizer step unless you override it.
     During validation the module holds the average, also in the module's own hooks, and afterwards its own weights
     again, also if validation fails. A checkpoint's ``state_dict`` is the average, so that whoever loads it gets what
-    was validated; the training weights are stored beside it, and a resumed run continues with them bit for bit,
+    was validated; the training weights are stored in another entry, and a resumed run continues with them bit for bit,
     also from a checkpoint saved after training ended.
 
     Before the first update, validation, checkpoints and the end of training use the weights themselves. Buffers that
@@ -85,9 +85,11 @@ class WeightAveraging(Callback):
     ) -> None:
         owner, error, known = type(self).__name__, MisconfigurationException, ["avg_fn", "multi_avg_fn"]
         for name in kwargs.keys() - known:
-            raise TypeError(
-                f"{owner}({name}=...): unknown argument.{did_you_mean(name, known)} "
-                f"Besides device and use_buffers, it takes {known}."
+            raise make_error(
+                TypeError,
+                f"{owner}({name}=...): unknown argument.",
+                fix=f"{did_you_mean(name, known)} Besides device and use_buffers, it takes {known}.",
+                argument=name,
             )
         allowed = "a function of (averaged, current, num_averaged)"
         self._avg_fn, self._multi_avg_fn = (
@@ -95,7 +97,9 @@ class WeightAveraging(Callback):
             for name in known
         )
         if self._avg_fn is not None and self._multi_avg_fn is not None:
-            raise error(f"{owner}: avg_fn and multi_avg_fn both define the average. Give one of them.")
+            raise make_error(
+                error, f"{owner}: avg_fn and multi_avg_fn both define the average.", fix="Give one of them."
+            )
         self._device = _check_device(owner, device)
         self._use_buffers = use_buffers
         self._average_model: ModelAverage | None = None
@@ -124,7 +128,8 @@ class WeightAveraging(Callback):
         if stage == "fit":
             trainer.strategy.engine.require_own_parameters(
                 type(self).__name__,
-                "the engine steps copies of the weights that it keeps itself. Use strategy='ddp_sharded' or 'fsdp'.",
+                "the engine steps copies of the weights that it keeps itself.",
+                "Use strategy='ddp_sharded' or 'fsdp'.",
             )
             self._average_model, self._loaded, self._trained, self._swapped = None, None, None, False
             self._restarting = False
@@ -189,7 +194,7 @@ class WeightAveraging(Callback):
             self._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do so too if a resumed run had nothing left to train."""
+        """Do the same if a resumed run had nothing left to train."""
         if self._restarting and self._trained is None:
             self._catch_up(trainer, pl_module)
         WeightAveraging.on_train_end(self, trainer, pl_module)
@@ -207,7 +212,7 @@ class WeightAveraging(Callback):
         self._latest_update_epoch = state_dict.get("latest_update_epoch", -1)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Make the average the checkpoint's ``state_dict``, with the training weights beside it."""
+        """Make the average the checkpoint's ``state_dict``, and store the training weights in another entry."""
         average = self._average_model
         if average is None or not self._has_average:
             return
@@ -313,10 +318,11 @@ class ModelAverage:
         for path, part, tensors in _tables(self._module):
             before = self._names.get(path)
             if before is not None and part._parameters.keys() != set(before):
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"{self._owner}: {type(part).__name__} has the parameters {list(part._parameters)}, and had "
-                    f"{before} when the average was made. Make all parameters before training; pruning and averaging "
-                    "cannot be combined."
+                    f"{before} when the average was made.",
+                    fix="Make all parameters before training; pruning and averaging cannot be combined.",
                 )
             for name, tensor in tensors.items():
                 if id(tensor) not in seen:
@@ -356,9 +362,9 @@ class ModelAverage:
 
 @contextmanager
 def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have ``module`` hold other tensors, by their names in it, for its ``state_dict()``.
+    """Make ``module`` hold other tensors, given by their names in it, for its ``state_dict()``.
 
-    Nothing is copied, and the module's own tensors stay as they are.
+    Nothing is copied, and the module's own tensors do not change.
     """
     # By the tensor: several parts may share one.
     stand_ins: dict[int, Tensor] = {}
@@ -442,7 +448,12 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         name = type(self).__name__
         for fixed in {"avg_fn", "multi_avg_fn"}.intersection(kwargs):
-            raise TypeError(f"{name}({fixed}=...): it averages exponentially. Use WeightAveraging({fixed}=...).")
+            raise make_error(
+                TypeError,
+                f"{name}({fixed}=...): it averages exponentially.",
+                fix=f"Use WeightAveraging({fixed}=...).",
+                argument=fixed,
+            )
         error = MisconfigurationException
         check.number(name, "decay", decay, at_least=0, at_most=1, error=error)
         check.whole(name, "update_every_n_steps", update_every_n_steps, at_least=0, error=error)
@@ -633,7 +644,7 @@ class StochasticWeightAveraging(WeightAveraging):
         self._loaded = state_dict["average_model_state"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """After training, store the training weights beside the average that the module holds by then."""
+        """After training, store the training weights in addition to the average, which the module holds by then."""
         if self._trained is not None and "optimizer_states" in checkpoint:
             with _shown(pl_module, self._trained):
                 checkpoint["current_model_state"] = trainer.strategy.state.state_dict(pl_module)
@@ -689,27 +700,30 @@ class StochasticWeightAveraging(WeightAveraging):
         start, rates, last = self._swa_epoch_start, self._swa_lrs, self._max_epochs
         optimizers, schedulers, kind = (trainer.optimizers, trainer.lr_scheduler_configs, type(pl_module).__name__)
         groups = len(optimizers[0].param_groups) if optimizers else 0
-        problem = None
+        problem, fix = "", ""
         if len(schedulers) > 1:
             problem = f": {kind}.configure_optimizers() gives {len(schedulers)} schedulers; it works with one."
         elif len(optimizers) != 1:
             problem = f": {kind}.configure_optimizers() gives {len(optimizers)} optimizers; it works with one."
         elif isinstance(start, float) and last == -1:
-            problem = f"(swa_epoch_start={start}): a share needs Trainer(max_epochs=...). Use an epoch (int) instead."
+            problem = f"(swa_epoch_start={start}): a share needs Trainer(max_epochs=...)."
+            fix = "Use an epoch (int) instead."
         elif self.swa_start > self.swa_end and not trainer.fast_dev_run:
-            problem = f"(swa_epoch_start={start}): training ends after max_epochs={last}. Use an earlier epoch."
+            problem = f"(swa_epoch_start={start}): training ends after max_epochs={last}."
+            fix = "Use an earlier epoch."
         elif isinstance(rates, list) and len(rates) != groups:
             problem = (
-                f"(swa_lrs={rates}): {len(rates)} learning rates, and the optimizer has {groups} parameter groups. "
-                "Give one for each, or a single number."
+                f"(swa_lrs={rates}): {len(rates)} learning rates, and the optimizer has {groups} parameter groups."
             )
+            fix = "Give one for each, or a single number."
         elif not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
             problem = (
                 f": batch normalization needs training_step to run once more without training, and that of {kind} "
-                "steps the optimizer itself. Use automatic optimization or WeightAveraging."
+                "steps the optimizer itself."
             )
+            fix = "Use automatic optimization or WeightAveraging."
         if problem:
-            raise MisconfigurationException(type(self).__name__ + problem)
+            raise MisconfigurationException(type(self).__name__ + problem, fix=fix)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._initialized = True
@@ -783,6 +797,6 @@ def _run_once_more(run: Run) -> None:
                 logged.batch, logged.batch_size = batch, 0
                 step(batch, batch_idx)
         finally:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
             logged.context, logged.batch, logged.batch_size = before
     run.data.train.stream.load_state_dict(position)

@@ -1,4 +1,7 @@
-"""What a checkpoint contains, and files that are complete or absent."""
+"""What a checkpoint contains, and files that are complete or absent.
+
+It reads and writes plain data, and must not import ``hasten.module``, ``hasten.strategies`` or ``hasten.loops``.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Write checkpoints in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
-        # A BackgroundSaves of sharded.py, once a folder was saved.
+        # A BackgroundSaves of sharded.py, created by the first save of a folder.
         self._folders: Any = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
@@ -75,7 +75,7 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove ``path``, after everything is written: it may be what is being written, or what that replaces.
+        """Remove ``path`` after everything is written: it may be the file being written, or one that is replaced.
 
         While a folder is being written, this returns at once, and removes ``path`` when the folder is complete.
         """

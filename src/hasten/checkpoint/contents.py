@@ -1,6 +1,6 @@
 """The contents of a checkpoint: checked before any is restored, converted from Lightning's, and restored.
 
-``loops/resume.py`` collects and restores the whole of it.
+``loops/resume.py`` collects and restores a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hasten._lib.errors import ErrorWithFix, make_error
 from hasten._lib.names import nearest
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
 
 
 class Phase(Enum):
-    """What is restored together; the phases follow each other in this order."""
+    """A group of entries that are restored together; the phases follow each other in this order."""
 
-    # Weights, and the states of datamodule and callbacks: before optimizers are made.
+    # Weights, and the states of datamodule and callbacks; restored before optimizers are made.
     MODEL = "model"
-    # The counters: before the data is loaded, which may depend on the epoch.
+    # The counters; restored before the data is loaded, which may depend on the epoch.
     POSITION = "position"
-    # Optimizers, schedulers, gradients, and the state of each process.
+    # Optimizers, schedulers, gradients, and the state of each process; restored once the data is loaded.
     TRAINING = "training"
-    # Random generators: when the first batch is due.
+    # Random generators; restored when the first batch is due.
     RANDOM = "random"
 
 
-# -- entries: those of Lightning are converted, and all are checked before any is restored
+# -- entries: Lightning's are converted, and all are checked before any is restored
 
 _DAMAGED = "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
 
@@ -42,7 +43,7 @@ _ABSENT = object()
 
 
 class _Wrong(Exception):
-    """What is wrong with an entry."""
+    """Raised for a wrong entry; says what is wrong with it."""
 
     def __init__(self, place: str, value: object, wanted: str) -> None:
         is_what = "missing" if value is _ABSENT else f"{_describe(value)}, and must be {wanted}"
@@ -80,7 +81,7 @@ def _check_entry(value: Any, pattern: Any, place: str) -> None:
 
 def _check_dict(value: Any, pattern: dict[Any, Any], place: str) -> None:
     if isinstance(value, StoredTensors):
-        # Its values would be read now.
+        # Reading its values here would load tensors.
         value = dict.fromkeys(value)
     if not isinstance(value, Mapping):
         raise _Wrong(place, value, "a dict")
@@ -140,10 +141,10 @@ _TRAINING: dict[Any, Any] = {
 }
 
 
-class WeightsOnly(ValueError, KeyError):
-    """Training cannot go on from a checkpoint, because it has no states of optimizers."""
+class WeightsOnly(ErrorWithFix, ValueError, KeyError):
+    """Training cannot resume from a checkpoint, because it has no states of optimizers."""
 
-    __str__ = Exception.__str__  # A KeyError shows its message in quotation marks.
+    __str__ = Exception.__str__  # A KeyError would show its message in quotation marks.
 
 
 def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
@@ -167,28 +168,32 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     """
     bare = "Load bare weights with model.load_state_dict(torch.load(path))."
     if not isinstance(checkpoint, Mapping):
-        raise ValueError(
-            f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer. {bare}"
+        raise make_error(
+            ValueError,
+            f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer.",
+            fix=bare,
         )
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:8]
-        raise ValueError(f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it. {bare}")
+        raise make_error(
+            ValueError, f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it.", fix=bare
+        )
     if training and "optimizer_states" not in checkpoint:
         raise WeightsOnly(
-            f"{source} holds weights only, so training cannot go on from it. "
-            "Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False."
+            f"{source} holds weights only, so training cannot go on from it.",
+            fix="Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False.",
         )
     try:
         _check_entry(checkpoint, _ANY | _TRAINING if training else _ANY, "")
     except _Wrong as wrong:
-        raise ValueError(f"{source}: {wrong}. {_DAMAGED}") from None
+        raise make_error(ValueError, f"{source}: {wrong}.", fix=_DAMAGED) from None
 
 
 def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -> dict[str, Any]:
     """Return a checkpoint of Lightning 2.x with hasten's loop counters, or hasten's own checkpoint unchanged.
 
     Weights, optimizers, schedulers, callbacks and hyper-parameters have the same keys in both. Lightning does not
-    keep random states, the place in the data, or the gradients of an unfinished accumulation.
+    keep random states, the position in the data, or the gradients of an unfinished accumulation.
 
     Args:
         checkpoint: the content of a file. It is not changed.
@@ -218,9 +223,10 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
     try:
         counters = _counters(checkpoint, loops.get("fit_loop") or {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}). "
-            f"{_DAMAGED}"
+        raise make_error(
+            ValueError,
+            f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}).",
+            fix=_DAMAGED,
         ) from error
     return {**checkpoint, "loops": {**loops, "fit": counters}}
 
@@ -236,7 +242,7 @@ def for_hooks(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_hooks(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint as it is in files, after hooks have seen and maybe changed it."""
+    """Return a checkpoint in the form in which files hold it, after hooks have seen and maybe changed it."""
     loops = checkpoint.get("loops")
     if not isinstance(loops, Mapping) or not any(key in loops for key in _OWN):
         return checkpoint
@@ -244,13 +250,14 @@ def from_hooks(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {**checkpoint, **own, "loops": {key: value for key, value in loops.items() if key not in _OWN}}
 
 
-# Entries of a checkpoint that Lightning's do not have.
+# Entries that Lightning's checkpoints do not have.
 _OWN = ("hasten_version", "hasten")
 
 
 def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[str, Any]:
     epoch, global_step = int(checkpoint.get("epoch", 0)), int(checkpoint.get("global_step", 0))
-    # Without the loop's own counters (another tool wrote it, or took them out) the epoch counts as complete.
+    # Without the loop's own counters (because another tool wrote the file or removed them) the epoch counts as
+    # complete.
     counters = {
         "epoch": epoch, "batch": 0, "total_batches": 0, "global_step": global_step, "updates": global_step,
         "window": 0, "followed": True, "epoch_ended": True, "last_batch": True, "begun": False,
@@ -269,7 +276,7 @@ def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[st
     epochs = (loop.get("epoch_progress") or {}).get("current") or {}
     ended = epochs.get("processed", 0) > epoch
     if epoch > 0 and epochs.get("ready", epoch + 1) <= epoch:
-        # Saved after fit: the epoch has not begun, and the batches are those of the one before.
+        # Saved after fit: the next epoch has not begun, and the counts of batches belong to the last one.
         epoch, ended = epoch - 1, True
     return counters | {
         "epoch": epoch,
@@ -286,7 +293,7 @@ def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[st
 
 
 def share_of(state: Mapping[str, Any], rank: int, ranks: Sequence[Any]) -> tuple[int, int]:
-    """Return which share of the data the process ``rank`` of the saved run read, and of how many."""
+    """Return which share of the data process ``rank`` of the saved run read: its index, and the number of shares."""
     share, shares = state.get("share", (rank, len(ranks)))
     return share, shares
 
@@ -297,7 +304,7 @@ def state_of(ranks: Sequence[Any], rank: int, share: tuple[int, int]) -> Any:
     Args:
         ranks: the states of all its processes.
         rank: the index of this process; its own state is the first choice.
-        share: which share of the data this process reads, and of how many.
+        share: the index of the share of the data that this process reads, and the number of shares.
 
     Example::
 
@@ -318,7 +325,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool | 
 
     Args:
         module: where the weights go.
-        state: names to tensors; those of a checkpoint folder are read whole.
+        state: names to tensors; sharded tensors of a checkpoint folder are read whole.
         strict: ask for exactly the same names; None means True, as the ``strict_loading`` of a module.
         source: where ``state`` comes from, for messages.
 
@@ -384,14 +391,15 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     entries = (each for each in state.get("state", {}).values() if isinstance(each, Mapping))
     if any(isinstance(value, StoredTensor) for each in entries for value in each.values()):
         state = whole(state)
-    # Now: loading adds to them.
+    # Compare now, because loading adds groups.
     defaults = list(getattr(optimizer, "defaults", {}))
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
-        raise ValueError(
-            f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}. "
-            "Resume with the same parameter groups."
+        raise make_error(
+            ValueError,
+            f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}.",
+            fix="Resume with the same parameter groups.",
         ) from error
     except KeyError as error:
         # Some optimizers of torch look for their own values in the state of another kind.
@@ -402,10 +410,13 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _other_kind(optimizer: Any, key: str) -> ValueError:
-    return ValueError(
-        f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}. "
-        "Resume with the kind of optimizer the run was started with, or load the weights alone: "
-        "Model.load_from_checkpoint(path)."
+    return make_error(
+        ValueError,
+        f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}.",
+        fix=(
+            "Resume with the kind of optimizer the run was started with, or load the weights alone: "
+            "Model.load_from_checkpoint(path)."
+        ),
     )
 
 
@@ -429,14 +440,16 @@ def _as_data(value: Any) -> Any:
 
 
 def load_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Restore a scheduler from ``scheduler_state``; functions it was made with stay as they are."""
+    """Restore a scheduler from ``scheduler_state``; functions it was made with are not replaced."""
     present = scheduler.state_dict()
     if "last_epoch" in present and "last_epoch" not in state:
-        raise ValueError(
-            f"The state of {type(scheduler).__name__} in the checkpoint has no 'last_epoch': it is damaged, or that of "
-            "another kind of scheduler. Resume with the configure_optimizers() the run was started with."
+        raise make_error(
+            ValueError,
+            f"The state of {type(scheduler).__name__} in the checkpoint has no 'last_epoch': it is damaged, or that "
+            "of another kind of scheduler.",
+            fix="Resume with the configure_optimizers() the run was started with.",
         )
-    # What was left out because it is code (lambdas, the function of an annealing) comes from this run.
+    # Code that was left out (lambdas, the function of an annealing) comes from this run.
     scheduler.load_state_dict({**{key: value for key, value in present.items() if key not in state}, **state})
 
 
@@ -453,15 +466,15 @@ def collect_gradients(
     world_size: int,
     whole: Callable[[Any], Any] | None = None,
 ) -> dict[str, list[Gradients]] | None:
-    """Return the gradients of all processes, once where they are the same on each; None where there are none.
+    """Return the gradients of all processes, once if they are the same on each; None if there are none.
 
     Args:
         module: the user's module.
-        optimizers: those of the run.
+        optimizers: the optimizers of the run.
         gather: returns the objects of all processes.
         world_size: the number of processes.
-        whole: returns a gradient of which each process has a part as the checkpoint holds it; None where each process
-            has whole gradients.
+        whole: converts a gradient of which each process has a part to the form in a checkpoint; None if processes have
+            whole gradients.
 
     """
     if whole is not None:
@@ -498,15 +511,15 @@ def restore_gradients(
 
     Args:
         module: the user's module.
-        optimizers: those of the run.
-        stored: that.
+        optimizers: the optimizers of the run.
+        stored: what ``collect_gradients`` returned.
         rank: the index of this process.
         world_size: the number of processes.
-        divided: returns a stored gradient as its parameter is divided; None where each process has whole parameters.
+        divided: returns a stored gradient divided like its parameter; None if each process has whole parameters.
 
     """
     ranks = stored["ranks"]
-    # On another number of processes each one has their mean, which is what they would have exchanged.
+    # On another number of processes each one gets the mean, which an exchange would have given.
     own = len(ranks) == 1 or (len(ranks) == world_size and divided is None)
     gradients = ranks[rank % len(ranks)] if own else _mean_of(ranks)
     for kind, parameters in _parameters(module, optimizers).items():
@@ -539,7 +552,7 @@ def _mean_of(ranks: list[Gradients]) -> Gradients:
 
 
 def _digest(gradients: Gradients) -> str:
-    """Return a text that two processes share if their gradients are the same."""
+    """Return a digest that is equal for processes with the same gradients."""
     digest = hashlib.sha256()
     for kind, by_key in gradients.items():
         for key, gradient in by_key.items():

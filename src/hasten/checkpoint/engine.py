@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint, which writes and reads the tensors of folders: with checksums, without unpickling.
+"""Write and read tensors of folders by torch.distributed.checkpoint: with checksums, without unpickling.
 
-Importing it takes about as long as importing torch, so others import this file where they need it.
+Importing it takes about as long as importing torch, so other modules import this file only when they need it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from hasten._lib import torch_private
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 from hasten.machine.collectives import joined
 
-# Of each tensor: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, start, length], ...]}, as JSON
+# For each tensor: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, start, length], ...]}, as JSON
 Layout = dict[str, dict[str, Any]]
-# Of each file: (bytes, CRC-32)
+# For each file: (bytes, CRC-32)
 Sums = dict[str, tuple[int, int]]
 
 
@@ -55,7 +55,7 @@ class Writer(FileSystemWriter):
         super().__init__(str(place), sync_files=place.needs_sync, overwrite=False)
         self.fs = self._files = _SummedFiles(place)
         self._place = place
-        # On the first process, once all is written.
+        # Set on the first process, once everything is written.
         self.layout: Layout = {}
 
     @property
@@ -79,22 +79,22 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        # torch 2.9 sets this in a copy.
+        # torch 2.9 sets this on a copy only.
         metadata.storage_data = {written.index: written.storage_data for of_rank in results for written in of_rank}
         self.layout = _layout(metadata)
 
     def storage_meta(self) -> StorageMeta | None:
-        # Otherwise the temporary path would be in the files.
+        # Otherwise the files would contain the temporary path.
         return None
 
 
 def not_shared(folder: str) -> str:
-    """Return why shards of other processes are not found."""
+    """Return the message for missing shards of other processes."""
     return f"{folder} is not the same folder on all machines; write sharded checkpoints to a folder that they share"
 
 
 class _SummedFiles(FileSystem):
-    """The files of a folder; of those that are written it knows size and checksum."""
+    """The files of a folder; it records size and checksum of each file that is written."""
 
     def __init__(self, place: Place) -> None:
         self.sums: Sums = {}
@@ -162,11 +162,11 @@ class _Summed:
 
 
 def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
-    """Write the tensors of all processes; each has its own shards, and the first one those that are not sharded.
+    """Write the tensors of all processes; each writes its own shards, and the first one unsharded tensors.
 
     Args:
         tensors: by the key under which they are stored.
-        writer: writes those of this process.
+        writer: writes the tensors of this process.
         group: the processes; None for all.
 
     Raises:
@@ -174,13 +174,13 @@ def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
 
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Not where torch would not warn: all threads share the filters of warnings, and this may run in another one.
+    # Only if torch would warn: all threads share the warning filters, and this may run in another thread.
     with nullcontext() if joined() else _without_warnings():
         save_tensors(cast("Any", tensors), storage_writer=writer, planner=planner, process_group=group)
 
 
 def new_stager() -> DefaultStager:
-    """Return what copies tensors to the host; it keeps the memory of its copies for the next time."""
+    """Return an object that copies tensors to the host, and keeps the memory of its copies for the next time."""
     pinned = torch.accelerator.is_available()
     return DefaultStager(
         StagingOptions(
@@ -191,7 +191,7 @@ def new_stager() -> DefaultStager:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out the warning that one process reads or writes alone, which is meant here."""
+    """Suppress the warning that one process reads or writes alone, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -211,7 +211,7 @@ class _TensorReader(FileSystemReader):
 
     Args:
         place: the folder.
-        metadata: what it holds.
+        metadata: layout and contents of the folder.
         check: called with the name of each file that is about to be read.
 
     """
@@ -243,7 +243,7 @@ def read(targets: Mapping[str, Tensor], place: Place, layout: Layout, check: Cal
     Args:
         targets: by the key in ``layout``.
         place: the folder.
-        layout: what it holds.
+        layout: the places of the tensors in the folder.
         check: called with the name of each file that is about to be read.
 
     """
@@ -277,7 +277,7 @@ def _metadata(layout: Layout) -> Metadata:
         chunks = []
         for index, (offsets, sizes, file, start, length) in enumerate(stored["chunks"]):
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            # Only the name: a path could lead out of the folder.
+            # Only the name is used: a path could lead out of the folder.
             places[MetadataIndex(key, offsets, index)] = torch_private.storage_info(
                 os.path.basename(file), start, length
             )
@@ -289,7 +289,7 @@ def _metadata(layout: Layout) -> Metadata:
 
 # -- folders that were written by torch.distributed.checkpoint itself
 
-# What an index may hold: unpickling anything else could run code.
+# Everything that an index may contain: unpickling anything else could run code.
 _IN_INDEX = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -306,7 +306,7 @@ def _joined(*parts: str) -> str:
 
 
 class _IndexReader(pickle.Unpickler):
-    """Reads an index, and refuses what none holds."""
+    """Reads an index, and refuses anything that an index does not contain."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -323,7 +323,7 @@ def read_foreign(place: Place, contents: Any) -> tuple[Layout, dict[str, Any]]:
 
     Args:
         place: the folder.
-        contents: of its file beside the tensors.
+        contents: the contents of the checkpoint other than the tensors.
 
     Raises:
         ValueError: another program wrote it.
@@ -362,7 +362,7 @@ def read_foreign(place: Place, contents: Any) -> tuple[Layout, dict[str, Any]]:
 
 
 def _value(place: Place, stored: torch_private.StorageInfo) -> Any:
-    """Return a value that is no tensor."""
+    """Return a value that is not a tensor."""
     with place.open(os.path.basename(stored.relative_path), "rb") as file:
         file.seek(stored.offset)
         return torch.load(io.BytesIO(file.read(stored.length)), weights_only=True)
@@ -378,7 +378,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _with_numbers(part: Any) -> Any:
-    """Return the state of an optimizer by numbers of parameters in place of their names; other things as they are."""
+    """Return an optimizer's state with parameters by number, not by name; return other values unchanged."""
     if not isinstance(part, dict) or "param_groups" not in part:
         return part
     numbers: dict[str, int] = {}
@@ -390,8 +390,14 @@ def _with_numbers(part: Any) -> Any:
 
 
 def copy_into(target: Any, tensor: Tensor) -> None:
-    """Copy a whole tensor into ``target``; into a DTensor, the shard that this process has."""
+    """Copy a whole tensor into ``target``; into a DTensor, the shard that this process has.
+
+    A tensor that is divided as ``target`` is copied shard by shard.
+    """
     with torch.no_grad():
+        if isinstance(tensor, type(target)):
+            target.copy_(tensor)
+            return
         for chunk in target.__create_chunk_list__():
             part = tensor[
                 tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))

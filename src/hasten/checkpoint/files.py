@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import CheckpointDamaged as CheckpointDamaged
 from hasten._lib.errors import CheckpointRefused as CheckpointRefused
+from hasten._lib.errors import make_error
 from hasten._lib.files import (
     TEMPORARY,
     is_url,
@@ -113,7 +114,7 @@ def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, stora
     At any moment ``path`` is the old checkpoint or the new one, whole. An error of one process is raised by all.
 
     Args:
-        contents: as for ``save``, and DTensors. Of what is not sharded, that of the first process counts.
+        contents: as for ``save``, and DTensors. Unsharded values are taken from the first process.
         path: a path or a URL that all machines share.
         storage_options: passed to fsspec.
 
@@ -139,7 +140,7 @@ def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, stora
 
 
 def folder_target(path: str | os.PathLike[str], storage_options: object) -> tuple[Any, Any]:
-    """Return where a folder is written, and how files are, for ``sharded.py``."""
+    """Return the target of a folder and the functions that write files, for ``sharded.py``."""
     from hasten.checkpoint import sharded
 
     save_file = functools.partial(save, storage_options=storage_options)
@@ -154,7 +155,7 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint after checking that it is whole.
 
-    Of a folder, the tensors are read when they are needed: ``load(folder)["state_dict"]`` is a mapping that reads a
+    The tensors of a folder are read when they are needed: ``load(folder)["state_dict"]`` is a mapping that reads a
     tensor when it is asked for, and ``load(folder).whole()`` is a dict of the same contents in which all are read.
 
     Args:
@@ -182,13 +183,13 @@ def load(
     if place is None:
         return _load_file(path, map_location, weights_only=weights_only)
     device = map_location if isinstance(map_location, (str, torch.device)) else None
-    # The CPU: what is not stored beside the contents is small, and differs between the devices of a run.
+    # On the CPU: tensors that are not stored in other files are small, and the devices of a run differ.
     read = functools.partial(_load_file, map_location="cpu", weights_only=weights_only)
     return Folder(place, read, device=device).contents()
 
 
 def load_open(file: IO[bytes], *, map_location: MapLocation = "cpu", weights_only: bool = True) -> Any:
-    """Read an open file of ``torch.save``; the arguments are those of ``load``."""
+    """Read an open file of ``torch.save``; the arguments are the same as of ``load``."""
     try:
         with numpy_allowed():
             return torch.load(file, map_location=cast("Any", map_location), weights_only=weights_only)
@@ -197,7 +198,7 @@ def load_open(file: IO[bytes], *, map_location: MapLocation = "cpu", weights_onl
 
 
 def _folder_at(path: str | os.PathLike[str]) -> Place | None:
-    """Return the place of a checkpoint folder; None if there is none, or a file."""
+    """Return the place of a checkpoint folder; None if it does not exist, or is a file."""
     if is_url(path):
         system, inner = _file_system(str(path), None)
         return RemotePlace(str(path), system, inner) if system.exists(f"{inner}/{CONTENTS_FILE}") else None
@@ -216,9 +217,12 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
                 # An unusual pickle protocol is reported by the error, if there is one.
                 warnings.filterwarnings("ignore", "Detected pickle protocol")
                 source, place = cast("Any", _local(path) if is_mapped else file), cast("Any", map_location)
+                read: dict[str, Any]
                 read = torch.load(source, map_location=place, weights_only=weights_only, mmap=is_mapped)
-                # What is small is kept: it must not depend on a file that may be removed.
-                return map_tensors(_copied_if_small, read) if is_mapped else read  # type: ignore[no-any-return]
+                if is_mapped:
+                    # What is small is kept: it must not depend on a file that may be removed.
+                    read = map_tensors(_copied_if_small, read)
+                return read
         except pickle.UnpicklingError as error:
             return _read_by_name(file, path, map_location, error)
         except Exception as error:
@@ -233,7 +237,7 @@ _SMALL_BYTES = 1 << 20
 
 @contextmanager
 def mapped_tensors() -> Iterator[None]:
-    """Let ``load`` leave the large tensors of local files on the disk, for those who copy a part of each and drop it.
+    """Make ``load`` map large tensors of local files from disk, for callers that copy a part of each and drop it.
 
     Several processes on a machine that each need a part then have the file in memory once, in the system's cache.
     """
@@ -254,7 +258,7 @@ def verify(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> 
     Args:
         path: a path or a URL that fsspec understands.
         share: ``(index, count)`` to read only a part of it, where ``count`` processes check it together. The first of
-            them reads a file, and of a folder each one reads some files.
+            them reads a file; each of them reads some files of a folder.
 
     Raises:
         CheckpointDamaged: it is incomplete or changed.
@@ -315,7 +319,7 @@ def remove(path: str | os.PathLike[str], *, storage_options: object = None) -> N
     if is_url(path):
         system, inner = _file_system(str(path), storage_options)
         if system.exists(f"{inner}/{CONTENTS_FILE}"):
-            # First: without it, a folder of which a part is removed is not taken for a checkpoint.
+            # This file first: without it, a partly removed folder does not count as a checkpoint.
             system.rm(f"{inner}/{CONTENTS_FILE}")
         if system.exists(inner):
             system.rm(inner, recursive=True)
@@ -324,7 +328,7 @@ def remove(path: str | os.PathLike[str], *, storage_options: object = None) -> N
 
 
 def present(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a checkpoint, after giving one its name back that a killed writer was replacing.
+    """Return whether there is a checkpoint, after restoring the name of one that a killed writer was replacing.
 
     Args:
         path: a path or a URL that fsspec understands.
@@ -357,7 +361,7 @@ def safe_name(text: str) -> str:
     """
     kept = "".join("_" if sign in '<>:"/\\|?*' or not sign.isprintable() else sign for sign in text)
     kept = kept.replace("..", "").strip(". ")
-    # File systems count bytes; the name also has to hold what the caller puts around it.
+    # File systems limit bytes, and the caller adds something to the name.
     return kept.encode()[:150].decode(errors="ignore") or "_"
 
 
@@ -365,7 +369,7 @@ def safe_name(text: str) -> str:
 
 
 class _RecordingFile:
-    """A file that records why writing failed; torch's writer in C++ hides the error of the system."""
+    """A file that records why writing failed; torch's writer in C++ hides the operating system's error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.error: OSError | None = None
@@ -414,7 +418,7 @@ def _explained(target: Path) -> Iterator[None]:
         raise type(error)(error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)) from error
 
 
-# -- what may be in a file: what can be read back without running code
+# -- what a file may contain: only what can be read back without running code
 
 _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device}
@@ -520,7 +524,7 @@ def _check(value: Any, place: str, above: set[int]) -> None:
         above.add(id(value))
         if kind in _MAPPINGS:
             for key, inner in value.items():
-                # Most are numbers and strings: no call for them.
+                # Most values are numbers and strings: avoid a call for them.
                 if type(key) not in _LEAVES:
                     _check(key, f"a key of {place}", above)
                 if type(inner) not in _LEAVES:
@@ -538,9 +542,10 @@ def _check_other(value: Any, place: str) -> None:
     """Raise if a value that is not a number, string, tensor, dict or list cannot be read back."""
     kind = type(value)
     if is_sharded(value):
-        raise TypeError(
-            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone. Save "
-            "its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint."
+        raise make_error(
+            TypeError,
+            f"{place} is a DTensor, of which this process has a part: the file would hold that part alone.",
+            fix="Save its full_tensor(), which all processes call, or write it with torch.distributed.checkpoint.",
         )
     if not _can_be_loaded(value):
         advice = "Store numbers, strings, tensors and dicts or lists of them instead"
@@ -549,9 +554,10 @@ def _check_other(value: Any, place: str) -> None:
         elif hasattr(value, "value") and hasattr(value, "name"):
             advice = "Store its .value instead"
         article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
-        raise TypeError(
-            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run "
-            f"code. {advice}."
+        raise make_error(
+            TypeError,
+            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run code.",
+            fix=f"{advice}.",
         )
 
 
@@ -580,7 +586,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     if is_url(path):
         system, inner = _file_system(str(path), None)
         if str(path).startswith(("http://", "https://")):
-            # Many servers send files only from their beginning, and a checkpoint is read here and there.
+            # Many servers send files only from their beginning, and a checkpoint is not read in order.
             with system.open(inner, "rb", block_size=0) as sent, tempfile.TemporaryFile() as copy:
                 shutil.copyfileobj(sent, copy)
                 copy.seek(0)
@@ -595,7 +601,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, not_found(local), str(local)) from None
     except IsADirectoryError:
-        raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.{_newest_in(local)}") from None
+        raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.", fix=_newest_in(local)) from None
     with file:
         yield file
 
@@ -604,12 +610,12 @@ def _newest_in(folder: Path) -> str:
     """Return the sentence that names the newest checkpoint in a folder."""
     found = [*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")]
     if not found:
-        return " There is no .ckpt file in it: give the path of a file that trainer.save_checkpoint has written."
-    return f" Give the file: {str(max(found, key=lambda each: each.stat().st_mtime))!r} is the newest in it."
+        return "There is no .ckpt file in it: give the path of a file that trainer.save_checkpoint has written."
+    return f"Give the file: {str(max(found, key=lambda each: each.stat().st_mtime))!r} is the newest in it."
 
 
 def not_found(path: Path, *words: str) -> str:
-    """Return that a file does not exist, with the nearest name in its folder or among ``words``."""
+    """Return the message for a file that does not exist, with the nearest name in its folder or among ``words``."""
     if not path.parent.is_dir():
         near = [each.name for each in path.parent.parent.glob("*")]
         return f"the folder {str(path.parent)!r} does not exist.{did_you_mean(path.parent.name, near)}"
@@ -625,7 +631,7 @@ _leaves_out: ContextVar[bool] = ContextVar("leaves_out", default=False)
 def hyper_parameters_left_out() -> Iterator[None]:
     """Return a context in which ``load`` puts ``objects.NotRead`` for hyper-parameters that nobody has allowed.
 
-    Elsewhere in a file they are still refused.
+    Elsewhere in a file objects are still refused.
     """
     token = _leaves_out.set(True)
     try:
@@ -637,22 +643,24 @@ def hyper_parameters_left_out() -> Iterator[None]:
 def _read_by_name(
     file: IO[bytes], path: str | os.PathLike[str], map_location: MapLocation, error: Exception
 ) -> dict[str, Any]:
-    """Read what torch's own reader refuses, as far as the classes in it are data or were allowed."""
+    """Read a file that torch's own reader refuses, if its classes are plain data or were allowed."""
     file.seek(0)
     try:
         with numpy_allowed():
             contents, names = objects.read(file, map_location, leaves_out=_leaves_out.get())
-    except Exception:  # what the file holds is not known
+    except Exception:  # the contents of the file are not known
         names = [str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,") or _first_global(file)]
     if not names:
         return cast("dict[str, Any]", contents)
     if names == [""]:
         raise CheckpointRefused(f"{path} is a pickle, but not a file of torch.save, and was not loaded.")
-    message = (
-        f"{path} was not loaded: reading it would run code (it calls {', '.join(names)}). If you trust whoever wrote "
-        "it as you would trust a program, load it with weights_only=False; better, save it again with plain data only."
+    raise CheckpointRefused(
+        f"{path} was not loaded: reading it would run code (it calls {', '.join(names)}).",
+        fix=(
+            "If you trust whoever wrote it as you would trust a program, load it with weights_only=False; better, save "
+            f"it again with plain data only. {objects.how_to_allow(names)}"
+        ),
     )
-    raise CheckpointRefused(f"{message} {objects.how_to_allow(names)}".strip())
 
 
 def _first_global(file: IO[bytes]) -> str:
@@ -672,7 +680,7 @@ def _first_global(file: IO[bytes]) -> str:
     return ""
 
 
-# -- elsewhere
+# -- files behind URLs
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
@@ -711,7 +719,7 @@ _MARK = b"hasten sha256 "
 _LINE_BYTES = len(_MARK) + 64
 _END_BYTES = 22  # the record that ends a zip archive, without its comment
 # Records of at least this size are checked by the CRC-32 that torch.save computes anyway; the sha256 covers the rest:
-# headers, directory, padding and small records. So saving hashes little, and every byte is covered.
+# headers, directory, padding and small records. So saving has little to hash, and every byte is covered.
 _LARGE_BYTES = 4096
 
 
@@ -751,7 +759,7 @@ def check_whole(file: IO[bytes], path: str | os.PathLike[str]) -> None:
         elif _ends_elsewhere(file, size):
             damaged = "its end"
         else:
-            # Not written by hasten: it has only the checksums of the archive.
+            # A file that hasten has not written has only the checksums of the archive.
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
     except _NOT_AN_ARCHIVE as error:
@@ -780,8 +788,8 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
         raise CheckpointDamaged(f"{path} is empty.")
     if begin[:1] != b"\x80":
         raise CheckpointDamaged(
-            f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do. "
-            "Give one that trainer.save_checkpoint or torch.save has written, or download it again."
+            f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do.",
+            fix="Give one that trainer.save_checkpoint or torch.save has written, or download it again.",
         )
 
 
@@ -870,7 +878,9 @@ class CheckpointIO(ABC):
             storage_options: for the file system.
 
         """
-        raise TypeError(f"{type(self).__name__} writes files only. Use TorchCheckpointIO or AsyncCheckpointIO.")
+        raise make_error(
+            TypeError, f"{type(self).__name__} writes files only.", fix="Use TorchCheckpointIO or AsyncCheckpointIO."
+        )
 
     def teardown(self) -> None:  # noqa: B027 - most write at once
         """Wait for files that are still being written."""
@@ -895,7 +905,7 @@ class TorchCheckpointIO(CheckpointIO):
 
     @property
     def writes_folders(self) -> bool:
-        # A subclass that changes how files are written has to say how folders are.
+        # A subclass that changes how files are written must also define how folders are written.
         kind = type(self)
         changed = kind.save_checkpoint is not TorchCheckpointIO.save_checkpoint
         return not changed or kind.save_folder is not TorchCheckpointIO.save_folder

@@ -1,4 +1,4 @@
-"""A part of a tensor: some of its elements, one after the other, as ZeRO divides tensors over processes."""
+"""A part of a tensor: some of its elements in memory order, as ZeRO divides tensors over processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# (offsets, sizes) of a part with straight sides
+# (offsets, sizes) of a rectangular part
 Box = tuple[list[int], list[int]]
 
 
 class FlatPart(Tensor):
     """Elements of a tensor that are next to each other in its memory.
 
-    A checkpoint folder stores them as parts with straight sides of the whole tensor, which any number of processes
-    can read. Make one with ``flat_part``.
+    A checkpoint folder stores them as rectangular parts of the whole tensor, which any number of processes can read.
+    Make one with ``flat_part``.
     """
 
     whole_shape: tuple[int, ...]
@@ -74,7 +74,7 @@ def flat_part(elements: Tensor, shape: Sequence[int], start: int) -> FlatPart:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the parts with straight sides of which elements ``start`` to ``stop`` consist, in their order.
+    """Yield the rectangular parts that make up elements ``start`` to ``stop``, in order.
 
     Example::
 

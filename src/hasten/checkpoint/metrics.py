@@ -1,4 +1,4 @@
-"""What torchmetrics have gathered, wrappers and collections of them included, as part of a checkpoint."""
+"""The states of torchmetrics, including wrappers and collections, as part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.extend.origin import comes_from
 
-# The attributes that objects had when their first fit began, by id. What they are made with is for the program to
-# say, so a checkpoint has only what has changed since.
+# The attributes that objects had when their first fit began, by id. The program makes the objects, so a checkpoint
+# holds only what has changed since.
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
 
@@ -27,7 +27,7 @@ class ModuleMetrics:
     """The torchmetrics of a module, as a part of a checkpoint.
 
     Args:
-        module: its sub-modules, and lists and dicts that are their attributes, are looked through.
+        module: searched with its sub-modules, and lists and dicts that are their attributes.
         start_again: returns the ids of metrics that are reset before they are used next.
 
     """
@@ -37,7 +37,7 @@ class ModuleMetrics:
         self._start_again = start_again
 
     def remember(self) -> None:
-        """Remember how the metrics look before training changes them; once for each."""
+        """Remember the attributes of the metrics before training changes them; once for each."""
         for _, metric in _named(self._module):
             key = id(metric)
             if key not in _first_seen:
@@ -47,10 +47,11 @@ class ModuleMetrics:
                 )
 
     def state_dict(self, *, copied: bool = False) -> dict[str, Any]:
-        """Return what each metric has gathered so far, by the metric's name in the module.
+        """Return the state of each metric, by the metric's name in the module.
 
-        That is the states that ``Metric.add_state`` knows, and every other attribute of plain data that has changed
-        since training began, such as the extremes of a ``MinMaxMetric`` or the groups of a ``MetricCollection``.
+        A state consists of the states that ``Metric.add_state`` knows, and of every other attribute of plain data that
+        has changed since training began, such as the extremes of a ``MinMaxMetric`` or the groups of a
+        ``MetricCollection``.
 
         Args:
             copied: return copies, which further updates do not change.
@@ -78,9 +79,9 @@ class ModuleMetrics:
         return found
 
     def joined(self, states: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-        """Return one state of those of several processes, and the names of metrics that cannot be joined.
+        """Join the states of several processes into one; also return the names of metrics that cannot be joined.
 
-        These start again. What a metric declares as its ``dist_reduce_fx`` joins the others.
+        These metrics start again. Other states are joined by the ``dist_reduce_fx`` that a metric declares.
         """
         present, lost = dict(_named(self._module)), []
         result: dict[str, Any] = {}
@@ -124,13 +125,13 @@ class ModuleMetrics:
         if missing:
             rank_zero_warn(
                 f"The checkpoint holds what the metrics {missing[:6]} have gathered, and "
-                f"{type(self._module).__name__} has none of these names: they start again. Make in __init__ or setup() "
-                "all metrics that the saved run had."
+                f"{type(self._module).__name__} has none of these names: they start again.",
+                fix="Make in __init__ or setup() all metrics that the saved run had.",
             )
 
 
 class Gathered:
-    """What a metric has gathered up to now. It may be reset afterwards.
+    """The state of a metric up to now; the metric may be reset afterwards.
 
     Args:
         metric: a ``torchmetrics.Metric``.
@@ -152,7 +153,7 @@ class Gathered:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While it is open, the metric has gathered this and nothing else; what is done to it then stays."""
+        """Inside the block, the metric has this state alone; changes made to it then are kept."""
         now = self._now()
         self._metrics.load_state_dict(self._state)
         try:
@@ -162,18 +163,18 @@ class Gathered:
             self._metrics.load_state_dict(now)
 
     def give_back(self, others: Sequence[Gathered] = ()) -> None:
-        """Add this and ``others`` to what the metric has gathered since, where their parts can be joined."""
+        """Add this state and ``others`` to the metric's present state, if they can be joined."""
         joined, lost = self._metrics.joined([self._state, *(other._state for other in others), self._now()])
         if not lost:
             self._metrics.load_state_dict(joined)
 
 
 class _CannotJoinError(Exception):
-    """A metric joins what processes have gathered in its own way, while it computes."""
+    """Raised for a metric that joins the states of processes in its own way, while it computes."""
 
 
 def _joined(values: list[Any], reduction: Any) -> Any:
-    """Return what several processes have gathered as one."""
+    """Return the joined states of several processes."""
     if len(values) == 1:
         return values[0]
     if all(isinstance(value, list) for value in values):
@@ -225,7 +226,7 @@ def _is_metric(thing: Any) -> bool:
 
 
 def _grow(container: Any, length: int) -> None:
-    """Give a MetricTracker the metrics that it had made."""
+    """Restore the metrics that a MetricTracker had made."""
     base = getattr(container, "_base_metric", None)
     if base is not None and isinstance(container, nn.ModuleList):
         while len(container) < length:

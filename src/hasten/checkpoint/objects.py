@@ -19,13 +19,13 @@ from hasten._lib import torch_private
 from hasten._lib.tree import AttributeDict
 from hasten.extend.origin import full_name
 
-# Entries of hyper-parameters: what nobody has allowed in them can be left out of a run, which does not need them.
+# Entries of hyper-parameters: objects in them that are not allowed can be left out, because a run does not need them.
 _HYPER_PARAMETERS = frozenset(
     {"hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments", "hparams_type",
      "datamodule_hparams_type"}
 )  # fmt: skip
 
-# Data without code, which older checkpoints of Lightning hold, by the names in the files.
+# Classes of plain data in older checkpoints of Lightning, by their names in the files.
 _DATA: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
     "datetime.timedelta": datetime.timedelta,
@@ -46,14 +46,14 @@ _DATA: dict[str, Any] = {
         )
     },
 }
-# Never, whoever allows it: these modules reach the system. torch does not read from them either.
+# Never read, even if allowed: these modules can reach the system. torch does not read from them either.
 _BLOCKED = frozenset({"nt", "os", "posix", "sys"})
 # Messages do not say how to allow these: a file that names them may be an attack.
 _SUSPICIOUS = _BLOCKED | {"builtins", "importlib", "runpy", "shutil", "socket", "subprocess"}
 
 
 class NotRead:
-    """Stands for an object in a file whose class nobody has allowed; nothing of the class was imported or run."""
+    """Replaces an object in a file whose class has not been allowed; its class was neither imported nor run."""
 
     name: ClassVar[str]
 
@@ -127,7 +127,7 @@ def read(file: IO[bytes], map_location: Any, *, data: bool = True, leaves_out: b
         file: open for reading, at its beginning.
         map_location: as for ``torch.load``.
         data: also read simple classes that older checkpoints of Lightning hold, such as ``argparse.Namespace``.
-        leaves_out: let ``NotRead`` stand in hyper-parameters.
+        leaves_out: accept ``NotRead`` in hyper-parameters.
 
     Returns:
         The contents, and the names of the classes and functions in them that keep them from being used: ``NotRead``
@@ -152,13 +152,13 @@ def read(file: IO[bytes], map_location: Any, *, data: bool = True, leaves_out: b
         # Lightning 1.x had classes for keys.
         contents["callbacks"] = {_key(key, refused): state for key, state in contents["callbacks"].items()}
     if not leaves_out or not isinstance(contents, dict):
-        # All that was refused, should an object hide it.
+        # Everything that was refused, in case an object hides it.
         return contents, not_read(contents) or list(refused)
     return contents, not_read({key: value for key, value in contents.items() if key not in _HYPER_PARAMETERS})
 
 
 def _key(key: Any, refused: dict[str, None]) -> Any:
-    """Return the name of a class of callbacks, which is all that is needed of it, or another key as it is."""
+    """Return the name of a class of callbacks, or another key unchanged."""
     if isinstance(key, type) and issubclass(key, NotRead) and ".callbacks." in key.name:
         refused.pop(key.name, None)
         return key.name.rpartition(".")[2]
@@ -180,14 +180,15 @@ def _users_globals() -> dict[str, Any]:
 
 
 class NameReader(pickle._Unpickler):
-    """Unpickles with the classes and functions that are allowed, and with ``NotRead`` in place of the others.
+    """Unpickles with allowed classes and functions; others are replaced by ``NotRead``.
 
-    What changes an object (its state, its items) changes only those made here, never classes or functions.
+    Instructions that change an object (its state, its items) can only change objects made here, never classes or
+    functions.
     """
 
     allowed: dict[str, Any]
     refused: dict[str, None]
-    # Of pickle's own class.
+    # A method of pickle's own class.
     stack: list[Any]
     append: Any
     pop_mark: Any

@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint folder are: on this machine, or behind a URL."""
+"""The place of a checkpoint folder's files: on this machine, or behind a URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX_FILE, PLACEHOLDER = ".metadata", "hasten_tensor"
 
 
 class Place(ABC):
-    """A folder of files, which other processes have too."""
+    """A folder of files that all processes can reach."""
 
     # Whether a file has to be synced before it is on the disk.
     needs_sync = False
@@ -38,7 +38,7 @@ class Place(ABC):
 
     @abstractmethod
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the bytes of those of the named files that are in it."""
+        """Return the sizes in bytes of the named files, without files that do not exist."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:
@@ -69,7 +69,7 @@ class LocalPlace(Place):
         return cast("IO[bytes]", open(self.path / name, mode))
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        # Each by its name: a network file system may show an older list of the folder.
+        # Each file is looked up by name: a network file system may list an older state of the folder.
         found = {}
         for name in names:
             with suppress(FileNotFoundError):
@@ -103,7 +103,7 @@ class RemotePlace(Place):
         return RemotePlace(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
 
     def exists(self) -> bool:
-        # Stores of objects have no empty folders.
+        # Object stores have no empty folders.
         return True
 
     def open(self, name: str, mode: str) -> IO[bytes]:

@@ -20,12 +20,12 @@ def joined(shares: Sequence[State], share: tuple[int, int], join_metrics: Callab
     """Return the state of a process that reads a share of the data, of another number of shares than before.
 
     What the interrupted epoch has gathered is divided among the processes, so that together they have all of it.
-    Everything else is that of one of the processes.
+    Everything else is taken from one of the processes.
 
     Args:
         shares: from ``by_share``.
-        share: which part of the data the process reads, and of how many.
-        join_metrics: makes one state of what the metrics of several processes have gathered.
+        share: the index of the process's part of the data, and the number of parts.
+        join_metrics: joins the metric states of several processes into one.
 
     """
     number, replicas = share
@@ -53,7 +53,7 @@ def _joined_values(states: Sequence[State], number: int, replicas: int) -> State
         if len(found) == len(states):
             train.append(_joined_value(found, replicas))
         elif number == 0:
-            # Logged by some processes alone, such as the first.
+            # Logged by some processes only, such as the first.
             train.append(_joined_value(found, 1))
     return {**states[0], "train": train}
 

@@ -1,4 +1,4 @@
-"""Checkpoints that all processes write together, each its own shards, as a folder that is there whole or not at all.
+"""Checkpoints that all processes write together, each its own shards, into a folder that is complete or absent.
 
 A folder holds ``meta.pt`` (everything that is not a tensor, and where the tensors are), the shards
 ``__<rank>_0.distcp``, and ``.metadata``, the index with which torch.distributed.checkpoint reads the tensors.
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hasten._lib.errors import make_error
 from hasten._lib.files import TEMPORARY, put_in_place, replacing_folder, sync_folder, why_not_written
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
@@ -36,16 +37,16 @@ from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, is_checkpoint_folder, missing
 from hasten.machine.collectives import joined
 
-# Entries whose tensors are stored beside the contents, whether they are sharded or not.
+# Entries whose tensors are stored in files of their own, whether they are sharded or not.
 _TENSOR_ENTRIES = ("state_dict", "optimizer_states")
-# The folder of a save behind a URL, and what a writer that was killed leaves there.
+# Name of the folder of a save behind a URL; killed writers leave such folders behind.
 _OF_A_SAVE = re.compile(rf"shards-[0-9a-f]{{8}}|{re.escape(CONTENTS_FILE)}\..*{re.escape(TEMPORARY)}")
-# How long a process that writes in the background may wait for the others. One that dies is noticed at once.
+# How long a process that writes in the background may wait for the others. A process that dies is detected at once.
 _PATIENCE = timedelta(hours=2)
 
 
 class FileFunctions(NamedTuple):
-    """How files with a checksum are written."""
+    """The functions that write files with a checksum."""
 
     check: Callable[[object], None]  # raises a TypeError for contents that cannot be stored
     make_folder: Callable[[Path], None]
@@ -53,7 +54,7 @@ class FileFunctions(NamedTuple):
 
 
 class _Target(ABC):
-    """Where a folder is written: ``prepare`` and ``commit`` are for the first process, and ``end`` for all."""
+    """The target of a save: the first process calls ``prepare`` and ``commit``, and all processes call ``end``."""
 
     @abstractmethod
     def __str__(self) -> str: ...
@@ -68,7 +69,7 @@ class _Target(ABC):
 
     @abstractmethod
     def commit(self, prepared: str, contents: dict[str, Any]) -> None:
-        """Write the contents, with which the checkpoint is there."""
+        """Write the contents, which completes the checkpoint."""
 
     @abstractmethod
     def end(self) -> None:
@@ -183,8 +184,8 @@ def save(contents: dict[str, Any], target: _Target, files: FileFunctions) -> Non
     At any moment there is the old checkpoint or the new one, whole; see ``recover`` in ``_lib/files.py``.
 
     Args:
-        contents: nested dicts, lists and tuples with tensors and DTensors. Of what is not sharded, that of the first
-            process counts.
+        contents: nested dicts, lists and tuples with tensors and DTensors. Unsharded values are taken from the first
+            process.
         target: the folder. A checkpoint there is replaced.
         files: how files are written.
 
@@ -207,7 +208,7 @@ def save(contents: dict[str, Any], target: _Target, files: FileFunctions) -> Non
 class BackgroundSaves:
     """Writes folders in a thread, one after the other; ``save`` returns when the tensors are copied.
 
-    Processes agree over a group of their own, so that training goes on beside it.
+    Processes agree over a separate process group, so that training continues meanwhile.
     """
 
     def __init__(self) -> None:
@@ -224,7 +225,7 @@ class BackgroundSaves:
             self._stager = engine.new_stager()
             if joined():
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-            # Before the process group is left, which waits for nothing.
+            # Before the process leaves its group, which would not wait for a save.
             atexit.register(self.close)
         one = _Save(contents, target, files, group=self._group)
         try:
@@ -264,7 +265,7 @@ class BackgroundSaves:
             raise error
 
     def close(self) -> None:
-        """Wait until everything is written, and give back threads, memory and process group."""
+        """Wait until everything is written, and release threads, memory and process group."""
         atexit.unregister(self.close)
         try:
             self.wait()
@@ -327,9 +328,11 @@ class _Save:
         if len({each for _, each in everything}) > 1:
             by_rank = list(map(set, self._agree(None, sharded)))
             rank = next(rank for rank, keys in enumerate(by_rank) if keys != by_rank[0])
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{self._target} was not written: rank 0 and rank {rank} have other sharded tensors, for instance "
-                f"{min(by_rank[0] ^ by_rank[rank])}. Save the same model on all processes."
+                f"{min(by_rank[0] ^ by_rank[rank])}.",
+                fix="Save the same model on all processes.",
             )
 
     def _prepare(self, stager: Any) -> str:
@@ -378,7 +381,7 @@ class _Save:
         self._target.end()
 
     def _agree(self, error: BaseException | None, own: Any) -> list[Any]:
-        """Return what the processes pass as ``own``, or raise the error of the first that has one."""
+        """Return the objects that the processes pass as ``own``, or raise the error of the first that has one."""
         sent = (None if error is None else _portable(error), own)
         everything: list[Any] = [sent]
         if joined():
@@ -391,10 +394,10 @@ class _Save:
 
 
 def split(contents: dict[str, Any], *, is_first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return ``contents`` with placeholders for the tensors that are stored beside them, and these tensors.
+    """Return ``contents`` with placeholders for the tensors that are stored in files of their own, and these tensors.
 
-    That is every DTensor and flat part and, in the first process, the tensors of weights and optimizers. Others stay:
-    what restores them expects tensors, and does not read them from a folder.
+    These are all DTensors and flat parts and, in the first process, the tensors of weights and optimizers. Other
+    tensors stay in the contents: the code that restores them does not read them from a folder.
 
     Args:
         contents: the checkpoint.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten._lib.errors import CheckpointDamaged
+from hasten._lib.errors import CheckpointDamaged, make_error
 from hasten._lib.tree import is_sharded
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 
@@ -21,7 +21,7 @@ CONTENTS_FILE = "meta.pt"
 SHARD_ENDING = ".distcp"
 # The version of the format, under this key of the contents file.
 FORMAT = "hasten_folder"
-# The folder in it that holds the other files; "" if they are beside the contents.
+# The folder in it that holds the other files; "" if they are in the same folder as the contents.
 SHARDS = "shards"
 
 _FOREIGN = (
@@ -59,12 +59,12 @@ class Folder:
             stored = read_file(f"{place}/{CONTENTS_FILE}")
         except FileNotFoundError:
             raise CheckpointDamaged(
-                f"{place} is not a whole checkpoint: {CONTENTS_FILE} is missing. {_FOREIGN}"
+                f"{place} is not a whole checkpoint: {CONTENTS_FILE} is missing.", fix=_FOREIGN
             ) from None
         if not isinstance(stored, dict) or FORMAT not in stored:
             self._take_foreign(stored)
             return
-        # A name alone: a path could lead elsewhere.
+        # Only a name is used: a path could lead elsewhere.
         inner = os.path.basename(stored.get(SHARDS, ""))
         self._shards = place.inside(inner) if inner else place
         self._contents = stored["contents"]
@@ -76,7 +76,7 @@ class Folder:
             raise CheckpointDamaged(f"{place} is damaged: {problem}.")
 
     def _take_foreign(self, stored: Any) -> None:
-        """Take what Lightning's sharded strategies wrote; there are no checksums."""
+        """Read what Lightning's sharded strategies wrote; there are no checksums."""
         from hasten.checkpoint import engine
 
         self._shards, self._checked = self.place, set()
@@ -84,7 +84,7 @@ class Folder:
             self.layout, self._contents = engine.read_foreign(self.place, stored)
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(
-                f"{self.place} was not written by hasten, nor as a whole by Lightning: {error}. {_FOREIGN}"
+                f"{self.place} was not written by hasten, nor as a whole by Lightning: {error}.", fix=_FOREIGN
             ) from error
         ends: dict[str, int] = {}
         for tensor in self.layout.values():
@@ -135,8 +135,10 @@ class Folder:
             if tuple(target.shape) != shape:
                 raise ValueError(f"{key}: the shape is {shape} in {self.place}, and {tuple(target.shape)} here.")
             if target.is_meta:
-                raise ValueError(
-                    f"{key}: a tensor on the meta device has no memory to read into. Call to_empty() first."
+                raise make_error(
+                    ValueError,
+                    f"{key}: a tensor on the meta device has no memory to read into.",
+                    fix="Call to_empty() first.",
                 )
         if targets:
             from hasten.checkpoint import engine
@@ -144,7 +146,7 @@ class Folder:
             engine.read(targets, self._shards, self.layout, self.check_file)
 
     def empty(self, key: str) -> Tensor:
-        """Return a tensor into which the one of ``key`` fits whole."""
+        """Return an empty tensor for the whole tensor of ``key``."""
         return torch.empty(self.layout[key]["shape"], dtype=self.dtype_of(key), device=self._device)
 
     def dtype_of(self, key: str) -> torch.dtype:
@@ -154,7 +156,7 @@ class Folder:
 
 
 def missing(place: Place, sums: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return which of the files that were written is missing or has another size; None if all are there."""
+    """Return a file that is missing or has another size than was written; None if all are there."""
     present = place.sizes(map(os.path.basename, sums))
     for name, (size, _) in sums.items():
         if name not in present:
@@ -259,7 +261,7 @@ class StoredTensors(MutableMapping[str, Any]):
 
 
 class StoredCheckpoint(dict[str, Any]):
-    """What a checkpoint folder holds: like the dict of a file, but its tensors are read when they are needed."""
+    """The contents of a checkpoint folder: like the dict of a file, but its tensors are read when they are needed."""
 
     def whole(self) -> dict[str, Any]:
         """Return a dict of the same contents in which all tensors are read."""
@@ -278,7 +280,7 @@ def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
     for source, target in pairs:
         if isinstance(source, StoredTensor):
             by_folder.setdefault(source.folder, []).append((source.key, target))
-        elif is_sharded(target) and not is_sharded(source):
+        elif is_sharded(target):
             from hasten.checkpoint import engine
 
             engine.copy_into(target, source)
@@ -286,7 +288,7 @@ def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
             with torch.no_grad():
                 target.copy_(source)
     for folder, wanted in by_folder.items():
-        # One pass, unless a tensor is wanted twice.
+        # One pass, unless a tensor is requested twice.
         while wanted:
             folder.read(dict(wanted))
             done = set(map(id, dict(wanted).values()))
@@ -319,7 +321,7 @@ def _with_tensors(value: Any, folder: Folder) -> Any:
 
 
 def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a dict, list or tuple with ``function`` applied to what is in it; other values as they are."""
+    """Return a dict, list or tuple with ``function`` applied to its items; return other values unchanged."""
     if isinstance(value, dict):
         items = {key: function(each) for key, each in value.items()}
         return items if type(value) is dict else type(value)(items)

@@ -54,7 +54,7 @@ class LightningCLI:
         save_config_kwargs: its arguments: overwrite, multifile, config_filename, save_to_log_dir.
         trainer_class: the Trainer, a subclass, or a function annotated to return one.
         trainer_defaults: other defaults of its arguments; its ``callbacks`` are always added.
-        seed_everything_default: the seed; True: that of the environment (PL_GLOBAL_SEED), or 0; False for none.
+        seed_everything_default: the seed; True: the seed in the environment (PL_GLOBAL_SEED), or 0; False for none.
         parser_kwargs: arguments of the parser, or of each sub-command's parser by its name.
         parser_class: the parser.
         subclass_mode_model: take any subclass of ``model_class`` from the command line.
@@ -323,7 +323,7 @@ class LightningCLI:
         """Return a Trainer with the arguments in the config.
 
         Args:
-            kwargs: arguments that replace those of the config.
+            kwargs: arguments that override the config.
 
         """
         callbacks = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
@@ -342,8 +342,8 @@ class LightningCLI:
         else:
             name = getattr(self.trainer_class, "__qualname__", repr(self.trainer_class))
             rank_zero_warn(
-                f"The `{name}` class does not expose the `callbacks` argument so they will not be included: give it "
-                "an argument `callbacks` and pass it to the Trainer."
+                f"The `{name}` class does not expose the `callbacks` argument so they will not be included:",
+                fix="give it an argument `callbacks` and pass it to the Trainer.",
             )
         try:
             return self.trainer_class(**config)
@@ -389,8 +389,11 @@ class LightningCLI:
         if len(optimizers) > 1 or len(schedulers) > 1:
             raise MisconfigurationException(
                 f"{type(self).__name__} expects at most one optimizer and one lr_scheduler that are 'AUTOMATIC', but "
-                f"found {optimizers + schedulers}. Link each to an argument of the module "
-                f"(add_optimizer_args(..., link_to='model.init_{optimizers[0]}')) and write its configure_optimizers."
+                f"found {optimizers + schedulers}.",
+                fix=(
+                    "Link each to an argument of the module (add_optimizer_args(..., "
+                    f"link_to='model.init_{optimizers[0]}')) and write its configure_optimizers."
+                ),
             )
         optimizer = self._class_config(parser._optimizers, optimizers[0])
         if not optimizer:
@@ -437,7 +440,7 @@ def _configured(module: LightningModule, configure: Any, optimizer: Any, schedul
 
 
 def _made(callback: Any) -> Any:
-    """Return the callback that a dict with ``class_path`` names, and any other as it is."""
+    """Return the callback that a dict with ``class_path`` names; return any other value unchanged."""
     is_config = isinstance(callback, dict) and "class_path" in callback
     return instantiate_class((), callback) if is_config else callback
 

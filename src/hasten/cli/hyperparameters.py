@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from hasten._lib.errors import make_error
 from hasten.checkpoint import files
 from hasten.extend.origin import package_of
 from hasten.module.hparams import CLASS_PATH, INSTANTIATOR, made_from_config
@@ -115,7 +116,7 @@ def with_checkpoint(
     Args:
         parser: the parser.
         config: what it read.
-        given: the keys that the command line gives, which override those of the checkpoint.
+        given: the keys that the command line gives, which override the checkpoint.
         kind: the class of the module.
         subclass_mode: it is chosen on the command line.
 
@@ -231,9 +232,10 @@ def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
         if callable(kind) and not isinstance(kind, type):
             kind = inspect.signature(kind).return_annotation
     wanted = " or ".join(base.__name__ for base in bases) or "no class: it is not annotated with one"
-    raise ValueError(
-        f"{source} names {class_path} for the argument {key!r}, which may hold {wanted}. Annotate the "
-        "argument with the class it takes, or pass the object yourself."
+    raise make_error(
+        ValueError,
+        f"{source} names {class_path} for the argument {key!r}, which may hold {wanted}.",
+        fix="Annotate the argument with the class it takes, or pass the object yourself.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as a command line names them: types to annotate with, classes made from configs."""
+"""Optimizers and schedulers on a command line: types for annotations, and classes made from configs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.extend.origin import full_name
 
@@ -34,13 +35,13 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 
     """
 
+    # The name that configs and saved files have for it.
+    __module__ = "hasten.cli"
+
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
         self.monitor = monitor
 
-
-# The name that configs and saved files have for it.
-ReduceLROnPlateau.__module__ = "hasten.cli"
 
 # What a scheduler may be here: torch's own ReduceLROnPlateau has no name to monitor.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
@@ -79,8 +80,8 @@ def instantiate_class(args: Any | tuple[Any, ...], init: Mapping[str, Any]) -> A
     try:
         kind = getattr(module, name)
     except AttributeError:
-        raise ValueError(
-            f"instantiate_class(): {module_name} has no {name}.{did_you_mean(name, dir(module))}"
+        raise make_error(
+            ValueError, f"instantiate_class(): {module_name} has no {name}.", fix=did_you_mean(name, dir(module))
         ) from None
     positional = args if isinstance(args, tuple) else (args,)
     return kind(*positional, **(init.get("init_args") or {}))

@@ -24,7 +24,7 @@ from jsonargparse import (
 from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean_file, nearest
 from hasten.cli.hyperparameters import classes_in, imported
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
@@ -150,9 +150,11 @@ class LightningArgumentParser(ArgumentParser):
         kinds = (Trainer, LightningModule, LightningDataModule, Callback)
         if not (isinstance(given, type) and issubclass(given, kinds)):
             raise MisconfigurationException(
-                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}): give a subclass of Trainer, "
-                "LightningModule, LightningDataModule or Callback, or a function annotated to return one. "
-                "For another class there is parser.add_class_arguments()."
+                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}):",
+                fix=(
+                    "give a subclass of Trainer, LightningModule, LightningDataModule or Callback, or a function "
+                    "annotated to return one. For another class there is parser.add_class_arguments()."
+                ),
             )
         if issubclass(given, Trainer):
             _import_named_classes()
@@ -222,7 +224,7 @@ class LightningArgumentParser(ArgumentParser):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not kinds or not all(isinstance(one, type) and issubclass(one, allowed) for one in kinds):
             names = " or ".join(f"{module_of(one)}.{one.__name__}" for one in allowed)
-            raise TypeError(f"{method}({kind!r}): give a subclass of {names}, or a tuple of them.")
+            raise make_error(TypeError, f"{method}({kind!r}):", fix=f"give a subclass of {names}, or a tuple of them.")
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, nested_key, instantiate=False, fail_untyped=False, skip=skip)
         else:
@@ -234,7 +236,7 @@ class LightningArgumentParser(ArgumentParser):
         """Print the message of jsonargparse and the nearest key; exit with code 2."""
         parser = getattr(ex, "subcommand_parser", None) or self
         if not getattr(self, "_inner_parser", False):
-            # The message of an inner parser, for a class named in a config, becomes part of that of the outer one.
+            # The message of an inner parser, for a class named in a config, becomes part of the outer parser's message.
             message = "\n".join([message, *_hints(parser, message)])
         if callable(self._error_handler) or not self.exit_on_error:
             super().error(message, ex)

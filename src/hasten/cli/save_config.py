@@ -1,4 +1,4 @@
-"""The config of a run, saved beside what the run writes."""
+"""Save the config of a run in the run's folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import fsspec
 from jsonargparse import Namespace
 
+from hasten._lib.errors import make_error
 from hasten.hooks import overrides
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class SaveConfigCallback(Callback):
     """Save the config of a ``LightningCLI`` in the ``log_dir`` of the run, before it starts.
 
-    A fit that resumes from a checkpoint in the same folder saves its config beside the first, as ``config-1.yaml``,
+    A fit that resumes from a checkpoint in the same folder saves its config next to the first, as ``config-1.yaml``,
     ``config-2.yaml``, ...
 
     Args:
@@ -63,9 +64,10 @@ class SaveConfigCallback(Callback):
         self.save_to_log_dir = save_to_log_dir
         self.already_saved = False
         if not save_to_log_dir and not overrides(self, SaveConfigCallback, "save_config"):
-            raise ValueError(
-                f"{type(self).__name__}(save_to_log_dir=False): nothing would be saved. Write save_config() in a "
-                "subclass, or set LightningCLI(save_config_callback=None)."
+            raise make_error(
+                ValueError,
+                f"{type(self).__name__}(save_to_log_dir=False): nothing would be saved.",
+                fix="Write save_config() in a subclass, or set LightningCLI(save_config_callback=None).",
             )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -96,9 +98,13 @@ class SaveConfigCallback(Callback):
         # All processes must fail together: one that went on would wait for the others.
         exists = trainer.is_global_zero and not self.overwrite and bool(files.isfile(path))
         if not self.overwrite and trainer.strategy.broadcast(exists):
-            raise RuntimeError(
-                f"{type(self).__name__} expected {path} to NOT exist: it is the config of another run. Write elsewhere "
-                '(--trainer.default_root_dir), or set LightningCLI(save_config_kwargs={"overwrite": True}).'
+            raise make_error(
+                RuntimeError,
+                f"{type(self).__name__} expected {path} to NOT exist: it is the config of another run.",
+                fix=(
+                    "Write elsewhere (--trainer.default_root_dir), or set "
+                    'LightningCLI(save_config_kwargs={"overwrite": True}).'
+                ),
             )
         if trainer.is_global_zero:
             # The logger makes its folder with the first value it writes, which is later.

@@ -1,12 +1,25 @@
-"""The command line: ``hasten COMMAND``. Commands are found by entry points and imported when they are used."""
+"""The command line: ``hasten COMMAND``. Commands are found by entry points and imported when they are used.
+
+It must not import ``hasten_tools``, ``hasten.trainer`` or ``hasten.loops``.
+"""
 
 from __future__ import annotations
 
+import _thread
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from hasten.commands.parser import Parser
 from hasten.extend.entry_points import Command, found
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+_SECONDS_TO_INTERRUPT_AGAIN = 0.05
 
 
 def commands() -> dict[str, Command]:
@@ -25,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: without the program's name; default: those of this process.
+        arguments: without the program's name; by default the arguments of this process.
 
     Returns:
         The exit code: 0 done, 1 it could not be done (the message says why), 2 wrong use, 130 interrupted.
@@ -78,7 +91,8 @@ def _run(module: str, arguments: list[str]) -> int:
     import importlib
 
     try:
-        return int(importlib.import_module(module).main(arguments))
+        with _dropped_interrupts_are_repeated():
+            return int(importlib.import_module(module).main(arguments))
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
@@ -92,6 +106,40 @@ def _run(module: str, arguments: list[str]) -> int:
             raise
         print(f"hasten: {error}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _dropped_interrupts_are_repeated() -> Iterator[None]:
+    """Interrupt the main thread again when a Ctrl-C has arrived in a function whose exceptions Python drops.
+
+    ``__del__`` and callbacks of weak references are such functions; the import system calls one for each module, so
+    about one Ctrl-C of sixty during imports would be lost. Source:
+    https://docs.python.org/3/library/sys.html#sys.unraisablehook
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            before(unraisable)
+            return
+        # Not at once: Python also drops what this hook raises.
+        timer = threading.Timer(_SECONDS_TO_INTERRUPT_AGAIN, _interrupt_main_thread)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _interrupt_main_thread() -> None:
+    if sys.platform == "win32":
+        _thread.interrupt_main()
+    else:
+        # A signal also ends a call that blocks, such as time.sleep.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 __all__ = ["commands", "main"]

@@ -1,4 +1,8 @@
-"""``torch.compile`` in the right place: one graph per stage, parameter names unchanged, cached for the next run."""
+"""``torch.compile`` in the right place: one graph per stage, parameter names unchanged, cached for the next run.
+
+It compiles functions and modules of torch, and must not import ``hasten.module``, ``hasten.loops`` or
+``hasten.trainer``.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_torchs_cache() -> None:
-    """Have torch keep its caches in ``compile/torch`` of ``hasten._lib.files.cache_folder``.
+    """Make torch keep its caches in ``compile/torch`` of ``hasten._lib.files.cache_folder``.
 
     Its default folder is in /tmp, which containers and reboots empty. A folder that the user chose is left alone. The
     caches contain code, so a folder that other users can write to is not used.
@@ -40,7 +40,7 @@ def keep_torchs_cache() -> None:
 
 
 class ColdSeconds:
-    """What compiling one model took without a cache: seconds by the number of graphs; empty if that is not known.
+    """The seconds that compiling one model took without a cache, by the number of graphs; empty if not known.
 
     Args:
         module: the model.

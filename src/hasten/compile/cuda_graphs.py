@@ -81,7 +81,8 @@ def kept_outputs(outputs: T, *, all_of_them: bool) -> T:
 
     Args:
         outputs: of a recorded graph.
-        all_of_them: copy every tensor; else those of one element, such as losses, which are logged and collected.
+        all_of_them: copy every tensor; else only tensors of one element, such as losses, which are logged and
+            collected.
 
     Example::
 
@@ -94,4 +95,5 @@ def kept_outputs(outputs: T, *, all_of_them: bool) -> T:
     def copy(tensor: Tensor) -> Tensor:
         return tensor.clone() if all_of_them or tensor.numel() == 1 else tensor
 
-    return map_tensors(copy, outputs)  # type: ignore[no-any-return]
+    kept: T = map_tensors(copy, outputs)
+    return kept

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hasten._lib.errors import make_error
 from hasten.compile.cache import ColdSeconds, keep_torchs_cache
 from hasten.compile.regions import CompiledParts, alike_blocks
 from hasten.compile.report import CompileCounters, CompileReport
@@ -152,8 +153,6 @@ def compiled_model(
 def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strategy: Strategy) -> CompileSettings:
     """Return the settings for a module under a strategy: where parameters are sharded, repeated blocks are compiled.
 
-    Gathering parameters inside of a step, or between the layers of a whole module, would break its graph.
-
     Args:
         owner: "Trainer" or "Fabric", for messages.
         settings: those asked for.
@@ -164,14 +163,19 @@ def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strat
         ValueError: the module has no repeated blocks.
 
     """
-    if not strategy.sharding.shards_parameters:
-        return settings
-    if not any(True for _ in alike_blocks(module)):
-        raise ValueError(
-            f"{owner}(compile=..., strategy={strategy.name!r}): with sharded parameters repeated blocks are compiled, "
-            f"and {type(module).__name__} has none in an nn.ModuleList or nn.Sequential. Leave compile out."
-        )
-    return dataclasses.replace(settings, regional=True)
+
+    def by_block() -> CompileSettings:
+        if not any(True for _ in alike_blocks(module)):
+            raise make_error(
+                ValueError,
+                f"{owner}(compile=..., strategy={strategy.name!r}): with sharded parameters repeated blocks are "
+                f"compiled, and {type(module).__name__} has none in an nn.ModuleList or nn.Sequential.",
+                fix="Leave compile out.",
+                argument="compile",
+            )
+        return dataclasses.replace(settings, regional=True)
+
+    return strategy.sharding.compile_units(settings, by_block)
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import leaves, sharded_parameter
 from hasten.compile.cuda_graphs import kept_outputs
@@ -291,9 +292,12 @@ class CompiledParts:
         if packed:
             groups = _beside_attention(groups)
             if not groups:
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"Trainer(compile=..., packed=True): {type(module).__name__} has no part outside attention to "
-                    "compile. Leave compile out, or use batching='length' instead of packed."
+                    "compile.",
+                    fix="Leave compile out, or use batching='length' instead of packed.",
+                    argument="compile",
                 )
         self.blocks = len(groups)
         if not groups:

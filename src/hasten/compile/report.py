@@ -62,7 +62,7 @@ class CompileReport:
 
 
 class CompileCounters:
-    """What the compiler does while this is running: between ``start`` and ``stop``, which may be called repeatedly.
+    """Counts what the compiler does between ``start`` and ``stop``, which may be called repeatedly.
 
     Args:
         report: returns the report for the console.
@@ -98,7 +98,7 @@ class CompileCounters:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Have all parts compute in Python."""
+        """Make all parts compute in Python."""
         self.paused = True
         try:
             yield

@@ -13,11 +13,12 @@ from torch import nn
 
 from hasten._lib import check, torch_private
 from hasten._lib.device import is_cuda, is_host
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean, unknown_word
 
 _Model = TypeVar("_Model")
 
-# Options of hasten, and those of torch.compile that the run does not decide.
+# Options of hasten, and options of torch.compile that the run does not decide.
 _OWN = ("regional", "cache")
 _KEYS = ("mode", "options", "backend", "dynamic", *_OWN)
 
@@ -38,7 +39,7 @@ class CompileSettings:
     regional: bool = False
     cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
-    context: Any = None
+    context: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     context_records: bool = False
 
     @property
@@ -98,7 +99,7 @@ class CompileSettings:
 
         """
         if self.context is not None:
-            return self.context(function)  # type: ignore[no-any-return]
+            return self.context(function)
         return torch.compile(function, fullgraph=whole, **self.options)
 
 
@@ -134,28 +135,36 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
     if isinstance(value, Mapping):
         return _from_options(owner, dict(value))
     if isinstance(value, str) and value in _modes():
-        raise ValueError(
-            f"{owner}(compile={value!r}): that is a mode of torch.compile. Write compile={{'mode': {value!r}}}."
+        raise make_error(
+            ValueError,
+            f"{owner}(compile={value!r}): that is a mode of torch.compile.",
+            fix=f"Write compile={{'mode': {value!r}}}.",
+            argument="compile",
         )
     allowed = "True, False, 'regional', or a dict of torch.compile's options"
     if isinstance(value, str):
         raise check.wrong(owner, "compile", value, allowed, hint=did_you_mean(value, ("regional", "True")))
-    raise TypeError(f"{owner}(compile={value!r}): use {allowed}, not {type(value).__name__}.")
+    raise make_error(
+        TypeError, f"{owner}(compile={value!r}):", fix=f"use {allowed}, not {type(value).__name__}.", argument="compile"
+    )
 
 
 def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
     for name in given:
         if name not in _KEYS:
             keys = ", ".join(map(repr, _KEYS))
-            raise ValueError(f"{owner}(compile={{{name!r}: ...}}): {unknown_word(name, _KEYS, f'use one of {keys}.')}")
+            what, fix = unknown_word(f"{owner}(compile={{{name!r}: ...}})", name, _KEYS, f"use one of {keys}.")
+            raise make_error(ValueError, what, fix=fix, argument="compile")
     own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
     mode, inner, backend = given.get("mode"), given.get("options"), given.get("backend")
     check.one_of(owner, "compile['mode']", mode, _modes(), allow_none=True)
     check.instance(owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True)
     if mode is not None and inner:
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{owner}(compile={{'mode': {mode!r}, 'options': ...}}): torch.compile takes one of the two. A mode is a "
-            "set of options: torch._inductor.list_mode_options() shows them."
+            "set of options: torch._inductor.list_mode_options() shows them.",
+            argument="compile",
         )
     if not callable(backend):
         known = torch.compiler.list_backends(exclude_tags=())
@@ -198,17 +207,22 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
     try:
         torch_private.check_compiler_supported()
     except RuntimeError as error:
-        raise ValueError(
-            f"{owner}(compile=...): torch {torch.__version__} cannot compile under Python "
-            f"{sys.version.split()[0]}: {error} Leave compile out."
+        raise make_error(
+            ValueError,
+            f"{owner}(compile=...): torch {torch.__version__} cannot compile under Python {sys.version.split()[0]}: "
+            f"{error} Leave compile out.",
+            argument="compile",
         ) from None
     # With the user's own torch.compile, torch decides, and records nothing here.
     if settings.cuda_graphs and not is_cuda(device) and settings.context is None:
         options = {name: settings.options[name] for name in ("mode", "options", "backend") if name in settings.options}
         nearest = {"mode": "max-autotune-no-cudagraphs"} if options.get("mode") == "max-autotune" else True
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{owner}(compile={options}) records CUDA graphs, which need a CUDA device; this run is on "
-            f"{device.type!r}. Use compile={nearest}, which compiles for this device."
+            f"{device.type!r}.",
+            fix=f"Use compile={nearest}, which compiles for this device.",
+            argument="compile",
         )
     if settings.backend == "inductor" and settings.context is None and is_host(device):
         _check_compiler(owner)
@@ -220,9 +234,11 @@ def _check_compiler(owner: str) -> None:
     except Exception:  # torch raises several kinds, one of them its own.
         found = False
     if not found:
-        raise ValueError(
-            f"{owner}(compile=...): no C++ compiler is on PATH, and torch.compile needs one on the CPU. Install "
-            "one (apt install g++), name it in the environment variable CXX, or leave compile out."
+        raise make_error(
+            ValueError,
+            f"{owner}(compile=...): no C++ compiler is on PATH, and torch.compile needs one on the CPU.",
+            fix="Install one (apt install g++), name it in the environment variable CXX, or leave compile out.",
+            argument="compile",
         )
 
 

@@ -86,8 +86,8 @@ class Step(Compiled):
             )
             warn_once(
                 f"compile {self.name}",
-                f"compile: {self.name} stays Python from here on: each call would be compiled again. See the causes "
-                "in trainer.compile_report.recompiles; its forward stays compiled.",
+                f"compile: {self.name} stays Python from here on: each call would be compiled again.",
+                fix="See the causes in trainer.compile_report.recompiles; its forward stays compiled.",
             )
         return output
 

@@ -1,7 +1,8 @@
 """Loaders: prepared for a run, read from memory, batched by length, and as streams that can be saved and resumed.
 
 ``resume/`` has the streams of batches and their positions, ``memory/`` the data held in memory. ``hasten.batching`` has
-what makes batches of samples of different lengths; its public names are here too.
+what makes batches of samples of different lengths; its public names are here too. It must not import ``hasten.module``,
+``hasten.strategies`` or ``hasten.loops``.
 """
 
 from __future__ import annotations

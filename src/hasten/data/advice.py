@@ -1,6 +1,6 @@
 """Lightning's warnings about loaders, for programs that were written for it and may expect or silence them.
 
-hasten itself measures whether training waits for its data, and reads shuffled validation data as it is.
+hasten itself measures whether training waits for its data, and accepts shuffled validation data.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def warn_about(loader: Any, *, name: str, trains: bool, processes: int, reloads:
         )
     if not trains and any(isinstance(sampler, RandomSampler) for sampler in samplers_of(loader)):
         rank_zero_warn(
-            f"The {name} has shuffling enabled. Use shuffle=False where the order of samples is not to change.",
+            f"The {name} has shuffling enabled.",
             PossibleUserWarning,
+            fix="Use shuffle=False where the order of samples is not to change.",
         )
 
 
@@ -50,13 +51,14 @@ def warn_about_workers(loader: DataLoader[Any], *, name: str, processes: int, re
         rank_zero_warn(f"Consider setting `persistent_workers=True` in the {name}: workers are slow to start.")
     elif workers < 2 and most > 1:
         rank_zero_warn(
-            f"The {name} does not have many workers, so training may wait for it. Consider increasing `num_workers` to "
-            f"num_workers={most}.",
+            f"The {name} does not have many workers, so training may wait for it.",
             PossibleUserWarning,
+            fix=f"Consider increasing `num_workers` to num_workers={most}.",
         )
     if loader.persistent_workers and loader.pin_memory and reloads:
         rank_zero_warn(
             f"The {name} has persistent_workers=True and pin_memory=True, and the combination with "
-            "Trainer(reload_dataloaders_every_n_epochs=...) can be unstable. Use pin_memory=False.",
+            "Trainer(reload_dataloaders_every_n_epochs=...) can be unstable.",
             PossibleUserWarning,
+            fix="Use pin_memory=False.",
         )

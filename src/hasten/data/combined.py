@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from torch.utils.data import DataLoader
 
 from hasten._lib import check, torch_private
+from hasten._lib.errors import make_error
 from hasten.data.loader_parts import length_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class CombinedLoader:
     Args:
         iterables: loaders in a list, tuple or dict, nested as you like. A batch has the same structure.
         mode: ``"min_size"``: end with the shortest loader (default). ``"max_size_cycle"``: end with the longest and
-            begin shorter ones again. ``"max_size"``: end with the longest; shorter ones give None from their end on.
+            begin shorter ones again. ``"max_size"``: end with the longest; shorter ones give None after their end.
             ``"sequential"``: one loader after the other, each batch alone.
 
     Raises:
@@ -47,8 +48,10 @@ class CombinedLoader:
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
             if not hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__"):
-                raise TypeError(
-                    f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over."
+                raise make_error(
+                    TypeError,
+                    f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over.",
+                    argument="iterables",
                 )
         self._mode = mode
         # Batches of each loader to use, in sequential mode.
@@ -99,7 +102,7 @@ class CombinedLoader:
         return length
 
     def __iter__(self) -> Self:
-        # Workers start now: in sequential mode those of the first loader, else those of all.
+        # Workers start now: in sequential mode only for the first loader, else for all.
         if self._mode == "sequential":
             self._running = self._sequential(iter(self._leaves[0]) if self._leaves else None)
         else:
@@ -149,7 +152,7 @@ _END = object()
 
 
 class _NoLengthError(TypeError, NotImplementedError):
-    """Python expects the first of an object without length, and other programs catch the second."""
+    """Both errors at once: Python expects the first of an object without a length, and programs catch the second."""
 
 
 def joint_length(mode: str, lengths: list[int | None]) -> int | None:
@@ -167,7 +170,7 @@ def joint_length(mode: str, lengths: list[int | None]) -> int | None:
 def flatten(loaders: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the loaders of a nested collection as a list, and a function that puts such a list back in shape."""
     if isinstance(loaders, Mapping):
-        loaders = dict(loaders)  # At the top, it holds loaders whatever they are.
+        loaders = dict(loaders)  # The outermost collection always holds loaders, whatever its items are.
     is_empty = isinstance(loaders, (list, tuple)) and not loaders
 
     def is_loader(node: Any) -> bool:
@@ -183,7 +186,7 @@ def is_collection(thing: object) -> bool:
     if not isinstance(thing, (Mapping, list, tuple)):
         return False
     members = list(thing.values() if isinstance(thing, Mapping) else thing)
-    # In a dict, which yields its keys, a list is a loader too: one of batches.
+    # In a dict, whose iteration yields keys, a list is a loader too: its items are batches.
     by_name = isinstance(thing, Mapping)
     return bool(members) and all(
         _is_loader(member) or is_collection(member) or (by_name and isinstance(member, (list, tuple)) and member)

@@ -1,4 +1,4 @@
-"""Whether all processes that divide a stream among them read the same one."""
+"""Check that all processes that divide a stream among themselves read the same stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.machine import agreement
 
 
 class FirstSample(NamedTuple):
-    """The first sample that a process, or a worker of it, has read of an epoch.
+    """The first sample of an epoch in one process, or in one of its workers.
 
     Args:
         loader: its name.
@@ -39,7 +39,7 @@ _compared: set[str] = set()
 
 
 def compare_first(first: FirstSample) -> None:
-    """Warn if a process beside this one has begun the first epoch with another sample."""
+    """Warn if another process has begun the first epoch with another sample."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     place = f"first/{first.loader}/{first.setup}/{first.worker}"

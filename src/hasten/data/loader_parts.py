@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.extend.origin import comes_from
 from hasten.seed import isolate_rng
@@ -157,7 +158,7 @@ def check_dataloader(
         advice = "Use a dataset with __getitem__ and __len__"
     else:
         return
-    raise TypeError(f"{argument}: {name} {problem}. {advice}, or leave {argument} out.")
+    raise make_error(TypeError, f"{argument}: {name} {problem}.", fix=f"{advice}, or leave {argument} out.")
 
 
 def required_in_training(
@@ -220,10 +221,11 @@ class ShardSampler(Sampler[Any]):
 
     def __init__(self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int = 0, repeat: bool) -> None:
         if not hasattr(sampler, "__len__"):
-            raise TypeError(
+            raise make_error(
+                TypeError,
                 f"the sampler {type(sampler).__name__} has no length, so its samples cannot be divided over "
-                f"{num_replicas} processes. Give it a __len__, or divide them in it by its attributes num_replicas and "
-                "rank."
+                f"{num_replicas} processes.",
+                fix="Give it a __len__, or divide them in it by its attributes num_replicas and rank.",
             )
         self.sampler: Any = sampler
         self.num_replicas, self.rank, self.seed, self.repeat = num_replicas, rank, seed, repeat

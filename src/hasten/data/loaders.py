@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import reprlib
-from typing import Any, TypeVar
+from collections.abc import Sized
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def prepare(
     shuffle: bool = False,
     allow_empty: bool = False,
 ) -> Any:
-    """Return ``loader`` checked and, where several processes share the data, limited to this one's part.
+    """Return ``loader`` checked and, if several processes share the data, limited to this process's part.
 
     The user's loader never changes: a shallow copy does. In training each process gets the same number of samples, some
     repeated; elsewhere every sample comes exactly once. An ``IterableDataset`` is divided too, and never repeated: see
@@ -56,15 +57,15 @@ def prepare(
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         name: what to call the loader in messages.
         num_replicas: the number of processes that share the data.
-        rank: which of them this is, from 0.
-        seed: of the shuffling, the same on all processes; by default that of ``seed_everything``.
+        rank: the index of this process, from 0.
+        seed: seed of the shuffling, the same on all processes; by default the seed of ``seed_everything``.
         overfit: read the samples in the same order each epoch.
         shuffle: shuffle on several processes also where the loader does not, as Lightning's Trainer does in training.
         allow_empty: accept a loader without batches.
 
     Raises:
         TypeError: ``loader`` cannot be iterated over.
-        ValueError: it has no batches. Where Lightning's names lead to hasten, that is a warning.
+        ValueError: it has no batches. Under Lightning's names this is a warning.
 
     """
     name = name or f"the {stage} dataloader"
@@ -96,10 +97,10 @@ def _unshuffled(loader: DataLoader[Any], name: str) -> DataLoader[Any]:
     if not isinstance(loader.sampler, RandomSampler):
         return loader
     rank_zero_warn(
-        f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
-        "Use shuffle=False there to avoid this warning."
+        f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off.",
+        fix="Use shuffle=False there to avoid this warning.",
     )
-    return _with_sampler(loader, SequentialSampler(loader.dataset))  # type: ignore[arg-type]
+    return _with_sampler(loader, SequentialSampler(cast("Sized", loader.dataset)))
 
 
 def _shard(
@@ -157,7 +158,7 @@ def _check_iterable(loader: Any, name: str) -> None:
         if isinstance(loader, (str, bytes)):
             advice = "Read the file in a Dataset, and give DataLoader(dataset, batch_size=...)"
         raise WrongType(
-            f"{name} is {shown}, and cannot be iterated over. {advice}, or give another iterable of batches."
+            f"{name} is {shown}, and cannot be iterated over.", fix=f"{advice}, or give another iterable of batches."
         )
 
 
@@ -169,8 +170,8 @@ def _report_empty(loader: Any, name: str) -> None:
         what += f"drop_last={loader.drop_last}"
     message = f"{name} has no batches: {what}"
     if not conventions.current().mistakes_are_warnings:
-        raise MisconfigurationException(f"{message}. Give it at least one batch of samples.")
-    rank_zero_warn(f"{message}. Please make sure that this is intended.")
+        raise MisconfigurationException(f"{message}.", fix="Give it at least one batch of samples.")
+    rank_zero_warn(f"{message}.", fix="Please make sure that this is intended.")
 
 
 @functools.cache
@@ -183,7 +184,7 @@ class SideStream:
     """Moves batches to a CUDA device on a second stream.
 
     A copy on the stream that computes begins when all work before it is done, and from memory that is not pinned it
-    makes the host wait as long. On a second stream it begins at once, beside the steps that are still being computed.
+    makes the host wait as long. On a second stream it begins at once, while earlier steps are still being computed.
     No batch is fetched early for that: the host is ahead of the device already. From pinned memory
     (``DataLoader(pin_memory=True)``) the host does not wait either.
 
@@ -197,14 +198,14 @@ class SideStream:
         self._stream = _stream_of(device)
 
     def __call__(self, batch: _T) -> _T:
-        """Return ``batch`` on the device, ready for whatever the current stream is given next."""
+        """Return ``batch`` on the device, ready for the next work on the current stream."""
         device, side = self._device, self._stream
         computing = torch.cuda.current_stream(device)
         copied: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
             if tensor.is_cuda or type(tensor) is not Tensor:
-                return tensor  # It is there, was made on another stream, or is a subclass: see below.
+                return tensor  # The tensor is there already, was made on another stream, or is a subclass: see below.
             moved = tensor.to(device, non_blocking=True)
             copied.append(moved)
             return moved

@@ -1,4 +1,4 @@
-"""``num_workers="auto"``: as many worker processes as pay off for a loader, found by measuring."""
+"""``num_workers="auto"``: measure how many worker processes pay off for a loader."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def auto_workers(loader: _T, *, seconds: float = 4.0, stage: str = "train", name
     separate processes: random states, samplers and the dataset do not change. The result is remembered for the next
     run with the same data on the same machine.
 
-    Order and batches stay the same. As always with workers, random numbers for a sample are those of its worker, and
-    differ from those without. Workers live for an epoch unless the loader has ``persistent_workers=True``.
+    Order and batches stay the same. As always with workers, random numbers for a sample come from its worker's
+    generators, and differ from a run without workers. Workers live for an epoch unless the loader has
+    ``persistent_workers=True``.
 
     Args:
         loader: a ``DataLoader`` over a dataset with a length.

@@ -1,4 +1,7 @@
-"""What other libraries do otherwise: names that hasten does not have, and decisions in which Lightning differs."""
+"""Names of other libraries, with their replacements, and the decisions in which hasten differs from Lightning.
+
+It has tables only, and must not import ``hasten.strategies``, ``hasten.machine`` or ``hasten_lightning``.
+"""
 
 from hasten.elsewhere.names import ACCELERATORS, STRATEGIES, Refused
 

@@ -152,7 +152,7 @@ class Conventions:
     hparams_of_makers: bool = _decision(
         "`save_hyperparameters()` in a module that another module makes in its `__init__`",
         lightning="saves the arguments of both",
-        hasten="saves those of the module",
+        hasten="saves the arguments of the module only",
     )
     removes_unpicklable_hparams: bool = _decision(
         "hyperparameters that cannot be pickled",
@@ -162,7 +162,7 @@ class Conventions:
     checkpoints_have_loops: bool = _decision(
         "the checkpoint that `on_save_checkpoint` and `on_load_checkpoint` receive",
         lightning='has the state of each loop under `"loops"`',
-        hasten='has hasten\'s own entries beside `"state_dict"`',
+        hasten='has hasten\'s own entries in addition to `"state_dict"`',
     )
     overwrites_equal_names: bool = _decision(
         "`ModelCheckpoint(save_top_k=-1)` when the file name stays the same",
@@ -206,7 +206,7 @@ def class_of(thing: object) -> type:
 
 
 def use(conventions: Conventions) -> None:
-    """Put decisions in force for what is made from now on."""
+    """Use these decisions for everything that is made from now on."""
     global _current
     _current = conventions
 

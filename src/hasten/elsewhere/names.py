@@ -1,4 +1,4 @@
-"""For each name of a strategy or an accelerator elsewhere: why hasten does not have it, and what to write.
+"""Names of strategies and accelerators of other libraries: why hasten does not have each, and what to write.
 
 ``hasten/resolve.py`` makes its messages from these tables, and ``scripts/scale.py`` the page ``docs/scale.md``.
 """
@@ -23,22 +23,26 @@ class Refused(NamedTuple):
     reason: str
     write: str
 
-    def message(self, devices: int = 8) -> str:
-        """Return the reason and what to write.
+    def parts(self, devices: int = 8) -> tuple[str, str]:
+        """Return the reason, and the sentence that says what to write; "" where the reason says it.
 
         Args:
             devices: how many there are on a machine.
 
         """
         if not self.write:
-            return self.reason
+            return self.reason, ""
         write = self.write
         if (kind := re.search(r"\w+Strategy(?=\()", write)) is not None:
             # This import is the same for programs that import Lightning: its class of that name takes less.
             more = "devices=2, " if devices == 1 and "tensor_parallel_size" in write else ""
             write = write.replace("tensor_parallel_size=8", f"tensor_parallel_size={max(2, devices)}")
             write = f"`from hasten.strategies import {kind[0]}` and {more}{write}"
-        return f"{self.reason} Write {write}."
+        return self.reason, f"Write {write}."
+
+    def message(self) -> str:
+        """Return the reason and what to write."""
+        return " ".join(self.parts()).strip()
 
 
 _PL1, _PL2 = "Lightning 1.x", "Lightning 2.x"

@@ -1,4 +1,4 @@
-"""How packages add to hasten: by entry points, which ``pip`` writes down when it installs them.
+"""Entry points, by which packages add to hasten; ``pip`` records them when it installs a package.
 
 hasten's own tools come this way too: the core asks for a name, and knows no package that has it. A checkout of the
 source is often used without an installation (``PYTHONPATH=src``), or is newer than what was installed from it. So each
@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from os import path
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import install_line
 from hasten.extend.origin import FOLDERS, ROOTS
@@ -94,8 +95,9 @@ def load(group: str, name: str, *, purpose: str) -> Any:
     """
     entries = found(group)
     if name not in entries:
-        raise ModuleNotFoundError(
-            f"{purpose} needs the entry point {name!r} of the group {group!r}, which no installed package has."
-            f"{did_you_mean(name, entries)} hasten's own come with its installation. Run: {install_line('')}"
+        raise make_error(
+            ModuleNotFoundError,
+            f"{purpose} needs the entry point {name!r} of the group {group!r}, which no installed package has.",
+            fix=f"{did_you_mean(name, entries)} hasten's own come with its installation. Run: {install_line('')}",
         )
     return entries[name].load()

@@ -1,6 +1,6 @@
 """Modules under the names that they had before they moved to a package of their own.
 
-Most are there for one version. Those of engines stay: the core shows public names of theirs under the old names, and
+Most are there for one version. The names of engines stay: the core offers their public names under the old paths, and
 imports them when they are used (``hasten.strategies.DeepSpeedStrategy``).
 """
 
@@ -72,7 +72,7 @@ class OldNames:
     """
 
     def __init__(self) -> None:
-        # Importing sets ``__spec__`` to that of the old name; by name, what it was.
+        # Importing has set ``__spec__`` to the spec of the old name; these are the former values.
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -94,7 +94,7 @@ class OldNames:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is; it has run under its new name."""
+        """Do nothing: the module has already run under its new name."""
         spec = module.__spec__
         if spec is not None and spec.name in self._specs:
             module.__spec__ = self._specs.pop(spec.name)

@@ -7,6 +7,7 @@ them, so that code may live in each.
 from __future__ import annotations
 
 from os import path
+from types import CodeType
 
 # The packages of the wheel.
 ROOTS = frozenset({"hasten", "hasten_deepspeed", "hasten_lightning", "hasten_tools", "hasten_xla"})
@@ -70,6 +71,22 @@ def is_builtin(thing: object) -> bool:
 
     """
     return str(getattr(thing, "__module__", None) or "").partition(".")[0] in ROOTS
+
+
+def source_file(function: object) -> str:
+    """Return the file in which a function is written, or ``""`` for one that is not written in Python.
+
+    Decorators copy the name and the module of a function, but not this.
+
+    Example::
+
+        >>> import inspect, torch
+        >>> source_file(torch.nn.Linear.forward) == inspect.getfile(torch.nn.Linear), source_file(len)
+        (True, '')
+
+    """
+    code: CodeType | None = getattr(function, "__code__", None)
+    return "" if code is None else code.co_filename
 
 
 def is_builtin_file(file: str) -> bool:

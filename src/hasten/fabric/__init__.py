@@ -1,4 +1,7 @@
-"""Fabric: the engine for those who keep their own loop."""
+"""Fabric: devices, precision and processes for programs that keep their own training loop.
+
+It must not import ``hasten.loops``, ``hasten.trainer``, ``hasten.hooks`` or ``hasten.callbacks``.
+"""
 
 from hasten.fabric.fabric import Fabric
 from hasten.fabric.wrappers import is_wrapped

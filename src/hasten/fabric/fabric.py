@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean, without_unknown
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.arguments import check_speed
@@ -27,7 +27,6 @@ from hasten.fabric.wrappers import (
     FabricDataLoader,
     FabricModule,
     FabricOptimizer,
-    check_devices,
     check_optimizer,
     check_parameters,
     compiled_of,
@@ -139,11 +138,13 @@ class Fabric(RuntimeView):
         self._loggers: list[Any] = _listed(loggers)
         wrong = next((logger for logger in self._loggers if not hasattr(logger, "log_metrics")), None)
         if wrong is not None:
-            raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
+            raise make_error(
+                TypeError,
+                f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.",
+                argument="loggers",
+            )
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
-        # Of the engine that was made last, where the strategy makes one.
-        self._of_engine: list[Any] = []
         # Parameters that optimizers still have, and the shards that have taken their place. Made when there are some,
         # because it cannot be sent to other processes.
         self._replaced: MutableMapping[Tensor, Tensor] = {}
@@ -183,7 +184,7 @@ class Fabric(RuntimeView):
 
         """
         if not self._loggers:
-            raise IndexError("fabric.logger: no logger was given. Pass Fabric(loggers=...).")
+            raise make_error(IndexError, "fabric.logger: no logger was given.", fix="Pass Fabric(loggers=...).")
         return self._loggers[0]
 
     # -- start
@@ -212,8 +213,10 @@ class Fabric(RuntimeView):
                 )
             function = Fabric._set_matmul_precision
         elif not callable(function):
-            raise TypeError(
-                f"Fabric.launch({function!r}): that is not a function. Write launch(train), not launch(train())."
+            raise make_error(
+                TypeError,
+                f"Fabric.launch({function!r}): that is not a function.",
+                fix="Write launch(train), not launch(train()).",
             )
         elif not inspect.signature(function).parameters:
             raise TypeError(
@@ -230,9 +233,11 @@ class Fabric(RuntimeView):
 
     def _require_launch(self, method: str) -> None:
         if not self._launched and self.strategy.name != "single_device":
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"Fabric.{method}() before Fabric.launch(): with strategy={self.strategy.name!r} the other processes "
-                "must be started first. Call fabric.launch() after making the Fabric."
+                "must be started first.",
+                fix="Call fabric.launch() after making the Fabric.",
             )
 
     # -- setup
@@ -263,9 +268,9 @@ class Fabric(RuntimeView):
         """Make a module and its optimizers ready.
 
         Args:
-            module: the model. A compiled one stays compiled, inside of what the strategy wraps around it.
+            module: the model. A compiled module stays compiled, inside the wrapper of the strategy.
             optimizers: none, one or several.
-            scheduler: a learning rate scheduler to hand back with them.
+            scheduler: a learning rate scheduler to return with them.
             move_to_device: move the module to the device of this process.
 
         Returns:
@@ -280,9 +285,8 @@ class Fabric(RuntimeView):
         self._require_launch("setup")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup")
-        wrapped = self._wrapped_module(module, "setup", move_to_device, optimizers)
-        # After the module: a precision may have replaced layers, and an engine has made its own of the optimizer.
-        made = self._wrapped_optimizers(self._of_engine or optimizers, "setup", scheduler)
+        wrapped, own = self._wrapped_module(module, "setup", move_to_device, optimizers, scheduler)
+        made = self._wrapped_optimizers(own)
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not made:
             return wrapped
@@ -293,7 +297,7 @@ class Fabric(RuntimeView):
     ) -> FabricModule:
         """Make a module ready; see ``setup``."""
         self._require_launch("setup_module")
-        return self._wrapped_module(module, "setup_module", move_to_device)
+        return self._wrapped_module(module, "setup_module", move_to_device)[0]
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Make optimizers ready.
@@ -312,14 +316,15 @@ class Fabric(RuntimeView):
         self._require_launch("setup_optimizers")
         self._runtime.engine.require_own_parameters(
             "Fabric.setup_optimizers()",
-            "the engine is made of a module and its optimizer together. Write model, optimizer = fabric.setup(model, "
-            "optimizer).",
+            "the engine is made of a module and its optimizer together.",
+            "Write model, optimizer = fabric.setup(model, optimizer).",
         )
         if not optimizers:
-            raise ValueError("Fabric.setup_optimizers() got no optimizer. Pass at least one.")
+            raise make_error(ValueError, "Fabric.setup_optimizers() got no optimizer.", fix="Pass at least one.")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup_optimizers")
-        made = self._wrapped_optimizers(optimizers, "setup_optimizers")
+        self._check_optimizers(optimizers, "setup_optimizers")
+        made = self._wrapped_optimizers(optimizers)
         return made[0] if len(made) == 1 else tuple(made)
 
     @overload
@@ -351,7 +356,7 @@ class Fabric(RuntimeView):
         """
         self._require_launch("setup_dataloaders")
         if not dataloaders:
-            raise ValueError("Fabric.setup_dataloaders() got no dataloader. Pass at least one.")
+            raise make_error(ValueError, "Fabric.setup_dataloaders() got no dataloader.", fix="Pass at least one.")
         made = []
         loader: Any
         for position, loader in enumerate(dataloaders):
@@ -359,13 +364,18 @@ class Fabric(RuntimeView):
                 raise set_up_twice("dataloader", "setup_dataloaders")
             if not isinstance(loader, DataLoader):
                 if isinstance(loader, (list, tuple)) and all(isinstance(each, DataLoader) for each in loader):
-                    raise TypeError(
-                        f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders. "
-                        "Give them one by one: fabric.setup_dataloaders(*loaders)."
+                    raise make_error(
+                        TypeError,
+                        f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__} of loaders.",
+                        fix="Give them one by one: fabric.setup_dataloaders(*loaders).",
                     )
-                raise TypeError(
-                    f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}. Only a PyTorch "
-                    "DataLoader can be set up; iterate over other things directly and use fabric.to_device(batch)."
+                raise make_error(
+                    TypeError,
+                    f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}.",
+                    fix=(
+                        "Only a PyTorch DataLoader can be set up; iterate over other things directly and use "
+                        "fabric.to_device(batch)."
+                    ),
                 )
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
@@ -374,21 +384,29 @@ class Fabric(RuntimeView):
         return made[0] if len(made) == 1 else made
 
     def _wrapped_module(
-        self, module: Any, method: str, move_to_device: bool, optimizers: Sequence[Optimizer] = ()
-    ) -> FabricModule:
+        self,
+        module: Any,
+        method: str,
+        move_to_device: bool,
+        optimizers: Sequence[Optimizer] = (),
+        scheduler: Scheduler | None = None,
+    ) -> tuple[FabricModule, Sequence[Optimizer]]:
+        """Return the module as the strategy wraps it, and the optimizers of the engine made of both."""
         if not isinstance(module, nn.Module):
             hint = f" Write {module.__name__}()." if isinstance(module, type) else ""
             if is_of_pipeline(module):
                 hint = " Make the pipeline of modules that are not set up, as examples/pipeline_parallel.py does."
-            raise TypeError(
-                f"Fabric.{method}(): the first argument must be a torch.nn.Module, not {type(module).__name__}.{hint}"
+            raise make_error(
+                TypeError,
+                f"Fabric.{method}(): the first argument must be a torch.nn.Module, not {type(module).__name__}.",
+                fix=hint,
             )
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
             raise set_up_twice("module", method)
         self._set_matmul_precision()
-        if move_to_device and not self.strategy.sharding.shards_parameters:
-            check_devices(original, method)
+        if move_to_device:
+            self.strategy.sharding.check_devices(original, f"Fabric.{method}()")
         before = dict(original.named_parameters())
         self._check_same(original, method)
         self._runtime.shard(original)
@@ -401,35 +419,27 @@ class Fabric(RuntimeView):
         if type(self).backward is Fabric.backward:
             # Bound directly: a call of Fabric.backward costs no extra function call.
             self.backward = self._runtime.engine.backward  # type: ignore[method-assign]
-        if self._runtime.engine.owns_step:
-            self._make_engine(original, method, optimizers, compiled=compiled is not None)
-        elif self._speed.compile is not None and compiled is None:
+        if compiled is not None:
+            self._runtime.engine.check_compile("Fabric")
+        elif self._speed.compile is not None:
             self._compile_in_place(original, self._speed.compile)
+        if method == "setup":
+            # After the module: a precision may have replaced layers.
+            self._check_optimizers(optimizers, method, scheduler)
+            self._runtime.engine.prepare(owner="Fabric", accumulation=None, clip_norm=None)
+            optimizers, _ = self._runtime.engine.make(original, list(optimizers), [])
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
         if isinstance(original, LightningModule):
             # It logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
-        return wrapped
+        return wrapped, optimizers
 
     def _check_same(self, module: nn.Module, method: str) -> None:
-        # One without parameters to train may be that of a process alone.
+        # A module without parameters to train may exist on one process only.
         if self._runtime.several_processes and any(parameter.requires_grad for parameter in module.parameters()):
             same_program.require_same_module(f"Fabric.{method}()", module)
-
-    def _make_engine(self, module: nn.Module, method: str, optimizers: Sequence[Optimizer], *, compiled: bool) -> None:
-        """Make the engine of a strategy that steps itself; without optimizers it only computes forwards."""
-        if compiled or self._speed.compile is not None:
-            raise MisconfigurationException(
-                f"Fabric(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
-            )
-        self._of_engine = []
-        if method != "setup":
-            return
-        self._check_optimizers(optimizers, method)
-        self._runtime.engine.prepare(owner="Fabric", accumulation=None, clip_norm=None)
-        self._of_engine, _ = self._runtime.engine.make(module, list(optimizers), [])
 
     def _set_matmul_precision(self) -> None:
         if self._speed.matmul_precision is not None:
@@ -445,11 +455,7 @@ class Fabric(RuntimeView):
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
 
-    def _wrapped_optimizers(
-        self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
-    ) -> list[FabricOptimizer]:
-        if not self._runtime.engine.owns_step:
-            self._check_optimizers(optimizers, method, scheduler)
+    def _wrapped_optimizers(self, optimizers: Sequence[Optimizer]) -> list[FabricOptimizer]:
         made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
         self._optimizers.extend(made)
         return made
@@ -457,11 +463,11 @@ class Fabric(RuntimeView):
     def _check_optimizers(
         self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
     ) -> None:
-        """Check that optimizers train modules that were set up; make them fused where the arguments say so."""
+        """Check that optimizers train modules that were set up; make them fused if the arguments say so."""
         fused = self._speed.fused_optimizer
         for optimizer in optimizers:
             replace_parameters(optimizer, self._replaced, method)
-            check_parameters(optimizer, self._modules, method, exchanges=self._runtime.syncs_gradients)
+            check_parameters(optimizer, self._modules, method, self._runtime.engine)
         for optimizer in optimizers:
             if isinstance(optimizer, InBackward):
                 self._runtime.engine.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
@@ -482,7 +488,7 @@ class Fabric(RuntimeView):
         Args:
             tensor: the loss.
             args: for ``Tensor.backward``.
-            model: whose loss it is; only strategies with an engine of their own ask for it.
+            model: the model of the loss; only strategies with an engine of their own need it.
             kwargs: for ``Tensor.backward``.
 
         """
@@ -490,7 +496,8 @@ class Fabric(RuntimeView):
             warn_once(
                 "backward without setup",
                 "Fabric.backward(): no module was set up, so it trains without the precision and the strategy of this "
-                "Fabric. Write model, optimizer = fabric.setup(model, optimizer) before the loop.",
+                "Fabric.",
+                fix="Write model, optimizer = fabric.setup(model, optimizer) before the loop.",
             )
         self._runtime.engine.backward(tensor, *args, **kwargs)
 
@@ -506,8 +513,8 @@ class Fabric(RuntimeView):
         """Limit the gradients of an optimizer's parameters.
 
         Args:
-            module: whose parameters they are.
-            optimizer: whose gradients to clip.
+            module: the module of these parameters.
+            optimizer: the optimizer of these parameters.
             clip_val: the largest size of each element.
             max_norm: the largest norm of all gradients together.
             norm_type: of the norm.
@@ -521,9 +528,11 @@ class Fabric(RuntimeView):
 
         """
         if (clip_val is None) == (max_norm is None):
-            raise ValueError(
-                f"Fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}): give one of the two: clip_val "
-                "limits each element, max_norm the norm of all."
+            raise make_error(
+                ValueError,
+                f"Fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}):",
+                fix="give one of the two: clip_val limits each element, max_norm the norm of all.",
+                argument="clip_val",
             )
         optimizer = unwrapped(optimizer)
         parameters = to_clip(optimizer, "Fabric.clip_gradients()")
@@ -552,8 +561,10 @@ class Fabric(RuntimeView):
         """
         module = compiled_of(module)[0]
         if not isinstance(module, FabricModule):
-            raise TypeError(
-                f"Fabric.no_backward_sync({type(module).__name__}): pass the module that fabric.setup() returned."
+            raise make_error(
+                TypeError,
+                f"Fabric.no_backward_sync({type(module).__name__}):",
+                fix="pass the module that fabric.setup() returned.",
             )
         return self._runtime.no_sync(module._wrapped) if enabled else nullcontext()
 
@@ -679,7 +690,7 @@ class Fabric(RuntimeView):
         Args:
             name: of the value.
             value: a number or a tensor with one element, which is read from the device now.
-            step: where it belongs.
+            step: the step of the value.
 
         """
         self.log_dict({name: value}, step=step)
@@ -725,8 +736,7 @@ class Fabric(RuntimeView):
             strict: raise for a name that the file does not have, and for weights that do not fit.
             weights_only: False reads Python objects too, which can run code: only for files you trust.
 
-        Returns:
-            what the file has beyond ``state``; all of it without ``state``.
+        Returns: the entries of the file that are not in ``state``; all of them without ``state``.
 
         Raises:
             KeyError: the file does not have one of the names.
@@ -758,9 +768,13 @@ class Fabric(RuntimeView):
         check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
         missing = [name for name in state if name not in contents]
         if missing and strict:
-            raise KeyError(
-                f"{os.fspath(path)} has no {missing[0]!r}.{did_you_mean(missing[0], contents)} It has: "
-                f"{', '.join(map(repr, contents))}. Leave the name out of state, or pass strict=False."
+            raise make_error(
+                KeyError,
+                f"{os.fspath(path)} has no {missing[0]!r}.",
+                fix=(
+                    f"{did_you_mean(missing[0], contents)} It has: {', '.join(map(repr, contents))}. Leave the name "
+                    "out of state, or pass strict=False."
+                ),
             )
         rest = dict(contents)
         for name in [name for name in state if name in contents]:
@@ -823,16 +837,18 @@ def _listed(value: Any) -> list[Any]:
 def _as_number(name: str, value: object) -> Any:
     if isinstance(value, list | tuple | dict | str):
         kind = type(value).__name__
-        raise ValueError(
-            f"fabric.log({name!r}, {value!r:.80}): `{kind}` values cannot be logged. Log one number by its name, and "
-            "several with log_dict({name: number, ...})."
+        raise make_error(
+            ValueError,
+            f"fabric.log({name!r}, {value!r:.80}): `{kind}` values cannot be logged.",
+            fix="Log one number by its name, and several with log_dict({name: number, ...}).",
         )
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
-        raise ValueError(
-            f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}. Log one number, for instance "
-            "its mean: value.mean()."
+        raise make_error(
+            ValueError,
+            f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}.",
+            fix="Log one number, for instance its mean: value.mean().",
         )
     return value.item()
 
@@ -851,9 +867,11 @@ def _collect(state: object, filter: Any, strategy: Strategy) -> dict[str, Any]:
     check.instance("Fabric.save", "filter", filter, dict, "a dict of names and functions", allow_none=True)
     for name, function in (filter or {}).items():
         if name not in state:
-            raise ValueError(
-                f"Fabric.save(filter={{{name!r}: ...}}): state has no {name!r}.{did_you_mean(name, state)} "
-                f"It has: {', '.join(map(repr, state))}."
+            raise make_error(
+                ValueError,
+                f"Fabric.save(filter={{{name!r}: ...}}): state has no {name!r}.",
+                fix=f"{did_you_mean(name, state)} It has: {', '.join(map(repr, state))}.",
+                argument="filter",
             )
         check.callable_("Fabric.save", f"filter[{name!r}]", function, allowed="a function of (key, value)")
     contents: dict[str, Any] = {}

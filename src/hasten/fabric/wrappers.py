@@ -1,4 +1,4 @@
-"""What Fabric's setup returns: wrappers around the user's module, optimizer and loader."""
+"""Wrappers around the user's module, optimizer and loader, which Fabric's setup returns."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from torch.utils.data import DataLoader
 
 from hasten._lib import torch_private
 from hasten._lib.device import copies_in_background, is_host
-from hasten._lib.errors import shorten
+from hasten._lib.errors import make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
 from hasten.data.divided import DividedDataset
 from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
-    from hasten.strategies.base import Sharding
+    from hasten.strategies.base import Sharding, StepEngine
     from hasten.strategies.recorded_steps import RecordedSteps
 
 # Always run through the strategy: the steps of a LightningModule.
@@ -41,7 +40,7 @@ class FabricModule(nn.Module):
     It shares parameters, buffers, children, names and state with the user's module; attributes are set there.
     """
 
-    # What the strategy made of the user's module; that module itself on a single device.
+    # The module that the strategy returned for the user's module; the same module on a single device.
     _wrapped: nn.Module
 
     def __init__(
@@ -97,15 +96,19 @@ class FabricModule(nn.Module):
 
         """
         if not isinstance(method, (str, MethodType)):
-            raise TypeError(f"mark_forward_method({method!r}): use a method or its name.")
+            raise make_error(TypeError, f"mark_forward_method({method!r}):", fix="use a method or its name.")
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
-            raise ValueError("mark_forward_method('forward'): forward needs no mark. Call the module itself.")
+            raise make_error(
+                ValueError, "mark_forward_method('forward'): forward needs no mark.", fix="Call the module itself."
+            )
         kind = type(self.module)
         if not inspect.ismethod(getattr(self.module, name, None)):
             methods = [known for known in dir(kind) if not known.startswith("_")]
             hint = did_you_mean(name, methods)
-            raise AttributeError(f"mark_forward_method({name!r}): {kind.__name__} has no such method.{hint}")
+            raise make_error(
+                AttributeError, f"mark_forward_method({name!r}): {kind.__name__} has no such method.", fix=hint
+            )
         self._marked.add(name)
 
     # -- methods of the user's module, which may override them
@@ -195,9 +198,10 @@ def _only_scaled_backward(function: Callable[..., Any], runtime: Runtime) -> Cal
 
     def check(gradient: Tensor) -> None:
         if not runtime.engine.in_backward:
-            raise RuntimeError(
-                f"loss.backward() with precision={runtime.precision.precision!r}: the loss must be scaled first. "
-                "Call fabric.backward(loss)."
+            raise make_error(
+                RuntimeError,
+                f"loss.backward() with precision={runtime.precision.precision!r}: the loss must be scaled first.",
+                fix="Call fabric.backward(loss).",
             )
 
     def watch(tensor: Tensor) -> Tensor:
@@ -218,9 +222,11 @@ def _refusing_forward(original: nn.Module, method: Callable[..., Any], name: str
 
     def refuse(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{type(original).__name__}.{name}() calls forward, and the strategy would not see it: gradients "
-                f"would stay on this process. Call model.mark_forward_method({name!r}) after setup()."
+                "would stay on this process.",
+                fix=f"Call model.mark_forward_method({name!r}) after setup().",
             )
 
     @functools.wraps(method)
@@ -318,11 +324,11 @@ class FabricDataLoader:
         steps: RecordedSteps | None = None,
     ) -> None:
         self._dataloader = loader
-        # Given where the device records operations, which run between two batches.
+        # Set if the device records operations, which run between two batches.
         self._steps = steps
         # Which processes must read the same batches.
         self._sharding = sharding
-        # Where batches are moved to; None for nowhere.
+        # The device to which batches are moved; None if they are not moved.
         self.device = device
         self._epoch = 0
 
@@ -388,7 +394,7 @@ def unwrapped(obj: object) -> Any:
 
 
 def set_up_twice(kind: str, method: str) -> ValueError:
-    return ValueError(f"Fabric.{method}(): this {kind} was set up already. Pass the original, once.")
+    return make_error(ValueError, f"Fabric.{method}(): this {kind} was set up already.", fix="Pass the original, once.")
 
 
 def check_optimizer(optimizer: object, method: str) -> None:
@@ -398,53 +404,44 @@ def check_optimizer(optimizer: object, method: str) -> None:
         return
     hint = " Pass a scheduler as scheduler=...." if hasattr(optimizer, "get_last_lr") else ""
     if isinstance(optimizer, type):
-        raise TypeError(
-            f"Fabric.{method}(): {optimizer.__name__} is a class, not an optimizer. Make one: "
-            f"{optimizer.__name__}(module.parameters(), lr=...)."
+        raise make_error(
+            TypeError,
+            f"Fabric.{method}(): {optimizer.__name__} is a class, not an optimizer.",
+            fix=f"Make one: {optimizer.__name__}(module.parameters(), lr=...).",
         )
     if hasattr(optimizer, "dataset") or hasattr(optimizer, "batch_sampler"):
         hint = " Give loaders to fabric.setup_dataloaders(loader)."
     if isinstance(optimizer, nn.Module) and method == "setup":
         hint = " The module comes first, then its optimizers: fabric.setup(module, optimizer)."
-    raise TypeError(f"Fabric.{method}(): a {type(optimizer).__name__} is not an optimizer.{hint}")
-
-
-def check_devices(module: nn.Module, method: str) -> None:
-    placed: dict[torch.device, str] = {}
-    for name, parameter in module.named_parameters():
-        placed.setdefault(parameter.device, name)
-    if (empty := placed.get(torch.device("meta"))) is not None:
-        raise ValueError(
-            f"Fabric.{method}(): the parameter {empty!r} is on the meta device and has no values to move. Fill the "
-            "module first: module.to_empty(device=fabric.device), then load its weights."
-        )
-    if len(placed) > 1:
-        rank_zero_warn(
-            f"Fabric.{method}(): the module has parameters on {', '.join(map(str, placed))}, and all are moved to one "
-            "device. Pass move_to_device=False to leave them where they are."
-        )
+    raise make_error(TypeError, f"Fabric.{method}(): a {type(optimizer).__name__} is not an optimizer.", fix=hint)
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[Tensor, Tensor], method: str) -> None:
-    """Have an optimizer that was made before its module was sharded train the shards."""
+    """Make an optimizer that was created before its module was sharded train the shards."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in replaced and optimizer.state.get(parameter):
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"Fabric.{method}(): {type(optimizer).__name__} holds the state of whole parameters, which are "
-                    "sharded now. Set it up before its first step, or load its state after setup with fabric.load()."
+                    "sharded now.",
+                    fix="Set it up before its first step, or load its state after setup with fabric.load().",
                 )
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
 
 
-def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, *, exchanges: bool) -> None:
-    """Raise ValueError if an optimizer trains a module that was not set up.
+def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, engine: StepEngine) -> None:
+    """Raise if an optimizer trains a module that was not set up.
 
     Args:
         optimizer: the user's optimizer.
         modules: the modules that were set up.
         method: "setup" or "setup_optimizers".
-        exchanges: whether gradients are averaged over the processes, those of the modules only.
+        engine: what computes gradients.
+
+    Raises:
+        ValueError: it trains none of the module that it is set up with.
+        MisconfigurationException: the gradients of its other parameters would not be averaged over the processes.
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -454,13 +451,13 @@ def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str
     kind = type(optimizer).__name__
     wrong = f"Fabric.{method}(): {len(outside)} of the {len(parameters)} parameters of {kind} "
     if method == "setup" and outside and known.isdisjoint(map(id, parameters)):
-        raise ValueError(
-            f"{wrong}do not belong to the module given with it ({type(modules[-1]).__name__}). "
-            f"Write {kind}(model.parameters(), ...) with that module, after any change of its layers."
+        raise make_error(
+            ValueError,
+            f"{wrong}do not belong to the module given with it ({type(modules[-1]).__name__}).",
+            fix=f"Write {kind}(model.parameters(), ...) with that module, after any change of its layers.",
         )
     # In setup, another module of the same optimizer may follow; setup_optimizers comes after all of them.
-    if method == "setup_optimizers" and outside and exchanges:
-        raise ValueError(
-            f"{wrong}belong to no module that was set up, so each process would train them alone. "
-            "Call model = fabric.setup_module(model) first."
+    if method == "setup_optimizers" and outside:
+        engine.refuse_outside(
+            f"{wrong}belong to no module that was set up", "Call model = fabric.setup_module(model) first."
         )

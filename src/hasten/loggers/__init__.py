@@ -1,4 +1,7 @@
-"""Loggers: where the values given to ``self.log`` are written."""
+"""Loggers: where the values given to ``self.log`` are written.
+
+They receive Python numbers and paths, and must not import ``hasten.loops``, ``hasten.module`` or ``hasten.trainer``.
+"""
 
 from __future__ import annotations
 

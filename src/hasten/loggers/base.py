@@ -1,4 +1,4 @@
-"""Logger: what every logger can do, and what those share that start a run or upload checkpoints."""
+"""Base classes of loggers: of all, of those that start a run, and of those that upload checkpoints."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Logger(ABC):
 
         Args:
             params: names and values.
-            args: what a logger takes besides, such as metrics to show beside them.
+            args: further arguments of a logger, such as metrics to show with the hyper-parameters.
             kwargs: the same by name.
 
         """
@@ -191,7 +191,7 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
     @functools.wraps(function)
     def experiment(self: Any) -> Any:
-        return function(self) if rank_zero_only.rank == 0 else DummyExperiment()  # type: ignore[attr-defined]
+        return function(self) if rank_zero_only.rank == 0 else DummyExperiment()
 
     return experiment
 
@@ -210,7 +210,7 @@ class StartedLogger(Logger, Generic[T]):
             RuntimeError: the service cannot be reached or refuses the run.
 
         """
-        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+        if rank_zero_only.rank != 0:
             return DummyExperiment()  # type: ignore[return-value]
         if self._experiment is None:
             self._experiment = self._start()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.elsewhere import conventions
@@ -43,7 +44,7 @@ class CometLogger(UploadingLogger):
 
     Args:
         api_key: key of your account; ``$COMET_API_KEY`` or Comet's configuration file by default.
-        workspace: name of the workspace; that of the account by default.
+        workspace: name of the workspace; by default the account's.
         project: name of the project.
         experiment_key: key of the experiment, 32 to 50 letters and digits; an existing one is continued.
         mode: "get_or_create" (default), "get" (it must exist) or "create" (it must not).
@@ -92,7 +93,7 @@ class CometLogger(UploadingLogger):
         given: dict[str, Any] = {**kwargs, "project": project, "online": online}
         for old, new in _OLDER_NAMES.items():
             if old in given:
-                rank_zero_warn(f"CometLogger({old}=...) is an older name. Write {new}=.", DeprecationWarning)
+                rank_zero_warn(f"CometLogger({old}=...) is an older name.", DeprecationWarning, fix=f"Write {new}=.")
                 value = given.pop(old)
                 if given.get(new) is None:
                     given[new] = not value if old == "offline" else value
@@ -119,9 +120,10 @@ class CometLogger(UploadingLogger):
         except TypeError:
             raise
         except Exception as error:  # Comet has many, some of them ValueError
-            raise RuntimeError(
-                f"CometLogger: Comet did not start an experiment: {error}. Log in with `comet login` or pass api_key=, "
-                "or write an archive with CometLogger(online=False)."
+            raise make_error(
+                RuntimeError,
+                f"CometLogger: Comet did not start an experiment: {error}.",
+                fix="Log in with `comet login` or pass api_key=, or write an archive with CometLogger(online=False).",
             ) from error
         self._experiment_key = experiment.get_key()
         self._project = experiment.project_name

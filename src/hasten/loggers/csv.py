@@ -28,7 +28,7 @@ _SMALL_BYTES = 64 * 1024
 
 
 class _Table:
-    """A CSV file on a local disk. At any moment it is one table, but for an unfinished last line after a kill."""
+    """A CSV file on a local disk. It is always one valid table, except for an unfinished last line after a kill."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -162,8 +162,8 @@ class ExperimentWriter:
             starts_over = conventions.current().csv_starts_over
             what = "The rows in its {} are removed" if starts_over else "New rows are appended to its {}"
             rank_zero_warn(
-                f"Experiment logs directory {log_dir} exists and is not empty. {what.format(self.NAME_METRICS_FILE)}; "
-                "give another version= to keep runs apart."
+                f"Experiment logs directory {log_dir} exists and is not empty. {what.format(self.NAME_METRICS_FILE)};",
+                fix="give another version= to keep runs apart.",
             )
             if starts_over and exists(self.metrics_file_path):
                 system = self._fs if is_url(log_dir) else None

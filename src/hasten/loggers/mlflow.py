@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
 from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, flat, plain, with_prefix
@@ -33,7 +34,7 @@ _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "a
 
 
 def resolve_tags() -> Callable[[dict[str, Any] | None], Any]:
-    """Return MLflow's function that adds tags such as the commit; without it, tags stay as they are."""
+    """Return MLflow's function that adds tags such as the commit; without it, tags do not change."""
     try:
         context = importlib.import_module("mlflow.tracking.context.registry")
     except ImportError:
@@ -126,9 +127,11 @@ class MLFlowLogger(UploadingLogger):
                 client.update_run(self._run_id, status="RUNNING")
         except Exception as error:
             asked = "" if self._run_id is None else f", run_id={self._run_id!r}"
-            raise RuntimeError(
-                f"MLFlowLogger(tracking_uri={self._tracking_uri!r}{asked}): MLflow cannot use this store: {error}. "
-                'Check the server and the run, or use a local database: tracking_uri="sqlite:///mlflow.db".'
+            raise make_error(
+                RuntimeError,
+                f"MLFlowLogger(tracking_uri={self._tracking_uri!r}{asked}): MLflow cannot use this store: {error}.",
+                fix='Check the server and the run, or use a local database: tracking_uri="sqlite:///mlflow.db".',
+                argument="tracking_uri",
             ) from error
         self._is_running = True
         return client
@@ -193,8 +196,8 @@ class MLFlowLogger(UploadingLogger):
             if isinstance(value, str):
                 warn_once(
                     f"mlflow text {name}",
-                    f"MLFlowLogger: {name}={value!r} is text, which MLflow does not take as a value; it is left out. "
-                    "Use logger.experiment.set_tag(logger.run_id, ...).",
+                    f"MLFlowLogger: {name}={value!r} is text, which MLflow does not take as a value; it is left out.",
+                    fix="Use logger.experiment.set_tag(logger.run_id, ...).",
                 )
                 continue
             number = value.item() if isinstance(value, Tensor) else value
@@ -218,7 +221,8 @@ class MLFlowLogger(UploadingLogger):
             changed = ", ".join(f"{name}={text} (was {stored[name]})" for name, text in kept.items())
             rank_zero_warn(
                 f"MLFlowLogger: the run {self._run_id} has other hyper-parameters, which MLflow does not change: "
-                f"{changed}. Leave out run_id= to start a new run."
+                f"{changed}.",
+                fix="Leave out run_id= to start a new run.",
             )
         new = [param(key=name, value=text) for name, text in texts.items() if name not in stored]
         for part in _parts(new, _PARAMS_PER_CALL):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten._lib.tree import move_to, readable_by_jit
@@ -32,8 +33,8 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         name: name of the experiment, a folder; None or "" for none.
         version: which run it is: N for ``version_N``, or a folder name; the next free N by default.
         log_graph: write the module's graph; it needs ``example_input_array``.
-        default_hp_metric: write ``hp_metric`` = -1 with hyper-parameters that come without values, as
-            TensorBoard shows them only beside some value.
+        default_hp_metric: write ``hp_metric`` = -1 with hyper-parameters that come without values, because TensorBoard
+            shows them only together with some value.
         prefix: put before every name, with "-" between.
         sub_dir: folder below the version, for the event files.
         **kwargs: passed to ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs``.
@@ -112,9 +113,13 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             try:
                 experiment.add_scalar(name, value.item() if isinstance(value, Tensor) else value, step)
             except Exception as error:
-                raise ValueError(
-                    f"TensorBoardLogger cannot log {name!r} = {value!r}. Log a number, a tensor of one element, "
-                    "or a dict of numbers; anything else through logger.experiment."
+                raise make_error(
+                    ValueError,
+                    f"TensorBoardLogger cannot log {name!r} = {value!r}.",
+                    fix=(
+                        "Log a number, a tensor of one element, or a dict of numbers; anything else through "
+                        "logger.experiment."
+                    ),
                 ) from error
 
     @rank_zero_only
@@ -125,7 +130,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
 
         Args:
             params: dict or Namespace.
-            metrics: values to show beside them, by name, or one number for ``hp_metric``.
+            metrics: values to show with them, by name, or one number for ``hp_metric``.
             step: index of the optimizer step for these values.
 
         """
@@ -156,8 +161,8 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             return
         found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
         rank_zero_warn(
-            f"TensorBoardLogger(log_graph=True): the graph of {type(model).__name__} is not logged, {found}. Set "
-            "self.example_input_array in its __init__: a tensor, or a tuple of forward's positional arguments."
+            f"TensorBoardLogger(log_graph=True): the graph of {type(model).__name__} is not logged, {found}.",
+            fix="Set self.example_input_array in its __init__: a tensor, or a tuple of forward's positional arguments.",
         )
 
     @rank_zero_only

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, plain, with_prefix
@@ -40,8 +40,8 @@ class WandbLogger(UploadingLogger):
         experiment: a run that is already started.
         prefix: put before every name, with "-" between.
         checkpoint_name: name of the artifact; "model-<id>" by default.
-        add_file_policy: "mutable" copies a checkpoint before it is sent; "immutable" sends the file itself, which
-            must then stay as it is.
+        add_file_policy: "mutable" copies a checkpoint before it is sent; "immutable" sends the file itself, which must
+            then not change.
         **kwargs: passed to ``wandb.init``, such as ``entity``, ``group``, ``tags``.
 
     Raises:
@@ -86,8 +86,9 @@ class WandbLogger(UploadingLogger):
         need("wandb", purpose="WandbLogger")
         if offline and log_model:
             raise MisconfigurationException(
-                f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline. Leave "
-                "out one of the two."
+                f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline.",
+                fix="Leave out one of the two.",
+                argument="log_model",
             )
         check.one_of("WandbLogger", "add_file_policy", add_file_policy, ("mutable", "immutable"))
         folder = save_dir if save_dir is not None else dir
@@ -131,8 +132,8 @@ class WandbLogger(UploadingLogger):
         wandb = need("wandb", purpose="WandbLogger")
         if wandb.run is not None:
             rank_zero_warn(
-                f"WandbLogger: the W&B run {wandb.run.id} is open in this program, and this logger continues it. "
-                "Call wandb.finish() before making the logger to start a new run."
+                f"WandbLogger: the W&B run {wandb.run.id} is open in this program, and this logger continues it.",
+                fix="Call wandb.finish() before making the logger to start a new run.",
             )
             return wandb.run
         if self._attach_id is not None:
@@ -145,9 +146,10 @@ class WandbLogger(UploadingLogger):
         try:
             run = wandb.init(**self._init)
         except wandb.Error as error:
-            raise RuntimeError(
-                f"WandbLogger: W&B did not start a run: {error}. Log in with `wandb login`, or write files only with "
-                "WandbLogger(offline=True)."
+            raise make_error(
+                RuntimeError,
+                f"WandbLogger: W&B did not start a run: {error}.",
+                fix="Log in with `wandb login`, or write files only with WandbLogger(offline=True).",
             ) from error
         if not hasattr(run, "define_metric"):
             return run  # of an old version of W&B
@@ -258,7 +260,7 @@ class WandbLogger(UploadingLogger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Log histograms of gradients or parameters as training goes on; this reads them from the device.
+        """Log histograms of gradients or parameters during training; this reads them from the device.
 
         Args:
             model: the module.
@@ -322,7 +324,7 @@ class WandbLogger(UploadingLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        if rank_zero_only.rank == 0:
             # A run belongs to W&B's own process: another process of ours attaches to it there. It must have begun.
             run = self.experiment
             state["_attach_id"] = getattr(run, "_attach_id", None)

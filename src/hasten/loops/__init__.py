@@ -1,1 +1,4 @@
-"""What happens during a run. Read ``fit`` first."""
+"""What happens during a run: fit, evaluate, predict. Read ``fit`` first.
+
+A loop works on a ``Run``, and must not import ``hasten.trainer``, ``hasten.fabric`` or ``hasten.callbacks``.
+"""

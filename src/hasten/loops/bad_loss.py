@@ -1,7 +1,7 @@
-"""Losses that are not finite: reported when values are on the host anyway, or kept away from the weights on request.
+"""Losses that are not finite: reported once values are on the host anyway; on request the step is skipped.
 
-With ``on_bad_loss="warn"``, the default, a step does nothing for it: the latest loss travels with the values for the
-loggers. Otherwise a ``Guard`` reads, before each optimizer step, whether loss and gradients are finite.
+With ``on_bad_loss="warn"``, the default, a step costs nothing more: the latest loss is copied together with the values
+for the loggers. Otherwise a ``Guard`` reads, before each optimizer step, whether loss and gradients are finite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib import torch_private
-from hasten._lib.errors import BadLossError
+from hasten._lib.errors import BadLossError, make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of
 from hasten.loops.saved_state import SavedBuffers, StepState
@@ -32,12 +32,13 @@ MOST_RETURNS = 5
 # Optimizer steps between two states saved for "rewind", where no logging interval is set.
 SAVE_EVERY = 50
 
-# How bad a step is: all is finite, a gradient is not, the loss is not. The worst of all processes counts.
+# How bad a step is: everything is finite, a gradient is not finite, or the loss is not finite. The worst of all
+# processes counts.
 _FINE, _BAD_GRADIENT, _BAD_LOSS = range(3)
 
 
 class StepSkipped(BaseException):
-    """Leaves a closure whose loss is bad, past any ``except Exception`` of a user, and with it the step."""
+    """Leaves the closure and the step of a bad loss; a user's ``except Exception`` does not catch it."""
 
 
 class LossReport:
@@ -48,7 +49,7 @@ class LossReport:
         self._finite_at: int | None = None
 
     def loss(self, value: float, step: int, epoch: int | None) -> None:
-        """Take the loss of a step, as ``training_step`` returned it."""
+        """Check the loss of a step, as ``training_step`` returned it."""
         if math.isfinite(value):
             self._finite_at = step
         elif "loss" not in self._reported:
@@ -56,13 +57,16 @@ class LossReport:
             where = "" if epoch is None else f" (epoch {epoch + 1})"
             before = "" if self._finite_at is None else f"; at step {self._finite_at} it was finite"
             rank_zero_warn(
-                f"The loss of training_step is {value} at step {step}{where}{before}. One such step can make "
-                "all weights nan. Trainer(on_bad_loss='stop') ends the run before it and names the layer, "
-                "on_bad_loss='skip' leaves it out."
+                f"The loss of training_step is {value} at step {step}{where}{before}. One such step can make all "
+                "weights nan.",
+                fix=(
+                    "Trainer(on_bad_loss='stop') ends the run before it and names the layer, on_bad_loss='skip' leaves "
+                    "it out."
+                ),
             )
 
     def logged(self, hook: str, stage: str, name: str, value: float) -> None:
-        """Take a logged value that is called a loss and is not finite."""
+        """Receive a logged value that is called a loss and is not finite."""
         if stage not in self._reported:
             self._reported.add(stage)
             rank_zero_warn(
@@ -75,12 +79,12 @@ class Guard:
     """Lets an optimizer step only if loss and gradients are finite.
 
     Before each step one number is read from the device, and with several processes one is exchanged, so that all skip
-    the same steps. A skipped step counts as one: schedules, limits and loggers go on.
+    the same steps. A skipped step counts as a step: schedules, limits and loggers continue.
 
     Args:
         run: the run.
         mode: "stop", "skip" or "rewind".
-        state: of the run that is resumed, as ``state_dict`` returned it.
+        state: the state of the interrupted run, as ``state_dict`` returned it.
 
     """
 
@@ -97,7 +101,7 @@ class Guard:
         self._last = ""
         self._windows = self._skipped = self._in_a_row = self._returns = self._reported = 0
         self._saved: _SavedTraining | None = None
-        # Buffers before a resumed accumulation, whose first batches may be bad.
+        # Buffers at the start of a resumed accumulation, whose first batches may be bad.
         self._buffers_before: dict[str, Tensor] = {}
         if state is not None:
             self._windows, self._skipped = state["windows"], state["left_out"]
@@ -120,7 +124,7 @@ class Guard:
     def keep_state(self) -> None:
         """Save the present state to return to, with "rewind"; a run resumed from here does the same."""
         if self._mode == "rewind":
-            self._saved = None  # Its memory first.
+            self._saved = None  # Free the memory of the old copy first.
             self._saved, self._returns = _SavedTraining(self._run), 0
             if self._run.progress.accumulation_index:
                 self._saved.buffers.use(self._buffers_before or self._before.buffers.changed())
@@ -145,8 +149,8 @@ class Guard:
         return watched
 
     def take(self, loss: Tensor) -> None:
-        """Take a loss that is part of the next step."""
-        # A copy: a recorded graph writes the next one to the same place.
+        """Receive a loss that is part of the next step."""
+        # A copy: a recorded graph writes the next loss to the same memory.
         self._losses.append((self._batch[1], loss.detach().clone()))
 
     def around(
@@ -176,7 +180,7 @@ class Guard:
 
     def one_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
         """Call ``step``, whose closure may leave it by ``StepSkipped``; raise if the weights were changed by then."""
-        # Those with 16 bits are written back in between by what keeps their small updates.
+        # Weights of 16 bits are written back in between by the code that keeps their small updates.
         wide = [p for p in parameters_of(optimizer) if p.dtype in (torch.float32, torch.float64)]
         versions = [p._version for p in wide]
         self._judged = False
@@ -184,12 +188,14 @@ class Guard:
             step()
         except StepSkipped:
             if versions != [p._version for p in wide]:
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"Trainer(on_bad_loss={self._mode!r}): the weights were changed before the closure of "
-                    f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last} Use "
-                    "on_bad_loss='warn'."
+                    f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last}",
+                    fix="Use on_bad_loss='warn'.",
+                    argument="on_bad_loss",
                 ) from None
-            # Now, not within the closure: the optimizer was in the middle of its step.
+            # Rewind now and not within the closure, where the optimizer was in the middle of its step.
             self._rewind()
 
     def judge_losses(self) -> None:
@@ -213,7 +219,7 @@ class Guard:
             )
 
     def after_batch(self) -> None:
-        """Do what is due between two batches, or raise the error that is to end the run."""
+        """Do what is due between two batches, or raise the error that must end the run."""
         if self._end is not None:
             raise self._end
         progress, saved = self._run.progress, self._saved
@@ -265,7 +271,7 @@ class Guard:
         self._in_a_row += 1
         run.window.weight = None
         if optimizer is not None:
-            # Schedulers go on, and torch would warn them of an optimizer that never steps.
+            # Schedulers continue, and torch would warn that their optimizer never steps.
             torch_private.note_step(optimizer)
         self._last = self._describe(here, bad)
         place = ""
@@ -295,11 +301,12 @@ class Guard:
     def _too_often(self, what: str) -> BadLossError:
         return self._error(
             f"{what}, so the run ends here.",
-            " on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps.",
+            "on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps.",
         )
 
-    def _error(self, what: str, advice: str = "") -> BadLossError:
-        return BadLossError(f"Trainer(on_bad_loss={self._mode!r}): {what} {self._last}{advice}")
+    def _error(self, what: str, fix: str = "") -> BadLossError:
+        text = f"Trainer(on_bad_loss={self._mode!r}): {what} {self._last}"
+        return BadLossError(text, fix=fix, argument="on_bad_loss")
 
     def _describe(self, here: int, bad: list[tuple[int, Tensor]]) -> str:
         progress = self._run.progress
@@ -316,7 +323,7 @@ class Guard:
 
 
 class _SavedTraining:
-    """Weights, buffers, optimizer states and the scaler's, to return to. Schedules and counters go on."""
+    """Weights, buffers, optimizer states and the scaler's, to return to. Schedules and counters continue."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -395,7 +402,7 @@ def guard(run: Run) -> Guard | None:
 
 def name_layer(error: BaseException, run: Run, batch: object, batch_idx: int) -> None:
     """Add to an error of ``detect_anomaly=True`` which layer it was."""
-    # On several processes the others are not here, and the step may wait for them.
+    # With several processes the others do not compute this step again, which may wait for them.
     if "returned nan values" in str(error) and not run.runtime.several_processes:
         note = first_bad(run, None, batch, batch_idx, backward=False)
         if note:
@@ -403,7 +410,7 @@ def name_layer(error: BaseException, run: Run, batch: object, batch_idx: int) ->
 
 
 def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
-    """Return a sentence that names what first was not finite when the batch is computed again; or nothing."""
+    """Compute the batch again, and return a sentence that names the first output that is not finite; or ""."""
     found: list[str] = []
     if (path := _bad_in(batch, "batch")) is not None:
         found.append(f"{path} itself is not finite. ")
@@ -413,7 +420,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
         if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
     ]
     # Of a divided module no process computes a batch alone.
-    if found or run.runtime.strategy.sharding.shards_parameters:
+    if found or not run.runtime.engine.computes_alone:
         return found[0] if found else ""
 
     def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
@@ -422,7 +429,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
         side = "output" if _bad_in(inputs, "") is None else "input"
         found.append(f"First not finite: the {side} of {name} ({type(layer).__name__}). ")
 
-    # Calls that end first are looked at first: a part before the whole.
+    # Hooks run when a call ends: the parts of a module are checked before the module itself.
     handles = [
         layer.register_forward_hook(lambda layer, inputs, output, name=name: check(name, layer, inputs, output))
         for name, layer in run.module.named_modules()
@@ -430,10 +437,10 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
     ]
     step = with_batch_idx_if_taken(run.module.training_step)
     step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
-    # Compiled layers run as they were written, and so call their hooks.
+    # Compiled layers run uncompiled, so that their hooks are called.
     as_written = torch.compiler.set_stance("force_eager")
     try:
-        # Anomaly mode also during forward, to have the line of the function shown.
+        # Anomaly mode is on during forward too, so that it can show the line of the function.
         with isolate_rng(), as_written, torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
             if before is not None:
                 before.restore_random()

@@ -35,7 +35,7 @@ def sanity_check(run: Run) -> None:
     run.state.stage = RunningStage.SANITY_CHECKING
     run.hooks.on_sanity_check_start()
     # Training must not depend on whether the check ran.
-    # What it logs is not of this fit.
+    # Values that it logs do not belong to this fit.
     on_row, run.logged.on_row = run.logged.on_row, None
     with isolate_rng(), run.data.validation.limited_to(steps):
         if not run.data.validation.is_off():
@@ -59,7 +59,8 @@ def _warn_of_monitors(run: Run) -> None:
             owner = type(callback).__name__
             rank_zero_warn(
                 f"{owner}(monitor={name!r}): the validation before training logs {', '.join(sorted(logged))}, and no "
-                f"{name!r}. Did you mean {owner}(monitor={near[0]!r})?"
+                f"{name!r}.",
+                fix=f"Did you mean {owner}(monitor={near[0]!r})?",
             )
 
 
@@ -90,13 +91,13 @@ def evaluate(
     if sanity:
         logged.loggers = ()
     logged.start_epoch(stage)
-    # Within a fit, the x axis of steps goes on from one validation to the next.
+    # Within a fit, the x axis of steps continues from one validation to the next.
     logged.steps_before = run.evaluation.steps_before if fitting and not sanity else {}
     run.evaluation.stage, run.evaluation.began_at = stage, progress.evaluated
     try:
         with run.averages.applied(), _in_eval_mode(run, stage), without_gradients(run):
             if fitting and several_processes:
-                # Each process has updated its own running statistics; those of the first are saved.
+                # Each process has updated its own running statistics; a checkpoint saves the first process's.
                 run.runtime.engine.share_buffers(run.wrapped, 0)
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
@@ -121,7 +122,7 @@ def evaluate(
 
 
 def _enter_stage(run: Run, source: StageData) -> None:
-    """Enter the stage of ``source``, and see to it that its loaders are made again when they are due."""
+    """Enter the stage of ``source``, and mark its loaders to be made again when that is due."""
     if run.state.stage != RunningStage.SANITY_CHECKING:
         run.state.stage = RunningStage.TESTING if source.stage == "test" else RunningStage.VALIDATING
         if run.state.fn == TrainerFn.FITTING:
@@ -171,7 +172,8 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
         if source.is_switched_off:
             limit = LIMIT_OF[source.stage]
             rank_zero_warn(
-                f"Trainer.{source.stage}() evaluates nothing, as {limit}=0. Set trainer.{limit} = 1.0 before it."
+                f"Trainer.{source.stage}() evaluates nothing, as {limit}=0.",
+                fix=f"Set trainer.{limit} = 1.0 before it.",
             )
         return []
     check_takes_loader(run.module, "test" if testing else "validation", len(source.load()))
@@ -280,7 +282,7 @@ def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
     """Return inference mode where it can be used, else ``torch.no_grad``."""
     # Within fit neither: what validation keeps (a cached mask, a buffer) may be used in training next.
     fitting = run.state.fn == TrainerFn.FITTING
-    # Nor a compiled step: validation within fit and outside of it would each be compiled.
+    # Nor with a compiled step: validation within fit and outside of it would be compiled separately.
     plain = fitting or run.compiled is not None or not run.arguments.inference_mode
     return torch.no_grad() if plain else run.runtime.strategy.sharding.without_gradients()
 
@@ -381,9 +383,9 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
     step = _step(run, "predict_step", loader_idx if takes_loader else None)
     transfer = make_transfer(run, run.data.predict, loader_idx)
     suffix = (loader_idx,) if several else ()
-    # Those of a whole data set rarely fit on a device.
+    # The predictions for a whole data set rarely fit on a device.
     on_host = is_host(run.runtime.device)
-    # Callbacks that write predictions read in these two hooks of which samples a batch is made.
+    # In these two hooks callbacks that write predictions read which samples are in a batch.
     keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing
     stream: Any = run.data.predict.load()[loader_idx]
     if keeps_indices:

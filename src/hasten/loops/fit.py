@@ -1,4 +1,4 @@
-"""Training: epochs, batches, one step. Read this file first; everything else serves it."""
+"""Training: epochs, batches, steps. Read this file first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, parameters_of
 from hasten.compile.cuda_graphs import CudaGraphSteps
@@ -50,9 +50,9 @@ from hasten.loops.user_code import (
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
-from hasten.optim.fast_step import clears_gradients, is_watched, unchanged
+from hasten.optim.fast_step import is_watched, unchanged
 
-# (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` is the place of the batch in its accumulation
+# (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` says where the batch is in its accumulation
 Step = Callable[[Any, int], Any]
 
 
@@ -85,9 +85,9 @@ def fit(run: Run) -> None:
         return
     if run.arguments.max_epochs_assumed:
         rank_zero_warn(
-            "`max_epochs` was not set: training ends after 1000 epochs. "
-            "Pass max_epochs=..., or max_epochs=-1 for no limit.",
+            "`max_epochs` was not set: training ends after 1000 epochs.",
             PossibleUserWarning,
+            fix="Pass max_epochs=..., or max_epochs=-1 for no limit.",
         )
     if not first_check:
         run.observers.first_epoch.before_start(run)
@@ -114,7 +114,7 @@ def fit(run: Run) -> None:
 
 
 def _check_and_load(run: Run) -> None:
-    """Run the sanity check, then load the training data, and that of validation if the first epoch validates."""
+    """Run the sanity check, then load the training data, and the validation data if the first epoch validates."""
     run.observers.first_epoch.before_start(run)
     sanity_check(run)
     run.state.stage = RunningStage.TRAINING
@@ -173,9 +173,8 @@ def train_epoch(run: Run) -> None:
     if read_by is not None and not progress.last_batch:
         batches = read_by(batches)
 
-    if run.runtime.syncs_gradients and run.wrapped is run.module:
-        # At the start no parameter required gradients, so there was nothing to wrap; a callback may have unfrozen some.
-        run.wrapped = run.runtime.wrap(run.module)
+    if several_processes:
+        run.wrapped = run.runtime.engine.wrap_late(run.module, run.wrapped, run.runtime.wrap)
     run.observers.first_epoch.at_start(run)
     fetches = takes_iterator(run.module.training_step)
     if fetches:
@@ -270,7 +269,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = No
         if run.schedulers:
             epoch.step_schedulers(run, stepped=window.is_end)
 
-        # A checkpoint saved in the hook says that the row is still to come.
+        # A checkpoint saved in the hook records that the row has not been written yet.
         logged.row_is_due = window.is_end and progress.logged_step % epoch.log_every_n_steps == 0
         hooks.on_train_batch_end(outputs, batch, batch_idx)
         if logged.row_is_due:
@@ -369,7 +368,7 @@ def after_batch(run: Run) -> None:
 
 
 class EpochSettings:
-    """What the loop needs for each batch.
+    """The functions and settings that the loop over batches needs.
 
     Args:
         run: the run.
@@ -387,20 +386,20 @@ class EpochSettings:
         self.decide()
 
     def decide(self) -> None:
-        """Choose the functions of a step, and look limits up, as the run is now."""
+        """Choose the functions of a step and read the limits, for the present state of the run."""
         run = self.run
         run.changed = False
         run.observers.pace.drop_sample()
         # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
-        run.window.keeps_gradients = not run.runtime.engine.owns_step and (
+        run.window.keeps_gradients = (
             not run.module.automatic_optimization
             or overrides(run.module, LightningModule, "optimizer_zero_grad")
-            or not all(map(clears_gradients, run.optimizers))
+            or not all(map(run.runtime.engine.clears_gradients, run.optimizers))
         )
         # Batches of an accumulation; batches of the epoch's last accumulation, and the index of its first batch.
         self.accumulation_size, self.tail_size, self.tail_start = schedule.plan_windows(run)
         self.train_step = _train_step(run)
-        # Brings a batch to the device; None where it stays as it is.
+        # Moves a batch to the device; None if batches need not be moved.
         self.transfer = None if takes_iterator(run.module.training_step) else make_transfer(run, run.data.train)
         self.step_schedulers = run.observers.watch("lr_scheduler_step", schedule.step)
         # 0 means never: ``step % inf`` is never 0.
@@ -411,16 +410,16 @@ class EpochSettings:
         self.find_next_validation()
 
     def find_next_validation(self) -> None:
-        """Find the number of batches of the run after which validation may be due, or a scheduler's monitored value."""
+        """Find the number of batches after which validation or a scheduler with a monitored value may be due."""
         run = self.run
         always = schedule.any_monitored(run, "step") or run.data.validation_schedule.per_batch
         self.next_validation = 0 if always else run.data.validation_schedule.next_batch(run)
 
     def begin_batch(self, batch_idx: int, is_last: bool) -> None:
-        """Place the batch in its accumulation; if something has changed, decide again before."""
+        """Set the position of the batch in its accumulation; first decide again if something has changed."""
         run, window, index = self.run, self.run.window, self.run.progress.accumulation_index
         window.is_start = index == 0
-        # After the tail the loader gives more batches than its length: their accumulations are planned, too.
+        # The loader gives more batches than its length, after the last accumulation: plan accumulations for them, too.
         if run.changed or (window.is_start and batch_idx > self.tail_start):
             self.decide()
         window.is_end = is_last or index + 1 >= self.accumulation_size
@@ -459,7 +458,7 @@ def make_step(run: Run) -> Step:
 
 
 def _step_of_kind(run: Run) -> Step:
-    """Return the step: automatic, with a closure, or manual."""
+    """Return the function of a step: automatic, with a closure, or manual."""
     if not run.module.automatic_optimization:
         return _manual_step(run)
     if not run.optimizers:
@@ -473,13 +472,13 @@ def _step_of_kind(run: Run) -> Step:
 
 
 def _needs_closure(run: Run) -> bool:
-    """Return whether the user's code steps: in ``optimizer_step``, in the optimizer, or on its wrapper."""
+    """Return whether the user's code takes part in a step: in ``optimizer_step``, the optimizer, or its wrapper."""
     return (
         overrides(run.module, LightningModule, "optimizer_step")
         or run.runtime.engine.steps_by_program
         or needs_closure(run.optimizers[0])
         or "step" in vars(run.wrapped_optimizers[0])
-        # What watches a step of Lightning finds the gradients before and after it.
+        # Code that hooks optimizer.step expects Lightning's order: gradients are computed inside the step.
         or (run.conventions.optimizer_computes_gradients and is_watched(run.optimizers[0]))
     )
 
@@ -502,7 +501,7 @@ def _automatic_step(run: Run) -> Step:
 
 
 def _closure_step(run: Run) -> Step:
-    """Hand forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
+    """Pass forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
     progress, window, optimizer = run.progress, run.window, run.optimizers[0]
     forward_backward, finish_gradients = _forward_backward(run), _finish_in_closure(run)
     in_step = _finishes_in_step(run)
@@ -518,7 +517,7 @@ def _closure_step(run: Run) -> Step:
             if computed and not window.is_start:
                 batches = run.window.accumulate_grad_batches
                 raise no_accumulation(optimizer, f"Trainer(accumulate_grad_batches={batches})")
-            with torch.enable_grad():  # Some optimizers turn gradients off around all of their step.
+            with torch.enable_grad():  # Some optimizers disable gradients during their whole step.
                 outputs = forward_backward(batch, batch_idx, keep_outputs=True)
             if not in_step:
                 finish_gradients()
@@ -528,8 +527,9 @@ def _closure_step(run: Run) -> Step:
         _step_with_closure(run, batch_idx, compute)
         if in_step and not computed:
             raise MisconfigurationException(
-                f"The closure hasn't been executed: {_who_steps(run)} did not call it, so nothing was trained on batch "
-                f"{batch_idx}. Pass it on: optimizer.step(closure=optimizer_closure)."
+                f"The closure hasn't been executed: {_who_steps(run)} did not call it, so nothing was trained on "
+                f"batch {batch_idx}.",
+                fix="Pass it on: optimizer.step(closure=optimizer_closure).",
             )
         # Each call of optimizer_step counts as one step, for limits and schedules.
         progress.global_step += 1
@@ -560,8 +560,8 @@ def _finish_in_closure(run: Run) -> Callable[[], None]:
 def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | None]) -> None:
     """Call ``optimizer_step`` with a closure that computes loss and gradients; it does not count as a step.
 
-    A user's ``optimizer_step`` decides when gradients are computed. An optimizer finds them there, as after the
-    backward of a plain loop, and its first call of the closure returns the loss without computing again. In programs
+    A user's ``optimizer_step`` decides when gradients are computed. Before an optimizer steps, gradients are computed,
+    as in a plain loop, and its first call of the closure returns the loss without computing it again. In programs
     written for Lightning the optimizer decides, too.
     """
     module, optimizer, progress = run.module, run.optimizers[0], run.progress
@@ -599,7 +599,7 @@ def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | 
 
 
 def _manual_step(run: Run) -> Step:
-    """The user's training_step does all of it."""
+    """The user's training_step computes gradients and steps."""
     hooks, logged, context = run.hooks, run.logged, run.logged.context_of(STEPS["training_step"])
     training_step = _training_step(run)
     graphs = recorded_steps(run)
@@ -615,8 +615,8 @@ def _manual_step(run: Run) -> Step:
             raise
         if not isinstance(output, (Tensor, Mapping, NoneType)):
             raise MisconfigurationException(
-                f"{type(run.module).__name__}.training_step returned a {type(output).__name__}. With manual "
-                "optimization return the loss (a tensor), a dict, or nothing."
+                f"{type(run.module).__name__}.training_step returned a {type(output).__name__}.",
+                fix="With manual optimization return the loss (a tensor), a dict, or nothing.",
             )
         if output is None or hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return {}
@@ -628,7 +628,7 @@ def _manual_step(run: Run) -> Step:
 
 
 def _step_without_optimizer(run: Run) -> Step:
-    """Forward and backward alone: configure_optimizers returned None."""
+    """Only forward and backward: configure_optimizers returned None."""
     forward_backward, progress, window, guard = _forward_backward(run), run.progress, run.window, run.observers.guard
 
     def train_step(batch: Any, batch_idx: int) -> Any:
@@ -649,7 +649,7 @@ def _forward_backward(run: Run) -> micro_batches.ForwardBackward:
     forward_backward = _forward_backward_once(run)
     if micro_batches.enabled(run):
         forward_backward = micro_batches.in_parts(run, forward_backward)
-    elif run.runtime.syncs_gradients:
+    elif run.runtime.several_processes:
         forward_backward = _synced(run, forward_backward)
     return forward_backward if run.observers.guard is None else run.observers.guard.watching(forward_backward)
 
@@ -899,9 +899,11 @@ def _step_late(run: Run) -> None:
     def compute() -> None:
         nonlocal finished
         if finished:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{type(optimizer).__name__}: its step computes the loss again, and the epoch ended before the length "
-                f"of the train dataloader ({type(run.data.train.loaders[0]).__name__}) said. Correct its __len__."
+                f"of the train dataloader ({type(run.data.train.loaders[0]).__name__}) said.",
+                fix="Correct its __len__.",
             )
         finish_gradients()
         finished = True

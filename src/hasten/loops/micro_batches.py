@@ -24,7 +24,7 @@ from hasten.data.loader_parts import with_attributes
 from hasten.hooks import overrides
 from hasten.logged_value import LoggedValue, extreme
 from hasten.logged_values import LoggedValues
-from hasten.loops.processes import host_group, touch
+from hasten.loops.processes import host_group, zero_loss
 from hasten.loops.progress import TrainerFn
 from hasten.loops.saved_state import StepObjects, StepState
 from hasten.loops.user_code import MEMORY_NOTE
@@ -52,7 +52,7 @@ def enabled(run: Run) -> bool:
 
 def exchanges_afterwards(run: Run) -> bool:
     """Return whether a process computes without the others, which it would leave waiting if it ran out of memory."""
-    return enabled(run) and _memory_limits(run).may_fail and run.runtime.syncs_gradients
+    return enabled(run) and _memory_limits(run).may_fail
 
 
 def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
@@ -350,7 +350,7 @@ def sync_gradients(run: Run) -> Callable[[], None]:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # Parameters no part has used stay apart, as DDP(find_unused_parameters=True) expects.
         used = [parameter for parameter in trained if parameter.grad is not None]
-        return touch(used or trained)
+        return zero_loss(used or trained)
 
     return run.runtime.make_exchange(module, run.wrapped, touch_used)
 

@@ -1,4 +1,4 @@
-"""Bring module, data and optimizers to where the loop can start."""
+"""Prepare module, data and optimizers for the loop, and restore a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hasten import optim
 from hasten._lib import torch_private
 from hasten._lib.device import collect_earlier_models, is_host
-from hasten._lib.errors import MisconfigurationException, WrongType
+from hasten._lib.errors import MisconfigurationException, WrongType, add_note
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info, warn_once
@@ -45,6 +45,7 @@ from hasten.module.hparams import logged_hparams
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import AveragedWeights
 from hasten.optim.backward import InBackward
+from hasten.optim.configure import warn_of_none
 from hasten.optim.fused import check_dense, use_fused
 from hasten.precision.matmul import matmul_precision, without_effect
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
@@ -119,7 +120,7 @@ def _find_data_and_loggers(run: Run) -> None:
     assert run.state.fn is not None
     run.data.of(run.state.fn)[0].require()
     for logger in sorted(run.logged.loggers, key=lambda each: not getattr(each, "starts_first", False)):
-        # One that cannot write says so now, and paths that hold its version are known from here on.
+        # A logger that cannot write raises its error now, and paths that contain its version are known from here on.
         getattr(logger, "experiment", None)
 
 
@@ -155,13 +156,13 @@ def _restore_model(
         check_left_to_train(checkpoint, path, run.arguments)
         if run.arguments.speed.batch_size == "auto":
             resume_batch_size(run, checkpoint, datamodule)
-    # States of callbacks too: on_fit_start may depend on them, and an evaluation may use averaged weights.
+    # States of callbacks are restored too: on_fit_start may depend on them, and an evaluation may use averaged weights.
     state.restore(checkpoint, Phase.MODEL, path)
     return checkpoint
 
 
 def _place_and_wrap(run: Run) -> None:
-    """Bring the module to the device, with the optimizers of a fit, and have it called as the run computes."""
+    """Move the module and the optimizers of a fit to the device, and wrap the module's calls."""
     fitting, runtime = run.state.fn == TrainerFn.FITTING, run.runtime
     runtime.place(run.module)
     change_module(run)
@@ -176,7 +177,7 @@ def _go_to_start(run: Run, state: RunState, checkpoint: dict[str, Any] | None, p
     progress = run.progress
     run.metrics.remember()
     if checkpoint is not None:
-        # Before the loaders: which ones a program returns may depend on the epoch.
+        # Before the loaders: the loaders that a program returns may depend on the epoch.
         state.restore(checkpoint, Phase.POSITION, path)
         progress.in_epoch = progress.mid_epoch
     for source in (run.data.train, run.data.validation) if checkpoint is not None else (run.data.train,):
@@ -206,30 +207,29 @@ def _sync_layers(run: Run, sync: LayerSync | None) -> None:
     on_gpu = not is_host(run.runtime.device) and run.runtime.steps is None
     if isinstance(sync, TorchSyncBatchNorm) and not on_gpu and normalizes:
         raise MisconfigurationException(
-            f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on {device!r}. "
-            "Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm."
+            f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on GPUs only, and this run is on {device!r}.",
+            fix="Leave it out, or use a normalization that does not depend on the batch, such as GroupNorm.",
+            argument="sync_batchnorm",
         )
     changed = sync.apply(module)
     run.undo.callback(sync.revert, module)
     if changed is not module:
         raise WrongType(
-            f"{type(sync).__name__}.apply() returned a {type(changed).__name__}. Change the module that it got in "
-            "place, and return that."
+            f"{type(sync).__name__}.apply() returned a {type(changed).__name__}.",
+            fix="Change the module that it got in place, and return that.",
         )
 
 
 @contextmanager
 def _explained_mesh(module: LightningModule) -> Iterator[None]:
-    """Say with an error of ``configure_model`` that there is no device mesh, if that is what it has used."""
+    """If ``configure_model`` failed because it used a device mesh that does not exist, say so in the error."""
     try:
         yield
     except TypeError as error:
         code = getattr(module.configure_model, "__code__", None)
         if "'NoneType' object" in str(error) and code and "device_mesh" in code.co_names and module.device_mesh is None:
-            error.add_note(
-                f"self.device_mesh is None under strategy={module.trainer.strategy.name!r}, which has no mesh. Use "
-                "ModelParallelStrategy."
-            )
+            what = f"self.device_mesh is None under strategy={module.trainer.strategy.name!r}, which has no mesh."
+            add_note(error, what, fix="Use ModelParallelStrategy.")
         raise
 
 
@@ -246,7 +246,7 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
     run.resume.from_batch = run.progress.total_batches
     run.resume.skip_sanity = True
     if ranks := (checkpoint.get("hasten") or {}).get("ranks"):
-        # Without the rest of the checkpoint, which would stay in memory until then.
+        # Keep only this part of the checkpoint: the rest would stay in memory until then.
         own = {"hasten": {"ranks": ranks}}
 
         def restore_random() -> None:
@@ -255,7 +255,7 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
 
         run.resume.restore_random = restore_random
     elif run.progress.mid_epoch:
-        # Lightning keeps no exact position.
+        # Lightning's checkpoints have no exact position.
         run.data.train.stream.start_at(run.progress.batch)
 
 
@@ -268,23 +268,23 @@ def configure_optimizers(run: Run) -> None:
         automatic=module.automatic_optimization,
         steps_schedulers=overrides(module, LightningModule, "lr_scheduler_step"),
     )
-    owns_step = run.runtime.engine.owns_step
-    if optimizers or not owns_step:
-        optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
     check_parameters(run, optimizers)
     optimizers = change_optimizers(run, optimizers)
     run.optimizers, run.schedulers = optimizers, schedulers
     check_optimizers(run)
-    if owns_step:
-        _check_beside_engine(run)
-        optimizers, schedulers = run.runtime.engine.make(module, optimizers, schedulers)
-    take_optimizers(run, optimizers, schedulers)
+    engine, clip_norm = run.runtime.engine, run.arguments.gradient_clip_val or 0.0
+    engine.check_beside(functools.partial(_conflicts_with_engine, run))
+    accumulation = run.window.accumulate_grad_batches if module.automatic_optimization else None
+    engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
+    optimizers, schedulers = engine.make(module, optimizers, schedulers)
+    warn_of_none(optimizers, owner)
+    set_optimizers(run, optimizers, schedulers)
 
 
-def _check_beside_engine(run: Run) -> None:
-    """Refuse what an engine that computes backward and steps does not do; tell it what the arguments say."""
-    arguments, speed, strategy = run.arguments, run.arguments.speed, run.runtime.strategy
-    owner, clip_norm = type(run.module).__name__, arguments.gradient_clip_val or 0.0
+def _conflicts_with_engine(run: Run) -> tuple[tuple[object, str, str], ...]:
+    """Return what an engine that computes backward and steps does not do; see ``StepEngine.check_beside``."""
+    arguments, owner = run.arguments, type(run.module).__name__
     own = {
         name: f"{owner}.{name}()"
         for name in ("backward", "configure_gradient_clipping", "clip_gradients")
@@ -292,15 +292,15 @@ def _check_beside_engine(run: Run) -> None:
     }
     batches, every = run.window.accumulate_grad_batches, arguments.val_check_interval
     splits = isinstance(every, int) and every % batches > 0 and arguments.limit_val_batches != 0
-    for holds, what, why in (
-        ("backward" in own, own.get("backward"), "the engine computes backward. Change the loss in training_step"),
+    return (
+        ("backward" in own, own.get("backward", ""), "the engine computes backward. Change the loss in training_step"),
         (
             len(own.keys() - {"backward"}) > 0,
             next(reversed(own.values()), ""),
             "the engine clips. Use gradient_clip_val",
         ),
         (
-            bool(clip_norm) and arguments.gradient_clip_algorithm == "value",
+            bool(arguments.gradient_clip_val) and arguments.gradient_clip_algorithm == "value",
             "Trainer(gradient_clip_algorithm='value')",
             "the engine clips by norm. Leave it out",
         ),
@@ -310,17 +310,12 @@ def _check_beside_engine(run: Run) -> None:
             f"Trainer(val_check_interval={every}, accumulate_grad_batches={batches})",
             f"checkpoints after validation cannot hold an open accumulation. Use a multiple of {batches}",
         ),
-        (_settings(run) is not None, "Trainer(compile=...) or a compiled module", "leave it out"),
-        (speed.memory == "auto", "Trainer(memory='auto')", "use 'selective' or 'full'"),
-    ):
-        if holds:
-            raise MisconfigurationException(f"{what} and strategy={strategy.name!r}: {why}.")
-    accumulation = batches if run.module.automatic_optimization else None
-    strategy.engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
+        (arguments.speed.memory == "auto", "Trainer(memory='auto')", "use 'selective' or 'full'"),
+    )
 
 
-def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
-    """Have a run train with these optimizers and schedulers; with others from when their lists change."""
+def set_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
+    """Make a run train with these optimizers and schedulers, and with others once their lists change."""
     run.optimizers = WatchedList(optimizers, lambda: _optimizers_changed(run))
     run.schedulers = WatchedList(schedulers, lambda: setattr(run, "changed", True))
     run.averages = AveragedWeights(optimizers)
@@ -330,7 +325,7 @@ def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSc
 
 
 def _optimizers_changed(run: Run) -> None:
-    """Go on with the optimizers that are in the list now."""
+    """Continue with the optimizers that are in the list now."""
     before = {id(wrapped.optimizer): wrapped for wrapped in run.wrapped_optimizers}
     optim.check_assigned(run.optimizers, automatic=run.module.automatic_optimization)
     new = change_optimizers(run, [one for one in run.optimizers if id(one) not in before])
@@ -377,7 +372,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
 
 
 def _then(closure: Callable[[], Any], finish: Callable[[], None]) -> Callable[[], Any]:
-    """Return a closure that finishes the gradients which the user's has computed."""
+    """Return a closure that calls the user's closure and then finishes the gradients."""
 
     def closure_and_finish() -> Any:
         loss = closure()
@@ -413,7 +408,7 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
 
 
 def follow_arguments(run: Run, optimizer: InBackward) -> None:
-    """Have an optimizer that steps in backward clip as the arguments say; refuse what needs gradients after it."""
+    """Apply the arguments for clipping to optimizers that step in backward; refuse what needs gradients afterwards."""
     arguments, speed, batches = run.arguments, run.arguments.speed, run.window.accumulate_grad_batches
     name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
     instead = f"use torch.optim.{name} as it is."
@@ -431,7 +426,8 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
         if holds:
             raise MisconfigurationException(
                 f"in_backward({name}) and {what}: each parameter steps in backward, so the gradients never exist all "
-                f"at once. {remedy}, or {instead}"
+                "at once.",
+                fix=f"{remedy}, or {instead}",
             )
     run.runtime.engine.check_in_backward("Trainer", name)
     for hook in ("on_after_backward", "on_before_optimizer_step"):
@@ -439,7 +435,8 @@ def follow_arguments(run: Run, optimizer: InBackward) -> None:
             warn_once(
                 f"in_backward {hook} {owner}",
                 f"in_backward({name}): each parameter has stepped before {owner}.{hook}() runs, and its gradient is "
-                f"None there. If that hook reads or changes gradients, {instead}",
+                "None there.",
+                fix=f"If that hook reads or changes gradients, {instead}",
             )
     optimizer.clip_value = float(clip_value) if clip_value else None
 
@@ -457,14 +454,14 @@ def remake_loader(
         device: where the run computes.
 
     """
-    # "auto" is a number once it was found; until then the size is the loader's.
+    # "auto" has become a number once it was found; until then the loader's size is used.
     if isinstance(speed.batch_size, int) and stage == "train":
         loader = micro_batches.rebatched(loader, speed.batch_size, name=name)
     if isinstance(speed.num_workers, int):
         loader = with_workers(loader, speed.num_workers, stage=stage, name=name)
     if speed.resident:
-        # Before batching, which then cuts padding off whole batches. With "auto" what cannot be held is read as
-        # before, as it always is where nothing is trained.
+        # Before batching, which then cuts padding off whole batches. With "auto", and always in evaluations, data that
+        # cannot be held in memory is read as before.
         held_on = device if speed.resident == "device" else None
         as_stage = "validate" if speed.resident == "auto" else stage
         loader = resident(loader, device=held_on, stage=as_stage, name=name)
@@ -494,12 +491,15 @@ def change_module(run: Run) -> None:
         kind = run.runtime.device.type
         if kind != "cpu":
             raise MisconfigurationException(
-                f"Trainer(dropout='fast'): on {kind} dropout is one kernel already. Leave it out."
+                f"Trainer(dropout='fast'): on {kind} dropout is one kernel already.",
+                fix="Leave it out.",
+                argument="dropout",
             )
         if not run.undo.enter_context(fast_dropout(module)) and not speed.packed:
             raise MisconfigurationException(
-                f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer. Leave it out; dropout "
-                "within attention is made cheap by packed=True."
+                f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer.",
+                fix="Leave it out; dropout within attention is made cheap by packed=True.",
+                argument="dropout",
             )
     micro_batches.prepare_module(run)
 
@@ -528,15 +528,18 @@ def check_compile(run: Run) -> None:
         asked = f"compile={dict(settings.options)}, " if settings.context is None else ""
         raise MisconfigurationException(
             f"Trainer({asked}packed={run.arguments.speed.packed!r}): a CUDA graph is recorded for one number of "
-            "tokens, and packed batches have another each time. Use compile=True with packed, or batching='length' in "
-            "place of packed: its few widths are recorded once each."
+            "tokens, and packed batches have another each time.",
+            fix=(
+                "Use compile=True with packed, or batching='length' in place of packed: its few widths are recorded "
+                "once each."
+            ),
         )
     run.runtime.engine.check_compile("Trainer")
     check_possible("Trainer", settings, run.runtime.device)
 
 
 def compile_module(run: Run) -> None:
-    """Have the module called compiled until the run ends; ``run.undo`` takes it back."""
+    """Compile the module's calls until the run ends; ``run.undo`` restores them."""
     settings = _settings(run)
     if settings is None:
         return
@@ -545,9 +548,9 @@ def compile_module(run: Run) -> None:
     settings = for_strategy("Trainer", settings, run.module, run.runtime.strategy)
 
     speed, runtime = run.arguments.speed, run.runtime
-    # Batches made by length have few widths, but not one; packed rows are as long as their tokens are many.
+    # Batches made by length have several widths; the length of packed rows is their number of tokens.
     dims = 1 if speed.batching is None and not speed.packed else 2
-    # Another graph than without them.
+    # The graph differs from the one without them.
     changes = (runtime.precision.precision, speed.dropout, speed.memory)
     model = compiled_model(
         run.module, settings, runtime.device, dims=dims, variant=str(changes), packed=bool(speed.packed)

@@ -1,11 +1,11 @@
-"""What processes that train together agree on: where an epoch ends, whether to stop, a batch without a loss."""
+"""Agreements between processes that train together: where an epoch ends, whether to stop, a batch without a loss."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten._lib.device import synchronize
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.extend.origin import comes_from, module_of
 from hasten.loops.schedule import Stopped
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 
 Batches = Iterator[tuple[Any, bool]]
 
-# Processes that all ask to stop after the same batch do so within a moment of each other.
+# Processes that all ask to stop after the same batch do so at nearly the same time.
 _SAME_MOMENT_SECONDS = 2.0
 
 _END: Any = object()
-# For numbers of batches without an end, which JSON and whole numbers do not have.
+# Stands for an infinite number of batches, which JSON and integers do not have.
 _INFINITE = 2.0**52
 _MOST_RANKS = 8
 _ADVICE = "Give each process the same number of batches, or use uneven='stop'."
-# Runs of this process alone are not counted: others may not have them.
+# Runs of one process alone are not counted: other processes may not have them.
 _numbers = itertools.count(1)
 # The state of each process's current batch; the largest counts.
 _MORE, _LAST, _NONE = range(3)
@@ -71,7 +72,7 @@ def check_program(
     return number
 
 
-# Callbacks that only write or show something; a process may have them alone.
+# Callbacks that only write or show something may exist on one process only.
 _ALONE = ("progress", "rich_progress", "monitors", "model_summary", "lambda_function", "prediction_writer")
 
 
@@ -121,14 +122,16 @@ def nothing_to_train(run: Run) -> bool:
     if run.arguments.uneven == "error" and all(end is not None for each, end in ends if not each):
         counts = [0 if each else int(min(end or 0, _INFINITE)) for each, end in ends]
         if len(set(counts)) > 1:
-            raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
+            raise make_error(
+                ValueError, f"Trainer(uneven='error'): {_text_of(counts)}.", fix=_ADVICE, argument="uneven"
+            )
     return any(off)
 
 
 def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     """Agree on how the epoch to come ends, where processes may have different numbers of batches; all call it.
 
-    Returns what the batches of the epoch have to be read by; None where all end together as they are.
+    Returns the function through which the batches of the epoch must be read; None if all processes end together anyway.
 
     Raises:
         ValueError: with ``uneven="error"``, processes have different numbers of batches.
@@ -136,7 +139,7 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     """
     run.limits.number = run.limits.number or next(_numbers)
     train = run.data.train
-    # What an earlier epoch agreed on need not be true of this one.
+    # The agreement of an earlier epoch may not hold for this one.
     train.most_batches = train.agreed_limit = math.inf
     end = train.certain_end
     known = -1.0 if end is None else min(end, _INFINITE)
@@ -156,7 +159,7 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
         return None
     counts = run.runtime.strategy.gather_objects(int(known))
     if run.arguments.uneven == "error":
-        raise ValueError(f"Trainer(uneven='error'): {_text_of(counts)}. {_ADVICE}")
+        raise make_error(ValueError, f"Trainer(uneven='error'): {_text_of(counts)}.", fix=_ADVICE, argument="uneven")
     _warn(_text_of(counts), int(fewest))
     train.most_batches = int(fewest)
     return None
@@ -169,7 +172,7 @@ def check_steps(run: Run) -> None:
         RuntimeError: they did not.
 
     """
-    # What hasten steps itself it steps on all processes.
+    # Steps that hasten takes itself happen on all processes.
     if run.module.automatic_optimization:
         return
     steps = float(run.progress.global_step)
@@ -182,9 +185,11 @@ def _say_steps(run: Run) -> None:
     counts = run.runtime.strategy.gather_objects(run.progress.global_step)
     found = same_program.by_value(counts)
     told = " and ".join(f"{count} on {agreement.format_ranks(ranks)}" for count, ranks in found[:_MOST_RANKS])
-    raise RuntimeError(
-        f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their weights "
-        "are not the same any more. Call optimizer.step() for the same batches on all processes."
+    raise make_error(
+        RuntimeError,
+        f"Trainer.fit(): the processes made different numbers of optimizer steps: global_step is {told}. Their "
+        "weights are not the same any more.",
+        fix="Call optimizer.step() for the same batches on all processes.",
     )
 
 
@@ -199,7 +204,7 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
             batch, is_last = next(batches, (_END, False))
             state = _NONE if batch is _END else _LAST if is_last else _MORE
             worst = torch.tensor(state)
-            # Between the hosts: no device is waited for.
+            # Between the hosts, so that no device has to wait.
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
             if worst.item() != _MORE:
                 _compare(run, batches, state)
@@ -209,14 +214,15 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
             if worst.item() == _LAST:
                 return
     finally:
-        batches.close()  # type: ignore[attr-defined]
+        if isinstance(batches, Generator):
+            batches.close()
 
 
 def _compare(run: Run, batches: Batches, state: int) -> None:
-    """Say which processes have fewer batches than others, when the first of them has no more."""
+    """Report which processes have fewer batches than others, when the first of them has no more."""
     more = state == _MORE
     if more and run.arguments.uneven == "error":
-        # Not every loader knows which batch is its last. What is fetched here is lost, with "error" alone.
+        # Not every loader knows which batch is its last. A batch fetched here is lost, but only with "error".
         more = next(batches, _END) is not _END
     everybody: list[Any] = [None] * run.runtime.world_size
     dist.all_gather_object(everybody, (run.progress.batch + (state != _NONE) + more, more), group=host_group(run))
@@ -225,14 +231,14 @@ def _compare(run: Run, batches: Batches, state: int) -> None:
         return
     text = _text_of(counts, [more for _, more in everybody])
     if run.arguments.uneven == "error":
-        raise RuntimeError(f"Trainer(uneven='error'): {text}. {_ADVICE}")
+        raise make_error(RuntimeError, f"Trainer(uneven='error'): {text}.", fix=_ADVICE, argument="uneven")
     _warn(text, min(counts))
 
 
 def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-    """Yield the batches of an evaluation, fewer where a signal arrived at any process: ``leave_evaluation`` comes next.
+    """Yield the batches of an evaluation; stop early if a signal arrived at any process, before ``leave_evaluation``.
 
-    Where a forward needs all processes, one without batches computes along until all are done.
+    If a forward needs all processes, a process without batches takes part until all are done.
     """
     strategy = run.runtime.strategy
     if not run.runtime.several_processes:
@@ -278,9 +284,11 @@ def leave_evaluation(run: Run) -> None:
 def _check_order(run: Run) -> None:
     orders = run.runtime.strategy.gather_objects(run.runtime.strategy.sharding.forward_order(run.module))
     if len(set(orders)) > 1:
-        raise RuntimeError(
+        raise make_error(
+            RuntimeError,
             f"{run.state.fn}: a process has no batch, and the parts of {type(run.module).__name__} compute in another "
-            "order than they were assigned in. Use a smaller batch_size, so that each process has a batch."
+            "order than they were assigned in.",
+            fix="Use a smaller batch_size, so that each process has a batch.",
         )
 
 
@@ -295,9 +303,9 @@ def host_group(run: Run) -> Group:
 
 
 def agree_after_batch(run: Run, *, validated: bool = False) -> None:
-    """Agree, after a batch, on a signal that arrived at any process; ``should_stop`` is that of all, or put off.
+    """Agree, after a batch, on a signal that arrived at any process; ``should_stop`` is agreed on, or postponed.
 
-    Where one process wants to stop alone, all stop at the next agreement, about a second later.
+    If only one process wants to stop, all stop at the next agreement, about a second later.
     """
     stop, progress = run.limits.stop, run.progress
     if not validated and stop.due(progress.total_batches):
@@ -325,13 +333,13 @@ def skip_epoch(run: Run) -> None:
 def exchange_without_loss(run: Run) -> None:
     """Exchange the gradients of a window whose last batch has no loss on this process: it contributes none.
 
-    Where no process has any, they stay None, as alone: an optimizer leaves such parameters as they are.
+    If no process has a gradient, it stays None, as in one process: an optimizer does not change such parameters.
     """
     trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
     place = f"no-loss/{run.limits.number}/{run.progress.total_batches}"
     if all(parameter.grad is None for parameter in trained):
         agreement.counted(place)
-    loss = touch(trained)
+    loss = zero_loss(trained)
     run.runtime.engine.prepare_backward(loss, run.wrapped)
     loss.backward()
     synchronize(run.runtime.device)
@@ -341,13 +349,13 @@ def exchange_without_loss(run: Run) -> None:
             parameter.grad = None
 
 
-def touch(parameters: Sequence[Tensor]) -> Tensor:
+def zero_loss(parameters: Sequence[Tensor]) -> Tensor:
     """Return a loss whose backward reaches ``parameters`` and adds nothing to their gradients."""
-    result: Tensor = _Touch.apply(*parameters)
+    result: Tensor = _ZeroLoss.apply(*parameters)
     return result
 
 
-class _Touch(torch.autograd.Function):
+class _ZeroLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
@@ -362,9 +370,9 @@ class _Touch(torch.autograd.Function):
 def _warn(counts: str, fewest: int) -> None:
     warn_once(
         "batches-differ-by-rank",
-        f"The train dataloaders of the processes differ in length: {counts}. Every epoch ends after {fewest} on all of "
-        "them, and what the others have left is not read. Give each process the same number of batches to "
-        "train on all of them.",
+        f"The train dataloaders of the processes differ in length: {counts}. Every epoch ends after {fewest} on all "
+        "of them, and what the others have left is not read.",
+        fix="Give each process the same number of batches to train on all of them.",
     )
 
 

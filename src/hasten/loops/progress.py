@@ -1,4 +1,4 @@
-"""What a Trainer is doing."""
+"""The status of a Trainer: which call and which stage are in progress, and how the call went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a run as a checkpoint holds it, and the checkpoint from which a call starts."""
+"""Collect the state of a run for a checkpoint, restore it, and find the checkpoint from which a call starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hasten._lib import FIELD_FORMAT, VERSION
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to, parameters_of
@@ -42,14 +42,14 @@ _SCALER_KEY = "MixedPrecision"
 
 
 class RunState:
-    """What a checkpoint of a run holds: ``collect`` returns it, and ``restore`` restores it phase by phase.
+    """The contents of a run's checkpoint: ``collect`` returns them, and ``restore`` restores them phase by phase.
 
-    The keys are those of Lightning's checkpoints, and ``"hasten"`` for what makes a resumed run exact.
+    The keys are the keys of Lightning's checkpoints, and ``"hasten"`` for what makes a resumed run exact.
 
     Args:
         run: the run.
         callbacks: the Trainer's.
-        datamodule: the one of the run, or None.
+        datamodule: the datamodule of the run, or None.
 
     """
 
@@ -59,7 +59,7 @@ class RunState:
     def collect(self, *, weights_only: bool) -> dict[str, Any]:
         """Return everything a run needs to continue exactly; all processes call it together.
 
-        Inside a batch that is the state in which the batch began, or a RuntimeError where it is not known.
+        Inside a batch this is the state in which the batch began; if that is not known, a RuntimeError is raised.
 
         Args:
             weights_only: leave out what only training needs.
@@ -70,7 +70,7 @@ class RunState:
         with _as_saved(run, weights_only=weights_only), averaged:
             weights = run.runtime.strategy.state.state_dict(run.module)
             if run.averages.optimizers:
-                # The module's own tensors hold the weights of training again in a moment.
+                # The module's own tensors will hold the training weights again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
             checkpoint: dict[str, Any] = {
                 "epoch": run.progress.current_epoch,
@@ -143,7 +143,7 @@ class RunState:
                 runtime.strategy.sharding.to_checkpoint(weight) for weight in run.averages.training_weights
             ]
         if run.observers.levers is not None:
-            # A run that continues from here has the same, whatever is measured or remembered by then.
+            # A run that continues from here uses the same levers, whatever is measured or cached by then.
             own["levers"] = list(run.observers.levers)
         own["history"] = run.observers.history.state_dict(run.resume.earlier.rows)
         return {**checkpoint, "hasten": own}
@@ -164,7 +164,7 @@ class RunState:
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
         own = checkpoint.get("hasten") or {}
-        # Not that of an earlier fit, of which this one is no continuation.
+        # Not the state of an earlier fit that this one does not continue.
         run.observers.history = History()
         if own.get("history") is not None:
             run.observers.history.load_state_dict(own["history"])
@@ -293,17 +293,20 @@ class RunState:
         missing = sorted(key for key in unused if key.partition("{")[0] not in present)
         if missing and self._run.state.fn == TrainerFn.FITTING:
             rank_zero_warn(
-                f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have. "
-                "Add them to Trainer(callbacks=[...]) to go on as before."
+                f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have.",
+                fix="Add them to Trainer(callbacks=[...]) to go on as before.",
             )
 
 
 def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:
     if len(stored) != len(present):
-        raise ValueError(
-            f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}. "
-            "Resume with the configure_optimizers() the run was started with, or load the weights alone: "
-            "Model.load_from_checkpoint(path)."
+        raise make_error(
+            ValueError,
+            f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}.",
+            fix=(
+                "Resume with the configure_optimizers() the run was started with, or load the weights alone: "
+                "Model.load_from_checkpoint(path)."
+            ),
         )
 
 
@@ -331,13 +334,17 @@ def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> 
                 why = (
                     f"the {type(callback).__name__} is not configured to save the best model, or has not saved one yet"
                 )
-            raise ValueError(
-                f'ckpt_path="best": {why}. Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and '
-                "fit first."
+            raise make_error(
+                ValueError,
+                f'ckpt_path="best": {why}.',
+                fix="Write Trainer(callbacks=[ModelCheckpoint(monitor=..., save_top_k=1)]), and fit first.",
+                argument="ckpt_path",
             )
         return str(best)
     if "://" not in text and not present(text):
-        raise FileNotFoundError(f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}")
+        raise make_error(
+            FileNotFoundError, f"ckpt_path={text!r}: {not_found(Path(text), 'last', 'best')}", argument="ckpt_path"
+        )
     return text
 
 
@@ -353,8 +360,10 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
     advice = "counted from the beginning of the run"
     if epochs is not None and 0 <= epochs < begun:
         raise MisconfigurationException(
-            f"ckpt_path={path!r}: the checkpoint was saved in or after epoch {begun}, and Trainer(max_epochs={epochs}) "
-            f"ends before that. To train on, write max_epochs={max(begun, complete + 1)} or more, {advice}."
+            f"ckpt_path={path!r}: the checkpoint was saved in or after epoch {begun}, and "
+            f"Trainer(max_epochs={epochs}) ends before that. To train on, write max_epochs={max(begun, complete + 1)} "
+            f"or more, {advice}.",
+            argument="ckpt_path",
         )
     if epochs is not None and 0 <= epochs == complete:
         left = f"all of max_epochs={epochs}. To train on, write max_epochs={epochs + 1}"
@@ -450,7 +459,7 @@ class BatchStart:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Have the run look as it did then; no tensor is written to, which a backward may still need."""
+        """Show the earlier state of the run; tensors are not overwritten, because a backward may still need them."""
         run = self._run
         if self._versions != self._weight_versions() or run.averages.optimizers:
             raise _refusal(run, "its weights have changed since the batch began")
@@ -495,7 +504,7 @@ def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _failed_in_first_batch(run: Run) -> Iterator[None]:
-    """Mark an epoch as begun where an exception ended it in its first batch: it is not to begin once more."""
+    """Mark an epoch as begun if an exception ended it in its first batch, so that it does not begin again."""
     progress = run.progress
     before = progress.begun
     if run.logged.context.row.name == "on_exception" and _trains(run) and not run.window.is_last_batch:
@@ -523,10 +532,11 @@ def is_inside(run: Run) -> bool:
 
 
 def _refusal(run: Run, why: str) -> RuntimeError:
-    return RuntimeError(
+    return make_error(
+        RuntimeError,
         f"Trainer.save_checkpoint() inside a batch (in {run.logged.context.row.name}, batch {run.progress.batch}): a "
-        f"resumed run would have to begin the batch again, and {why}. Save in on_train_batch_end, or save the weights "
-        "alone: save_checkpoint(path, weights_only=True)."
+        f"resumed run would have to begin the batch again, and {why}.",
+        fix="Save in on_train_batch_end, or save the weights alone: save_checkpoint(path, weights_only=True).",
     )
 
 

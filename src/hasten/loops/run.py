@@ -1,4 +1,4 @@
-"""Run: everything one call of fit, validate, test or predict works on, and how far it has come."""
+"""Run: everything that one call of fit, validate, test or predict works on, and its progress."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Progress:
 
     # Between the first and the last hook of an epoch; no counter, since checkpoints do not need it.
     in_epoch = False
-    # Batches that were evaluated or predicted: what watches the run sees that it goes on.
+    # Batches that were evaluated or predicted, from which the watchdog sees that the run makes progress.
     evaluated = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,13 +94,13 @@ class Progress:
 
     @property
     def current_epoch(self) -> int:
-        """Index of the epoch in hand; between epochs, and after the last, of the one that would come next."""
+        """Index of the current epoch; between epochs, and after the last, of the one that would come next."""
         begun = self.batch > 0 or self.last_batch or self.epoch_ended or self.begun
         return self.epoch + 1 if begun and not self.in_epoch else self.epoch
 
     @property
     def mid_epoch(self) -> bool:
-        """Whether batches of an epoch are done whose end is not."""
+        """Whether an epoch is incomplete: some of its batches are done."""
         return not self.epoch_ended and (self.batch > 0 or self.last_batch or self.begun)
 
     def next_epoch(self) -> None:
@@ -113,13 +113,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What a checkpoint saved now holds of an earlier moment, at which the resumed run begins; None of the present.
+    """The parts of a checkpoint that come from an earlier moment, at which a resumed run begins; None for the present.
 
     Args:
         random: the states of the random generators.
         metrics: the states of the metrics.
         loggers: the states of the loggers.
-        rows: how much the history had, as ``History.mark`` returns it.
+        rows: the length of the history, as ``History.mark`` returns it.
         changes: what hooks had changed about the module.
 
     """
@@ -137,19 +137,19 @@ class Window:
 
     Args:
         progress: of the run.
-        accumulate_grad_batches: the number of batches between two optimizer steps, as the arguments say.
+        accumulate_grad_batches: the number of batches between two optimizer steps, from the arguments.
         is_start: whether the batch is the first one.
         is_end: whether it is the last one, after which the optimizer steps.
         is_last_batch: whether it is the last one of its epoch.
-        size: by what its loss is divided: the number of batches, or more for a part of a batch.
+        size: the divisor of its loss: the number of batches, or more for a part of a batch.
         plan: the size of an accumulation, the size of the epoch's last one, and the index of its first batch.
-        resumed_divisor: by what the checkpoint's run divided each batch of the accumulation it left open.
-        loss: the latest one, as ``training_step`` gave it: read when values are fetched anyway.
-        weight: the sum of the weights of its batches so far; None where they have none.
-        is_unweighed: whether a batch had a loss and no weight.
+        resumed_divisor: the divisor of each batch in the accumulation that the checkpoint's run left open.
+        loss: the latest loss, as ``training_step`` returned it; it is read when values are fetched anyway.
+        weight: the sum of the weights of its batches so far; None if they have no weights.
+        is_unweighed: whether a batch had a loss without a weight.
         skipped_batches: batches of the run whose loss was None.
         keeps_gradients: whether gradients may stay after a step: the loop finds out when it chooses how to train.
-        finish_in_step: completes the gradients within the step of the wrapped optimizer, where that is not done before.
+        finish_in_step: completes the gradients within the step of the wrapped optimizer, if that is not done before it.
 
     """
 
@@ -169,19 +169,19 @@ class Window:
     finish_in_step: Callable[[], None] | None = None
 
     def divisor_of(self, batch_idx: int) -> int:
-        """Return by what the loss of a batch is divided: the number of batches in its accumulation."""
+        """Return the divisor of a batch's loss: the number of batches in its accumulation."""
         assert self.plan is not None
         size, tail_size, tail_start = self.plan
         return size if batch_idx < tail_start else tail_size
 
     def accumulation_divisor(self) -> int | None:
-        """Return by what the batches of the open accumulation were divided; None where that is not known."""
+        """Return the divisor of the batches in the open accumulation; None if it is not known."""
         if not self.progress.accumulation_index:
             return None
         return self.resumed_divisor if self.plan is None else self.divisor_of(self.progress.batch - 1)
 
     def gradients_may_count(self) -> bool:
-        """Return whether gradients that are there between two batches may be part of an optimizer's next step."""
+        """Return whether gradients that exist between two batches may be part of an optimizer's next step."""
         return self.progress.accumulation_index > 0 or self.keeps_gradients
 
 
@@ -194,7 +194,7 @@ class RunData:
     test: StageData
     predict: StageData
     validation_schedule: ValidationSchedule
-    # Loads the training data, where that is left to the loop.
+    # Loads the training data, if the loop has to do that.
     load: Callable[[], None] = nothing
 
     def all(self) -> tuple[StageData, StageData, StageData, StageData]:
@@ -209,9 +209,9 @@ class RunData:
 
 @dataclass(eq=False)
 class Resume:
-    """What a resumed run takes from its checkpoint in time, and what a checkpoint takes from an earlier moment."""
+    """What a resumed run still needs from its checkpoint, and what its next checkpoint takes from an earlier moment."""
 
-    # Batches of the run that were done when it was resumed; -1 where it was not.
+    # Number of batches of the run that were done when it was resumed; -1 if it was not resumed.
     from_batch: int = -1
     skip_sanity: bool = False
     # Restores the random generators of a checkpoint, once the first batch is due.
@@ -225,32 +225,32 @@ class Resume:
 
 @dataclass(eq=False)
 class Observers:
-    """What watches a run: bound once, before the loop that it watches; none of it changes what is trained."""
+    """The observers of a run, bound once before the loop; none of them changes what is trained."""
 
-    # Given the name of an action and a function; see trainer/profiling.py.
+    # Called with the name of an action and a function; see trainer/profiling.py.
     watch: Callable[[str, Callable[..., Any]], Callable[..., Any]] = unprofiled
-    # How fast it trains; everything logged; and what the run notes about itself in a file, where one is written.
+    # Its speed, everything logged, and the file in which the run records itself, if one is written.
     pace: Pace = field(default_factory=Pace)
     history: History = field(default_factory=History)
     record: NoRecord = field(default_factory=NoRecord)
     # Checks loss and gradients before each step, as on_bad_loss says.
     guard: Guard | None = None
-    # How long the first batches were waited for.
+    # How long training waited for the first batches.
     stalls: StallMonitor = field(default_factory=StallMonitor)
     first_epoch: FirstEpoch = field(default_factory=FirstEpoch)
-    # Names of the levers that Trainer(speed=...) has switched on; None where it chose none.
+    # Names of the levers that Trainer(speed=...) has switched on; None if it chose none.
     levers: tuple[str, ...] | None = None
 
 
 @dataclass(eq=False)
 class Evaluation:
-    """What evaluations and predictions of a run have done so far."""
+    """The progress and results of evaluations and predictions of a run."""
 
     # The stage that is evaluated now, what ``progress.evaluated`` was when that began, and batches of earlier ones.
     stage: str = ""
     began_at: int = 0
     batches: dict[str, int] = field(default_factory=dict)
-    # Steps on the loggers' x axis of the validations before, by loader, where it goes on from one to the next.
+    # Steps of earlier validations on the loggers' x axis, by loader; the next validation continues from there.
     steps_before: dict[int, int] = field(default_factory=dict)
     kept_predictions: Any = None
     keeps_predictions: bool = False
@@ -261,7 +261,7 @@ class Evaluation:
 
 @dataclass(eq=False)
 class Run:
-    """The actors of a run, named once; loops see this and never a Trainer."""
+    """Everything that the loops work on; they never see a Trainer."""
 
     arguments: Arguments
     runtime: Runtime
@@ -280,17 +280,17 @@ class Run:
     optimizers: list[Any] = field(default_factory=list)
     wrapped_optimizers: list[Any] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
-    # Which weights are in the module where optimizers train with others than they evaluate with.
+    # Switches weights in the module, for optimizers that train with other weights than they evaluate with.
     averages: AveragedWeights = field(default_factory=lambda: AveragedWeights(()))
     # For a program that was written for Lightning: does what Lightning does where hasten differs on purpose.
     conventions: Conventions = field(default_factory=current)
-    # Something was changed that the loop had decided upon: it decides again before the next batch.
+    # Whether something changed on which decisions of the loop depend: it decides again before the next batch.
     changed: bool = False
-    # What micro_batch="auto" and memory="auto" found to fit into memory.
+    # The sizes that micro_batch="auto" and memory="auto" have found to fit into memory.
     memory_limits: MemoryLimits | None = None
-    # What the compiler made of the module; None where nothing is compiled.
+    # The compiled module; None if nothing is compiled.
     compiled: CompiledModel | None = None
-    # Takes back what was changed about the user's module for this run.
+    # Undoes what was changed in the user's module for this run.
     undo: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -300,13 +300,13 @@ class Run:
         follow(self)
 
     def replaced(self, owner: object) -> None:
-        """Note that a method or entry of ``owner`` was set or removed: if it takes part, the loop decides again."""
+        """Record that a method or entry of ``owner`` was set or removed: if the loop uses it, it decides again."""
         parts = (self.module, self.data.train.datamodule, *self.schedulers, *self.wrapped_optimizers)
         if any(owner is part for part in parts):
             self.changed = True
 
     def change_arguments(self, arguments: Arguments) -> None:
-        """Go on with other arguments from the next batch, and with another limit of batches from the next epoch."""
+        """Use changed arguments from the next batch on, and another limit of batches from the next epoch on."""
         before, self.arguments = self.arguments, arguments
         data = self.data
         if arguments.limit_train_batches is not before.limit_train_batches:

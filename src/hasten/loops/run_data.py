@@ -1,4 +1,4 @@
-"""Which data a stage reads, how a batch gets to the device, and whether training waits for it."""
+"""The data of a stage: its loaders, the transfer of batches to the device, and time spent waiting for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,17 +46,17 @@ class StageData:
 
     Args:
         stage: "train", "validate", "test" or "predict".
-        given: the loaders passed to the call, or None.
+        given: loaders passed to the call, or None.
         module: the module; its ``*_dataloader`` hooks give loaders when nothing else does.
         datamodule: the datamodule; its loaders come before the module's.
-        reads_datamodule: False where the datamodule only prepares and moves data that comes from elsewhere.
-        limit: batches (int) or share (float) of each loader to use; None for all.
+        reads_datamodule: False if the datamodule only prepares and moves data that other loaders give.
+        limit: number (int) or share (float) of batches of each loader to use; None for all.
         sampler_kwargs: ``num_replicas`` and ``rank`` where each process reads its own part, else None.
         overfit: read the same batches in the same order each epoch.
         reload_every_n_epochs: get new loaders this often; 0 for never.
-        remake: given a loader, the stage and the loader's name, return the one to read instead.
+        remake: called with a loader, the stage and the loader's name; returns the loader to read instead.
         several_processes: other processes may have batches where this one has none.
-        processes: of the run, on this machine.
+        processes: number of processes of the run on this machine.
 
     """
 
@@ -81,25 +81,26 @@ class StageData:
         self._several_processes, self._processes = several_processes, processes
         self._reads_datamodule = reads_datamodule
         self._module = module
-        # The number or share of batches, and the one from the next ``take_limit`` on.
+        # The number or share of batches, now and from the next ``take_limit`` on.
         self._limit = self.next_limit = limit
-        # Every epoch ends after this many batches, also where there are more.
+        # Every epoch ends after this many batches, even if there are more.
         self.most_batches = math.inf
-        # The limit by which windows and validation are planned on all processes: of the one with the fewest batches.
+        # The limit by which all processes plan accumulation and validation: the smallest number of batches on any
+        # process.
         self.agreed_limit = math.inf
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
         self.reload_every_n_epochs = reload_every_n_epochs
         self._streams: list[Stream | CombinedStream] | None = None
-        # What held the loaders of an evaluation.
+        # The object that returned the loaders of an evaluation.
         self._collection: CombinedLoader | None = None
         # None before the first epoch that reads them.
         self._loaded_at_epoch: float | None = None
-        # Read loaders when and as far as Lightning does, which shows where they draw random numbers or misstate their
+        # Read loaders when and as far as Lightning does, which matters if they draw random numbers or have a wrong
         # length.
         self._conventions = conventions.current()
 
-    # -- what there is
+    # -- which data there is
 
     def has_data(self) -> bool:
         """Return whether the call, the datamodule or the module provides this stage's data."""
@@ -112,7 +113,7 @@ class StageData:
         evaluates = self.stage in ("validate", "test")
         if evaluates and not overrides(self._module, LightningModule, STEP_OF[self.stage]):
             return True
-        # A process without batches takes part in what the others reduce.
+        # A process without batches takes part in the reductions of the others.
         if not loads and not self.loaded:
             return False
         return not self._several_processes and all(limit == 0 for limit in self.limits)
@@ -131,23 +132,23 @@ class StageData:
         argument = "train_dataloaders" if self.stage == "train" else "dataloaders"
         if self.datamodule is not None and self._reads_datamodule:
             raise WrongType(
-                f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}(). Define it."
+                f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}().", fix="Define it."
             )
         raise WrongType(
-            f"Trainer.{call}(): there is no data. Pass {argument}=..., a datamodule, or define "
-            f"{type(self._module).__name__}.{hook}()."
+            f"Trainer.{call}(): there is no data.",
+            fix=f"Pass {argument}=..., a datamodule, or define {type(self._module).__name__}.{hook}().",
         )
 
     @property
     def loaders(self) -> list[Any]:
-        """The prepared loaders. Joined ones are in the structure they were given in."""
+        """The prepared loaders. Joined loaders keep the structure in which they were passed."""
         return [
             stream.loader.iterables if isinstance(stream, CombinedStream) else stream.loader for stream in self.load()
         ]
 
     @property
     def in_structure(self) -> Any:
-        """The prepared loader, or a list of several; as Lightning has them, in the structure they were given in."""
+        """The prepared loader, or a list of several; under Lightning's names in the structure that was passed."""
         loaders = self.loaders
         if self._collection is None:
             return loaders[0] if len(loaders) == 1 else loaders
@@ -157,16 +158,16 @@ class StageData:
 
     @property
     def limits(self) -> list[float]:
-        """Batches of each loader to use, as far as their lengths are right; infinite when unknown."""
+        """Number of batches of each loader to use, if their lengths are right; infinite when unknown."""
         return [min(self._limited(stream), self.most_batches) for stream in self.load()]
 
     @property
     def limit(self) -> float:
-        """Batches of the epoch on all processes; infinite when unknown."""
+        """Number of batches of the epoch on all processes; infinite when unknown."""
         return min(self.limits[0], self.agreed_limit)
 
     def all_limits(self) -> list[float]:
-        """Return the batches of every loader by itself, also of those that are joined, and in a sanity check, too."""
+        """Return the number of batches of every single loader, also of joined loaders, and in a sanity check."""
         found: list[float] = []
         for stream in self.load():
             leaves = stream.streams if isinstance(stream, CombinedStream) and self.stage != "train" else [stream]
@@ -181,7 +182,7 @@ class StageData:
                     sampler.set_epoch(epoch)
 
     def streams(self) -> list[Any]:
-        """Return every loader by itself, also those that are joined."""
+        """Return every single loader, also joined loaders."""
         found: list[Any] = []
         for stream in self.load():
             found += stream.loader.flattened if isinstance(stream, CombinedStream) else [stream.loader]
@@ -193,7 +194,7 @@ class StageData:
 
     @contextmanager
     def limited_to(self, steps: int) -> Iterator[None]:
-        """Use at most ``steps`` batches of each loader for a while; -1 for all."""
+        """Use at most ``steps`` batches of each loader inside the block; -1 for all."""
         self.most_batches = math.inf if steps < 0 else steps
         try:
             yield
@@ -215,7 +216,7 @@ class StageData:
                 owner, hook = self._owner(), HOOK_OF[self.stage]
                 given, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
                 if given is None:
-                    raise WrongType(f"{name} returned None. Return a DataLoader or an iterable.")
+                    raise WrongType(f"{name} returned None.", fix="Return a DataLoader or an iterable.")
             found = self._several(given, name)
             self._streams = [
                 self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
@@ -234,28 +235,28 @@ class StageData:
         self._streams = None
 
     def reload_if_due(self, epoch: int) -> None:
-        """Ask for the loaders again where ``reload_dataloaders_every_n_epochs`` says so."""
+        """Ask for the loaders again if ``reload_dataloaders_every_n_epochs`` says so."""
         if self._loaded_at_epoch is None:
             self._loaded_at_epoch = epoch
         elif self._streams is not None and self._reloads_at(epoch):
             self.reload()
             self._loaded_at_epoch = epoch
             if self._conventions.opens_loaders_late and self.stage == "train":
-                # Lightning begins new loaders twice. What that draws comes before the epoch's own numbers.
+                # Lightning begins new loaders twice. Random numbers drawn by that come before the epoch's own.
                 self.begin()
                 self.close()
 
     def reload_next(self) -> None:
-        """Have the next ``reload_if_due`` ask for the loaders again, where reloading is on."""
+        """Make the next ``reload_if_due`` ask for the loaders again, if reloading is on."""
         self._loaded_at_epoch = -math.inf
 
     def loaded_in(self, epoch: int) -> None:
-        """Count the next reload from the epoch in which the saved run loaded last."""
+        """Schedule the next reload relative to the epoch in which the saved run loaded last."""
         every = self.reload_every_n_epochs
         self._loaded_at_epoch = epoch - epoch % every if every else 0
 
     def remake_with(self, remake: Callable[[Any, str, str], Any]) -> None:
-        """Make the loaders with another function, when they are needed next."""
+        """Make the loaders with another function when they are needed next."""
         self.reload()
         self._remake = remake
 
@@ -280,13 +281,14 @@ class StageData:
         if self._conventions.opens_loaders_late and self.load() and self.limits[0] != 0:
             self.load()[0].begin()
 
-    def start_epoch(self) -> Iterator[tuple[Any, bool]]:
+    def start_epoch(self) -> Generator[tuple[Any, bool], None, None]:
         """Return the batches of a new epoch with a flag for the last."""
-        return self.stream.batches(self._cut(self.stream))
+        batches: Generator[tuple[Any, bool], None, None] = self.stream.batches(self._cut(self.stream))
+        return batches
 
     @property
     def certain_end(self) -> float | None:
-        """After how many batches an epoch of training is sure to end; None where only the loader knows."""
+        """Number of batches after which an epoch of training is certain to end; None if only the loader knows."""
         length, cut = self.stream.certain_length, self._cut(self.stream)
         return length if length is None or cut is None else min(length, cut)
 
@@ -301,7 +303,7 @@ class StageData:
             stream.set_epoch(epoch)
 
     def is_in_hand(self, consumed: int) -> bool:
-        """Return whether one batch more than ``consumed`` of this epoch was handed out."""
+        """Return whether one batch more than ``consumed`` was yielded in this epoch."""
         return self.loaded and self.stream.consumed == consumed + 1
 
     def batches(self, loader_idx: int) -> Iterator[tuple[Any, bool]]:
@@ -314,7 +316,7 @@ class StageData:
 
         Args:
             consumed: the batches of this epoch that are done, in training.
-            again: the last batch that was handed out is to come again.
+            again: whether the last batch that was yielded has to come again.
 
         """
         return [
@@ -323,11 +325,11 @@ class StageData:
         ]
 
     def load_state_dict(self, states: Iterable[dict[str, Any]], *, moved: bool = False) -> list[int]:
-        """Go to where ``state_dict`` was taken; an evaluation that was interrupted starts again.
+        """Continue where ``state_dict`` was taken; an interrupted evaluation starts again.
 
         Args:
             states: of this process.
-            moved: another number of processes shared the data, and the states are those of the first.
+            moved: another number of processes shared the data, and the states are the first process's.
 
         Returns:
             how many batches of its epoch each loader has behind it.
@@ -339,7 +341,7 @@ class StageData:
                 stream.finish()
         return [stream.position for stream in self.load()]
 
-    # -- inside
+    # -- internal functions
 
     def _owner(self) -> Any:
         """Return the datamodule or module whose hook gives the loaders, or None."""
@@ -371,12 +373,12 @@ class StageData:
                 **(self._sampler_kwargs or {}),
             )
             if os.environ.get("PL_SEED_WORKERS") == "1":
-                # As Lightning does, with the same numbers.
+                # As Lightning does, and with the same random numbers.
                 rank = (self._sampler_kwargs or {}).get("rank", 0)
                 prepared = with_seeded_workers(prepared, rank, instead_of=loader)
             trains, module = self.stage == "train", self._module
-            # Automatic optimization completes an epoch that ended early afterwards. The user's own steps are theirs to
-            # complete, in the batch that `trainer.is_last_batch` says is the last.
+            # Automatic optimization completes an epoch that ended early afterwards. With manual optimization the user
+            # completes steps, in the batch for which `trainer.is_last_batch` is True.
             manual = trains and module is not None and not module.automatic_optimization
             marks_last = manual or isinstance(prepared, DataLoader)
             return Stream(
@@ -404,8 +406,8 @@ class StageData:
         if self.stage == "train":
             if isinstance(given, CombinedLoader) and given.mode == "sequential":
                 raise MisconfigurationException(
-                    f'{name} is a CombinedLoader(mode="sequential"), and training reads one loader. Use "min_size", '
-                    '"max_size" or "max_size_cycle".'
+                    f'{name} is a CombinedLoader(mode="sequential"), and training reads one loader.',
+                    fix='Use "min_size", "max_size" or "max_size_cycle".',
                 )
             return [CombinedLoader(given, "max_size_cycle") if is_collection(given) else given]
         if isinstance(given, CombinedLoader):
@@ -414,8 +416,8 @@ class StageData:
                 return given.flattened
             if self.stage == "predict":
                 raise MisconfigurationException(
-                    f"{name} is a CombinedLoader(mode={given.mode!r}); prediction reads one loader after the other. "
-                    'Use mode="sequential".'
+                    f"{name} is a CombinedLoader(mode={given.mode!r}); prediction reads one loader after the other.",
+                    fix='Use mode="sequential".',
                 )
         elif isinstance(given, Mapping) or is_collection(given):
             self._collection = CombinedLoader(given, "sequential")
@@ -423,7 +425,7 @@ class StageData:
         return [given]
 
     def _cut(self, stream: Stream | CombinedStream) -> int | None:
-        """Return after how many batches an epoch is to end; None where the loader ends it, whatever its length says."""
+        """Return the number of batches after which an epoch must end; None if only the loader ends it."""
         limit: float = math.inf
         if self._limit is not None and not _is_all(self._limit):
             limit = self._limit if isinstance(self._limit, int) else self._limited(stream)
@@ -442,13 +444,16 @@ class StageData:
         if math.isinf(length):
             raise MisconfigurationException(
                 f"Trainer({argument}={limit}): a share needs a loader with a length, and "
-                f"{type(stream.loader).__name__} has none. Give a number of batches instead."
+                f"{type(stream.loader).__name__} has none.",
+                fix="Give a number of batches instead.",
+                argument=argument,
             )
         batches = int(length * limit)
         if batches == 0 and length > 0:
             raise MisconfigurationException(
-                f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one. "
-                f"Use at least {argument}={1 / length:.4g}, or a number of batches."
+                f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one.",
+                fix=f"Use at least {argument}={1 / length:.4g}, or a number of batches.",
+                argument=argument,
             )
         return batches
 
@@ -458,12 +463,12 @@ def _is_all(limit: int | float) -> bool:
 
 
 def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Return the function that moves a batch, or None when batches stay as they are."""
+    """Return the function that moves a batch, or None if batches need not be moved."""
     device, owners = run.runtime.device, (source.datamodule, run.module)
 
     def hook(name: str) -> Callable[..., Any] | None:
         present = [owner for owner in owners if owner is not None]
-        # A wrapper that watches the calls of a default is called, unless another object has its own hook.
+        # A wrapper around a default hook is called too, unless another object has its own hook.
         found = [owner for owner in present if redefines(owner, DataHooks, name)]
         found += [run.module] if overrides(run.module, DataHooks, name) else []
         return getattr(found[0], name) if found else None
@@ -491,11 +496,11 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
 class DataloaderIterator:
     """The ``dataloader_iter`` of a step: yields (batch, batch_idx, dataloader_idx), and knows whether it is done.
 
-    Batches are as the loader gives them: the step moves them to the device.
+    Batches are not moved: the step moves them to the device itself.
 
     Args:
         run: the run.
-        batches: (batch, whether it is the last, its index, that of its loader).
+        batches: (batch, whether it is the last, its index, the index of its loader).
         is_empty: whether there are no batches.
 
     """
@@ -530,7 +535,7 @@ class DataloaderIterator:
 
 
 class FetchedHooks:
-    """The hooks of a run whose ``training_step`` fetches its batches: they are given the latest batch it has."""
+    """The hooks of a run whose ``training_step`` fetches its batches: they get its latest batch."""
 
     def __init__(self, run: Run, fetched: DataloaderIterator) -> None:
         self._hooks, self._progress, self._fetched = run.hooks, run.progress, fetched
@@ -542,7 +547,7 @@ class FetchedHooks:
         return self._hooks.on_train_batch_start(self._fetched.batch, self._fetched.batch_idx)
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
-        # What was fetched is done, for a checkpoint.
+        # For a checkpoint, batches that were fetched count as done.
         self._progress.batch = self._fetched.fetched
         self._hooks.on_train_batch_end(outputs, self._fetched.batch, self._fetched.batch_idx)
 
@@ -552,17 +557,17 @@ class FetchedHooks:
 
 # -- whether training waits for its data
 
-# Shorter runs are not worth a warning, and their first steps are a warm-up.
+# Shorter runs get no warning: they do not wait long, and their first steps are a warm-up.
 _SECONDS = 5.0
 _WARM_UP = 3
-# With fewer, a validation among them would be taken for a step.
+# With fewer steps, a validation among them would count as a step.
 _STEPS = 10
-# Less is what any loader costs.
+# Every loader costs at least this much.
 _SHARE = 1 / 3
 
 
 class StallMonitor:
-    """The times of a run's first batches: how long each was waited for, and computed on."""
+    """Measures a run's first batches: how long training waited for each, and computed on it."""
 
     def __init__(self) -> None:
         self._done = False
@@ -572,9 +577,9 @@ class StallMonitor:
         self._end = 0.0
 
     def watched(self, run: Run, batches: Iterable[Any]) -> Iterable[Any]:
-        """Return the same batches; once enough is known, nothing stands between them and the loop."""
+        """Return the same batches, measured only until enough is known."""
         if self._done or run.runtime.steps is not None:
-            # The host is ahead of a device that records operations: its own times say nothing.
+            # The host runs ahead of a device that records operations, so its own times say nothing.
             return batches
         iterator = iter(batches)
         return itertools.chain(self._timed(run, iterator), iterator)
@@ -595,7 +600,7 @@ class StallMonitor:
                 if not self._waited:
                     self._end = came + _SECONDS
                 self._waited.append(came - began)
-                # The host is ahead of a GPU: only one that has nothing left to do has waited for the batch.
+                # The host runs ahead of a GPU: the GPU has waited for the batch only if it has nothing left to do.
                 self._idle += torch.cuda.current_stream(device).query() if on_cuda else True
             yield batch
             if counts:
@@ -607,13 +612,14 @@ class StallMonitor:
 
     def _judge(self, run: Run) -> None:
         steps = len(self._waited)
-        # The mean, as batches of workers come in bursts; and no mean where validation and checkpoints are in it.
+        # The mean, because batches of workers come in bursts; but without validation and checkpoints.
         waited, computed = sum(self._waited) / steps, statistics.median(self._computed)
         share = waited / (waited + computed)
         if share >= _SHARE and self._idle >= steps / 2:
             rank_zero_warn(
                 f"Training waits for its data: {100 * share:.0f} % of the time of the first {steps} steps "
-                f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step). {_advice(run)}"
+                f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step).",
+                fix=_advice(run),
             )
 
 

@@ -1,4 +1,4 @@
-"""When schedulers step, when validation runs within fit, which batches a step accumulates, and when a run ends."""
+"""Schedules: when schedulers step, when validation runs, which batches a step accumulates, and when a run ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten._lib.durations import Period
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, add_note
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.optim import LRSchedulerConfig
@@ -62,13 +62,15 @@ class ValidationSchedule:
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
                 raise MisconfigurationException(
-                    f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches. Use at most "
-                    f"{int(length)}, or check_val_every_n_epoch=None to count batches over epochs."
+                    f"Trainer(val_check_interval={interval}): an epoch has {int(length)} batches.",
+                    fix=f"Use at most {int(length)}, or check_val_every_n_epoch=None to count batches over epochs.",
+                    argument="val_check_interval",
                 )
         elif math.isinf(length) and interval != 1.0:
             raise MisconfigurationException(
-                f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a "
-                "length. Give a number of batches, for instance val_check_interval=1000."
+                f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a length.",
+                fix="Give a number of batches, for instance val_check_interval=1000.",
+                argument="val_check_interval",
             )
 
     def due_in(self, epoch: int) -> bool:
@@ -108,7 +110,7 @@ class ValidationSchedule:
         return progress.total_batches + every - done % every
 
     def left(self, run: Run, batches: float) -> float:
-        """Return about how many validations follow within the next ``batches`` of the run; 0 where time decides."""
+        """Return about how many validations follow within the next ``batches`` of the run; 0 if they depend on time."""
         if run.data.validation.is_off(loads=False):
             return 0.0
         progress, length = run.progress, run.data.train.limit
@@ -164,11 +166,14 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
         run.module.lr_scheduler_step(config.scheduler, value)
     except ValueError as error:
         if "total steps" in str(error):
-            error.add_note(
+            add_note(
+                error,
                 f"The {type(config.scheduler).__name__} was made for fewer steps than this run takes: "
-                f"{run.limits.max_epochs} epochs of {run.data.train.limit} batches. Make it with "
-                "total_steps=self.trainer.estimated_stepping_batches. A resumed run keeps the plan of its checkpoint: "
-                "to train longer than that plan, load the weights alone and begin a new one."
+                f"{run.limits.max_epochs} epochs of {run.data.train.limit} batches.",
+                fix=(
+                    "Make it with total_steps=self.trainer.estimated_stepping_batches. A resumed run keeps the plan of "
+                    "its checkpoint: to train longer than that plan, load the weights alone and begin a new one."
+                ),
             )
         raise
 
@@ -181,19 +186,21 @@ def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     metrics = run.logged.callback_metrics()
     value = metrics.get(name)
     if several:
-        # Without sync_dist it is another one on each process, which would train apart: that of the first counts.
+        # Without sync_dist each process has another value and their weights would diverge: all use the first process's.
         value = run.runtime.broadcast(None if value is None else value.detach().cpu())
     if value is not None:
         return value
-    message = (
+    what = (
         f"The scheduler {type(config.scheduler).__name__} steps on monitor={name!r}, which was never logged. "
-        f"Logged so far: {sorted(metrics)}.{did_you_mean(name, list(metrics))} "
-        f"Log it with self.log({name!r}, ...), or set the lr_scheduler's interval and frequency so that it steps "
-        "after the validation that logs it."
+        f"Logged so far: {sorted(metrics)}."
+    )
+    fix = (
+        f"{did_you_mean(name, list(metrics))} Log it with self.log({name!r}, ...), or set the lr_scheduler's interval "
+        "and frequency so that it steps after the validation that logs it."
     )
     if config.strict:
-        raise MisconfigurationException(message)
-    rank_zero_warn(message, RuntimeWarning)
+        raise MisconfigurationException(what, fix=fix, argument="monitor")
+    rank_zero_warn(what, RuntimeWarning, fix=fix)
     return None
 
 
@@ -204,11 +211,11 @@ def plan_windows(run: Run) -> tuple[int, int, float]:
     """Return (size of an accumulation, size of the last one, index of the last one's first batch).
 
     A resumed run completes the accumulation that its checkpoint has open, and counts the others from there: the sizes
-    may differ from those of the run before. What is accumulated already is scaled to the new size.
+    may differ from the interrupted run. Gradients accumulated so far are scaled to the new size.
     """
     progress, size, length = run.progress, run.window.accumulate_grad_batches, run.data.train.limit
     index = progress.accumulation_index
-    # An open accumulation that has the new size already ends with the next batch.
+    # An open accumulation that already has the new size ends with the next batch.
     start = progress.batch - index if index < size else progress.batch + 1
     is_full = run.conventions.tail_divides_by_full_size
     tail_size, tail_start = (size, math.inf) if is_full else _tail(max(0, length - start), size)
@@ -231,7 +238,7 @@ def _tail(length: float, size: int) -> tuple[int, float]:
 
 
 def divide_gradients(run: Run, optimizer: Optimizer, weight: float | Tensor) -> None:
-    """Divide gradients by the weight of their accumulation; the mean over nothing has none, or zeros on a device."""
+    """Divide gradients by the weight of their accumulation; for weight 0 drop them, or set zeros on a device."""
     if isinstance(weight, Tensor) and not on_host(weight):
         run.runtime.engine.scale_gradients(optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
     elif weight:
@@ -248,7 +255,7 @@ def on_host(weight: object) -> bool:
 
 
 class Stopped(BaseException):
-    """Ctrl-C or SIGTERM arrived, and the batch in hand is complete. No ``except Exception`` of a user swallows it."""
+    """Raised after a batch if Ctrl-C or SIGTERM has arrived; a user's ``except Exception`` does not catch it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -260,7 +267,7 @@ class Limits:
 
     Args:
         stop: the requests that arrive as signals.
-        number: which run of several processes this is, the same on all of them.
+        number: the number of this run, the same on all processes.
 
     """
 
@@ -270,11 +277,11 @@ class Limits:
     def __init__(self, stop: StopRequests, number: int = 0) -> None:
         self.stop, self.number = stop, number
         self.should_stop = False
-        # Whether all processes agreed on it; one process does not stop alone.
+        # Whether all processes have agreed to stop; one process does not stop alone.
         self.stop_agreed = False
-        # Whether it was said that a request to stop waits for a minimum.
+        # Whether the user was told that a request to stop waits for a minimum.
         self._stop_is_late = False
-        # Processes that speak from host to host, where the others speak from device to device.
+        # A group for messages between hosts, if the default group communicates between devices.
         self.host_group: Group = None
 
     @property
@@ -294,7 +301,7 @@ class Limits:
         return enough_epochs and progress.global_step >= (arguments.min_steps or 0)
 
     def stops_early(self) -> bool:
-        """Return whether a request to stop takes effect; say once that it has to wait."""
+        """Return whether a request to stop takes effect; tell the user once if it has to wait."""
         if self.may_stop_early():
             return True
         if not self._stop_is_late:
@@ -306,7 +313,7 @@ class Limits:
         return False
 
     def has_next_epoch(self) -> bool:
-        """Return whether another epoch follows the one whose batches are done, before its validation has its say."""
+        """Return whether another epoch follows the current one, before its validation, which may still stop the run."""
         progress = self.run.progress
         return (
             progress.epochs_done + 1 < self.max_epochs
@@ -331,7 +338,7 @@ class Limits:
             raise Stopped(number)
 
     def agree_now(self) -> int | None:
-        """Stop on all processes if one is to stop, at a place that all pass; return the signal that arrived at any."""
+        """Stop on all processes if one must stop, at a point that all pass; return the signal that arrived at any."""
         if not self.run.runtime.several_processes:
             return self.stop.signal
         self.stop.asks = self.stop.asks or self.should_stop

@@ -1,4 +1,4 @@
-"""The user's methods and model: checked before a run, warned about in the first epoch, explained when a step fails."""
+"""Check the user's methods and model: before a run, in its first epoch, and when a step fails."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.errors import MisconfigurationException, MisconfigurationRuntimeError, NotPartOfLightning2
+from hasten._lib.errors import (
+    MisconfigurationException,
+    MisconfigurationRuntimeError,
+    NotPartOfLightning2,
+    Parts,
+    add_note,
+    make_error,
+)
 from hasten._lib.explain import describe_batch, explain
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments
 from hasten.elsewhere import conventions
-from hasten.extend.origin import comes_from, is_builtin
+from hasten.extend.origin import comes_from, is_builtin, module_of
 from hasten.hooks import overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -62,7 +69,7 @@ _OLD_HOOKS = {
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
 }
-# The steps, and the other methods whose base takes anything.
+# The steps, and other methods whose base class accepts any arguments.
 _STEPS = {
     "training_step": ("batch", "batch_idx"),
     "validation_step": ("batch", "batch_idx", "dataloader_idx"),
@@ -79,7 +86,7 @@ _MODULE_METHODS = (
 
 
 def check_call(arguments: Arguments, call: str, module: object, datamodule: object, *given: object) -> None:
-    """Check what a call was given, before anything starts."""
+    """Check the arguments of a call before anything starts."""
     if not isinstance(module, LightningModule):
         hint = ""
         if isinstance(module, type) and issubclass(module, LightningModule):
@@ -90,20 +97,22 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
         elif is_of_pipeline(module):
             hint = f" {PIPELINE_IN_FABRIC}."
-        raise TypeError(f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}")
+        what = f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}."
+        raise make_error(TypeError, what, fix=hint, argument="model")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
         hint = f" Make one: {datamodule.__name__}()." if isinstance(datamodule, type) else ""
-        raise TypeError(f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}.{hint}")
+        fix = f"use a LightningDataModule, not {_name(datamodule)}.{hint}"
+        raise make_error(TypeError, f"Trainer.{call}(datamodule=...):", fix=fix, argument="datamodule")
     if datamodule is not None and any(one is not None for one in given):
         raise MisconfigurationException(
-            f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
+            f"Trainer.{call}(): data was given twice, as loaders and as a datamodule.", fix="Pass one of them."
         )
     _refuse_removed_hooks(call, module)
     problem = _problem_of_methods(call, module)
     if problem is not None:
-        raise MisconfigurationException(f"Trainer.{call}(): {problem}")
+        raise MisconfigurationException(f"Trainer.{call}(): {problem.what}", fix=problem.fix)
     if call == "fit" and (problem := _problem_of_arguments(arguments, module)) is not None:
-        raise MisconfigurationException(f"Trainer({problem}")
+        raise MisconfigurationException(f"Trainer({problem.what}", fix=problem.fix, argument=problem.argument)
 
 
 def check_pipeline(call: str, module: LightningModule) -> None:
@@ -113,7 +122,8 @@ def check_pipeline(call: str, module: LightningModule) -> None:
     for name, value in vars(module).items():
         if is_of_pipeline(value):
             raise MisconfigurationException(
-                f"Trainer.{call}(): {type(module).__name__}.{name} is a {type(value).__name__}. {PIPELINE_IN_FABRIC}."
+                f"Trainer.{call}(): {type(module).__name__}.{name} is a {type(value).__name__}.",
+                fix=f"{PIPELINE_IN_FABRIC}.",
             )
 
 
@@ -121,71 +131,73 @@ def _refuse_removed_hooks(call: str, module: LightningModule) -> None:
     for name, instead in _REMOVED_HOOKS.items():
         if hasattr(module, name):
             raise NotPartOfLightning2(
-                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called. Rename it to "
-                f"{instead}(self), and keep what you need of the outputs in an attribute."
+                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called.",
+                fix=f"Rename it to {instead}(self), and keep what you need of the outputs in an attribute.",
             )
 
 
-def _problem_of_methods(call: str, module: LightningModule) -> str | None:
+def _problem_of_methods(call: str, module: LightningModule) -> Parts | None:
     owner = type(module).__name__
     if call == "predict" and getattr(module, "predict_step", None) is None:
-        return f"{owner}.predict_step is None. Define it, or leave it to the one that calls forward()."
+        return Parts(f"{owner}.predict_step is None.", "Define it, or leave it to the one that calls forward().")
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
-        return f"{owner} has no {step}(). Define it{_near_method(module, step)}."
+        return Parts(f"{owner} has no {step}().", f"Define it{_near_method(module, step)}.")
     if call == "predict" and not any(overrides(module, LightningModule, name) for name in ("predict_step", "forward")):
-        return f"{owner} has neither predict_step() nor forward(). Define one."
+        return Parts(f"{owner} has neither predict_step() nor forward().", "Define one.")
     if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
-        return (
-            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}. Define it, for "
-            "instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
+        return Parts(
+            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}.",
+            "Define it, for instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), "
+            "lr=1e-3)",
         )
     return None
 
 
-def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> str | None:
+def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> Parts | None:
     bad_loss, batches = arguments.on_bad_loss, arguments.accumulate_grad_batches
     skips, manual = bad_loss in ("skip", "rewind"), not module.automatic_optimization
     problems = (
         (
             skips and arguments.detect_anomaly,
             f"detect_anomaly=True, on_bad_loss={bad_loss!r}): detect_anomaly ends the run at the first gradient that "
-            "is nan, before its step could be left out. Leave out one of them.",
+            "is nan, before its step could be left out.",
+            "Leave out one of them.",
         ),
         (
             skips and manual,
-            f"on_bad_loss={bad_loss!r}): with manual optimization your training_step decides what a step is. Test the "
-            "loss there before self.manual_backward(loss), or use on_bad_loss='stop'.",
+            f"on_bad_loss={bad_loss!r}): with manual optimization your training_step decides what a step is.",
+            "Test the loss there before self.manual_backward(loss), or use on_bad_loss='stop'.",
         ),
         (
             manual and arguments.gradient_clip_val,
-            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimization. Call "
-            "self.clip_gradients(optimizer, gradient_clip_val=...) in training_step.",
+            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimization.",
+            "Call self.clip_gradients(optimizer, gradient_clip_val=...) in training_step.",
         ),
         (
             manual and batches != 1,
-            f"accumulate_grad_batches={batches}) does nothing with manual optimization. Step every so many batches in "
-            "training_step instead.",
+            f"accumulate_grad_batches={batches}) does nothing with manual optimization.",
+            "Step every so many batches in training_step instead.",
         ),
     )
-    return next((problem for holds, problem in problems if holds), None)
+    return next((Parts(what, fix, what.partition("=")[0]) for holds, what, fix in problems if holds), None)
 
 
 def check_fit(run: Run) -> None:
-    """Check what can only be checked with loaders and optimizers there."""
+    """Check what can only be checked once loaders and optimizers exist."""
     if not run.data.train.is_off() and not run.data.validation.is_switched_off:
         run.data.validation_schedule.check(run.data.train.limit)
     for optimizer in run.optimizers:
-        # An engine takes the parameters out of its optimizer.
-        if not parameters_of(optimizer) and not run.runtime.engine.owns_step:
-            raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
+        run.runtime.engine.require_parameters(optimizer)
         if run.module.automatic_optimization:
             batches = run.window.accumulate_grad_batches
             check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     if not run.optimizers and run.arguments.on_bad_loss in ("skip", "rewind"):
         raise MisconfigurationException(
             f"Trainer(on_bad_loss={run.arguments.on_bad_loss!r}): configure_optimizers() returned no optimizer, so "
-            "there is no step to leave out. Use on_bad_loss='stop' or 'warn'."
+            "there is no step to leave out.",
+            fix="Use on_bad_loss='stop' or 'warn'.",
+            argument="on_bad_loss",
         )
 
 
@@ -219,15 +231,12 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             for name in ("optimizer_step", "on_before_optimizer_step", "on_after_backward")
         )
         if module.automatic_optimization and not copies:
-            if run.runtime.syncs_gradients:
-                instead += run.runtime.strategy.sharding.advice_on_optimizers()
-                raise MisconfigurationException(
-                    f"{problem}, so their gradients would not be averaged over the processes. {instead}"
-                )
+            advice = instead + run.runtime.strategy.sharding.advice_on_optimizers()
+            run.runtime.engine.refuse_outside(problem, advice)
             nothing_trained = len(outside) == len(parameters) and _held_by(module).isdisjoint(map(id, outside))
             if nothing_trained and any(parameter.requires_grad for parameter in own.values()):
-                raise MisconfigurationException(f"{problem}: it would not be trained. {instead}")
-        rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it. {instead}")
+                raise MisconfigurationException(f"{problem}: it would not be trained.", fix=instead)
+        rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it.", fix=instead)
 
 
 def _held_by(module: nn.Module) -> set[int]:
@@ -280,7 +289,7 @@ def check_signatures(
     ):
         if owner is None:
             continue
-        # hasten's own classes are right; what a program has put on an instance of one may not be.
+        # hasten's own classes are correct; methods that a program has set on an instance may not be.
         ours = is_builtin(type(owner))
         for name in [name for name in names if name in vars(owner)] if ours else names:
             if overrides(owner, base, name):
@@ -299,13 +308,13 @@ def _names(base: type) -> list[str]:
     return [name for name in functions if name.startswith(kept) or name.endswith("_dataloader")]
 
 
-# Arguments that are given always, by name, and have a default in the base.
+# Arguments that are always passed, by name, and have a default in the base class.
 _BY_NAME = ("gradient_clip_val", "gradient_clip_algorithm")
 
 
 @functools.cache
 def _arguments(base: type, name: str) -> tuple[str, ...]:
-    """Return the arguments that are always given: those without a default in the base, and a few others."""
+    """Return the arguments that are always passed: those without a default in the base class, and a few others."""
     parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
     always = ("optimizer_closure", *(_BY_NAME if name == "configure_gradient_clipping" else ()))
     return tuple(p.name for p in parameters if p.default is p.empty or p.name in always)
@@ -315,7 +324,7 @@ def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
     by_name = {name: None for name in arguments if name in _BY_NAME}
     function = _plain_function(method)
     if function is not None and not by_name:
-        # As below, without the time that a signature takes.
+        # The same as below, but faster than making a signature.
         code, count = function.__code__, len(arguments) + 1
         required = code.co_argcount - len(function.__defaults__ or ())
         at_most = math.inf if code.co_flags & inspect.CO_VARARGS else code.co_argcount
@@ -325,12 +334,12 @@ def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
     except TypeError:
         return False
     except ValueError:
-        pass  # Written in C: nothing is known.
+        pass  # Written in C: its signature is not known.
     return True
 
 
 def _plain_function(method: Any) -> FunctionType | None:
-    """Return the function of a method that nothing has been put around; None of everything else."""
+    """Return the function of a method without wrappers; None for anything else."""
     function = getattr(method, "__func__", None)
     return function if type(function) is FunctionType and not vars(function) else None
 
@@ -339,15 +348,16 @@ def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> No
     method = getattr(owner, name)
     if not callable(method):
         raise MisconfigurationException(
-            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method. "
-            "Rename what you keep there."
+            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method.",
+            fix="Rename what you keep there.",
         )
-    # Which loaders there are is not known yet: see check_takes_loader.
+    # The number of loaders is not known yet: see check_takes_loader.
     of_loader = name.endswith(("_batch_start", "_batch_end")) and _accepts(method, (*arguments, "dataloader_idx"))
     if not of_loader and not _accepts(method, arguments) and not _accepts_stage(method, arguments):
         _refuse_signature(
             f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
-            f"({', '.join(arguments)}). Write: def {name}({', '.join(('self', *arguments))})."
+            f"({', '.join(arguments)}).",
+            f"Write: def {name}({', '.join(('self', *arguments))}).",
         )
 
 
@@ -359,29 +369,25 @@ def _accepts_stage(method: Any, arguments: tuple[str, ...]) -> bool:
     return arguments[-1] == "stage"
 
 
-def _refuse_signature(message: str) -> None:
+def _refuse_signature(what: str, fix: str) -> None:
     if not conventions.current().mistakes_are_warnings:
-        raise MisconfigurationException(message)
+        raise MisconfigurationException(what, fix=fix)
     # In Lightning, such a hook raises a TypeError when it is called, which may never happen.
-    rank_zero_warn(message)
+    rank_zero_warn(what, fix=fix)
 
 
 def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
     method = getattr(module, name)
-    # Evaluation steps are given dataloader_idx only where there are several loaders.
+    # Evaluation steps get dataloader_idx only if there are several loaders.
     if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
         return
     signature = str(inspect.signature(method))
-    message = (
-        f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
-        f"Write: def {name}(self, batch, batch_idx)."
-    )
+    what = f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx)."
+    fix = f"Write: def {name}(self, batch, batch_idx)."
     if "optimizer_idx" in signature:
-        raise MisconfigurationRuntimeError(
-            f"{message} Several optimizers need manual optimization (automatic_optimization = False), not an "
-            "optimizer_idx."
-        )
-    _refuse_signature(message)
+        fix += " Several optimizers need manual optimization (automatic_optimization = False), not an optimizer_idx."
+        raise MisconfigurationRuntimeError(what, fix=fix)
+    _refuse_signature(what, fix)
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
@@ -401,17 +407,19 @@ def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> Non
             continue
         method, hook = getattr(module, name), f"`{type(module).__name__}.{name}()`"
         instead = f"Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
-        # A predict_step without it is not given it; nor is a step that fetches its batches itself.
+        # A predict_step without this argument does not get it, and neither does a step that fetches its batches itself.
         may_lack = name == "predict_step" or takes_iterator(method)
         if loaders > 1 and not may_lack and not _accepts(method, arguments):
             raise DataloaderIndexError(
-                f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}. {instead}"
+                f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}.",
+                fix=instead,
             )
         parameter = None if loaders > 1 else inspect.signature(method).parameters.get("dataloader_idx")
         if parameter is not None and parameter.default is parameter.empty:
             raise DataloaderIndexError(
                 f"There is a single {stage} loader, and you have included `dataloader_idx` in {hook}, which is only "
-                f"given where there are several. {instead}"
+                "given where there are several.",
+                fix=instead,
             )
 
 
@@ -419,27 +427,27 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
     """Warn of methods that the trainer does not call and that look like hooks: misspelt, or renamed by Lightning."""
     kind = type(owner)
     for name in dir(kind):
-        # Hooks are switched off by a number or "_" behind their names.
+        # Users disable hooks by appending a number or "_" to their names.
         if hasattr(base, name) or name.startswith("_") or name.rstrip("_0123456789") in hooks:
             continue
         method = inspect.getattr_static(kind, name)
         if not inspect.isfunction(method):
             continue
         if name in _OLD_HOOKS:
-            # With other arguments it has another use: callbacks of other libraries have such names.
+            # With other arguments it has another purpose: callbacks of other libraries use such names.
             given = ("self", "trainer", "pl_module") if base is Callback else ("self",)
             hook = _OLD_HOOKS[name] if _accepts(method, given) else None
         else:
-            # One or two letters of twenty differ.
+            # A cutoff of 0.9: one or two letters of twenty differ.
             hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
-        # Beside the hook itself it is a helper.
+        # If the hook itself is defined too, the method is a helper.
         if hook in hooks and not overrides(owner, base, hook):
             arguments = ", ".join(
                 ("self", *_STEPS[hook]) if hook in _STEPS else inspect.signature(getattr(base, hook)).parameters
             )
             rank_zero_warn(
-                f"{kind.__name__}.{name}() looks like the hook {hook}({arguments}), and the trainer does not call it. "
-                f"Rename it to {hook}; if it is a method for your own code, give it another name."
+                f"{kind.__name__}.{name}() looks like the hook {hook}({arguments}), and the trainer does not call it.",
+                fix=f"Rename it to {hook}; if it is a method for your own code, give it another name.",
             )
 
 
@@ -454,22 +462,24 @@ def warn_about_missing_parts(validation: StageData, module: LightningModule, *, 
     has_step = overrides(module, LightningModule, "validation_step")
     if validation.has_data() and not has_step:
         rank_zero_warn(
-            f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs. "
-            "Define it, or leave the data out."
+            f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs.",
+            fix="Define it, or leave the data out.",
         )
     elif wanted and has_step and not validation.has_data():
         # A cross-validation or a search fits the same class again and again, and validates after it.
         warn_once(
             f"no validation data {type(module)}",
-            f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs. "
-            "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
-            "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well.",
+            f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs.",
             PossibleUserWarning,
+            fix=(
+                "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
+                "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well."
+            ),
         )
 
 
 class FirstEpoch:
-    """Looks at the first epoch of a fit, before its first batch and after its last."""
+    """Checks for mistakes in the first epoch of a fit, before its first batch and after its last."""
 
     def __init__(self) -> None:
         self._begun = self._ended = self._resumed = False
@@ -477,21 +487,22 @@ class FirstEpoch:
         self._broadcast: dict[tuple[str, str, int], re.Match[str]] = {}
 
     def before_start(self, run: Run) -> None:
-        """Note the parts in eval mode before training: those that hooks or their own train() switch are meant so."""
+        """Record the parts in eval mode before training; parts that hooks or their own train() switch are intended."""
         self._in_eval_mode = {part for part in run.module.modules() if not part.training}
         self._broadcast = _broadcast_losses(run.module)
         if run.conventions.warns_of_settings and self._in_eval_mode and not self._begun:
-            # There, also of those that nothing trains.
+            # Under Lightning's names, also for modules that nothing trains.
             rank_zero_warn(
                 f"Found {len(self._in_eval_mode)} module(s) in eval mode at the start of training: dropout is off "
-                "there, and batch norm keeps its statistics. Write model.train() before fit, unless that is meant.",
+                "there, and batch norm keeps its statistics.",
                 PossibleUserWarning,
+                fix="Write model.train() before fit, unless that is meant.",
             )
             self._in_eval_mode = set()
         call_own_train(run.module)
 
     def at_start(self, run: Run) -> None:
-        """Warn of layers that would train in eval mode; by now every hook has had its chance to switch them."""
+        """Warn about layers that would train in eval mode; all hooks that could switch them have run by now."""
         if self._begun:
             return
         self._begun, self._resumed = True, run.progress.logged_step > 0
@@ -502,20 +513,20 @@ class FirstEpoch:
         found = [
             name
             for name, part in module.named_modules()
-            # A normalization may keep its statistics.
+            # Normalization layers may keep their statistics on purpose.
             if part in before and not part.training and not isinstance(part, torch_private.NormBase)
             if not trained.isdisjoint(part.parameters(recurse=False))
         ]
         if found:
-            # What the model's own train() keeps in eval mode is meant so.
+            # Parts that the model's own train() keeps in eval mode are intended.
             kept = left_in_eval_mode(module)
             found = [name for name in found if module.get_submodule(name) not in kept]
         if found:
             rank_zero_warn(
                 f"{type(module).__name__} trains {len(found)} layers in eval mode ({', '.join(found[:_NAMED])}): "
-                "dropout is off there, as in what from_pretrained() returns. Write model.train() before fit; layers "
-                "with requires_grad=False may stay in eval mode.",
+                "dropout is off there, as in what from_pretrained() returns.",
                 PossibleUserWarning,
+                fix="Write model.train() before fit; layers with requires_grad=False may stay in eval mode.",
             )
 
     def _warn_of_interval(self, run: Run) -> None:
@@ -525,12 +536,13 @@ class FirstEpoch:
             self._ended = True
             rank_zero_warn(
                 f"The number of training batches ({batches}) is smaller than the logging interval "
-                f"Trainer(log_every_n_steps={every}). Use a shorter one to see values of steps in the loggers.",
+                f"Trainer(log_every_n_steps={every}).",
                 PossibleUserWarning,
+                fix="Use a shorter one to see values of steps in the loggers.",
             )
 
     def at_end(self, run: Run) -> None:
-        """Warn of what torch has warned of, and of values logged on steps that no logger has got."""
+        """Explain torch's warnings about losses, and warn about step values that no logger has received."""
         if not self._ended:
             _warn_of_broadcast_losses(run.module, self._broadcast)
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
@@ -541,19 +553,22 @@ class FirstEpoch:
         if names:
             rank_zero_warn(
                 f"Values logged on steps ({', '.join(names[:_NAMED])}) go to the loggers every {every} steps, and the "
-                f"first epoch had {steps}: none of them got there. Write "
-                f"Trainer(log_every_n_steps={max(1, steps // 10)}), or self.log(..., on_epoch=True) for the mean."
+                f"first epoch had {steps}: none of them got there.",
+                fix=(
+                    f"Write Trainer(log_every_n_steps={max(1, steps // 10)}), or self.log(..., on_epoch=True) for the "
+                    "mean."
+                ),
             )
 
 
 def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.Match[str]]:
-    """Return the warnings of torch of losses of two shapes: (module, text, line) to the shapes.
+    """Return torch's warnings about losses of two shapes, by (module, text, line), with the shapes.
 
-    Python notes the warnings that it has shown in the module whose line they name: nothing has to watch the steps.
+    Python records shown warnings in the module whose line they name, so no step has to be watched.
     """
     found = {}
     # A loss that is a layer is called by a line of torch.
-    for name in {**{kind.__module__: None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
+    for name in {**{module_of(kind): None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
         for shown in vars(sys.modules.get(name, sys)).get("__warningregistry__", ()):
             if isinstance(shown, tuple) and (shapes := _OF_TWO_SHAPES.match(str(shown[0]))):
                 found[name, str(shown[0]), shown[2]] = shapes
@@ -561,7 +576,7 @@ def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.
 
 
 def _warn_of_broadcast_losses(module: LightningModule, before: Iterable[tuple[str, str, int]]) -> None:
-    """Say what mends a loss of two shapes, of which torch has warned in this fit."""
+    """Say how to fix a loss of two shapes, if torch has warned about one in this fit."""
     for (name, text, line), shapes in _broadcast_losses(module).items():
         if (name, text, line) in before:
             continue
@@ -569,9 +584,9 @@ def _warn_of_broadcast_losses(module: LightningModule, before: Iterable[tuple[st
         place = f" ({file}, line {line})" if file and not name.startswith("torch.") else ""
         target, values = (f"({sizes}{',' * (',' not in sizes)})" for sizes in shapes.groups())
         rank_zero_warn(
-            f"{type(module).__name__}: a loss{place} gets predictions of shape {values} and targets of shape {target}. "
-            "It compares every prediction with every target, and the model learns their mean. Give both one shape: "
-            f"{_one_shape(shapes[2], shapes[1])}."
+            f"{type(module).__name__}: a loss{place} gets predictions of shape {values} and targets of shape "
+            f"{target}. It compares every prediction with every target, and the model learns their mean.",
+            fix=f"Give both one shape: {_one_shape(shapes[2], shapes[1])}.",
         )
 
 
@@ -594,10 +609,11 @@ def _one_shape(values: str, target: str) -> str:
 
 # -- what a step returned
 
-MEMORY_NOTE = (
-    "Memory ran out. Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; "
-    "memory='auto' keeps fewer activations."
+_MEMORY_FIX = (
+    "Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; memory='auto' keeps "
+    "fewer activations."
 )
+MEMORY_NOTE = f"Memory ran out. {_MEMORY_FIX}"
 _WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -608,34 +624,36 @@ def loss_of(output: object, run: Run) -> Tensor | None:
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise MisconfigurationException(
-                f"{step} returned a dict without the key 'loss' (it has {list(output)}). "
-                "Return {'loss': loss, ...}, or the loss itself."
+                f"{step} returned a dict without the key 'loss' (it has {list(output)}).",
+                fix="Return {'loss': loss, ...}, or the loss itself.",
             )
         loss = output["loss"]
         if loss is not None and not isinstance(loss, Tensor):
             raise MisconfigurationException(
-                f"{step} returned {{'loss': {_describe(loss)}}}; the loss must be a tensor "
-                "computed from the parameters. Do not convert it with .item() or float()."
+                f"{step} returned {{'loss': {_describe(loss)}}}; the loss must be a tensor computed from the "
+                "parameters.",
+                fix="Do not convert it with .item() or float().",
             )
     if isinstance(loss, Tensor):
         # With ``loss_parallel`` it is a DTensor.
         return whole(loss)
     if loss is not None:
+        number = " Do not convert it with .item() or float()." if isinstance(loss, float) else ""
         raise MisconfigurationException(
-            f"{step} returned {_describe(loss)}; return the loss (a tensor), a dict with the key 'loss', or None to "
-            "skip the batch." + (" Do not convert it with .item() or float()." if isinstance(loss, float) else "")
+            f"{step} returned {_describe(loss)};",
+            fix=f"return the loss (a tensor), a dict with the key 'loss', or None to skip the batch.{number}",
         )
     if run.window.skipped_batches == 0:
         rank_zero_warn(
-            f"{step} returned None: the batch is skipped. If that is not on purpose, end training_step with "
-            "`return loss`."
+            f"{step} returned None: the batch is skipped.",
+            fix="If that is not on purpose, end training_step with `return loss`.",
         )
     run.window.skipped_batches += 1
     return None
 
 
 def check_weight(weight: object, run: Run) -> None:
-    """Check what ``training_step`` returned as ``loss_weight``; one on a device is not waited for."""
+    """Check what ``training_step`` returned as ``loss_weight``, without waiting for a device."""
     shown = repr(weight)
     if isinstance(weight, Tensor):
         if weight.numel() == 1 and (not weight.is_cpu or 0 <= weight < math.inf):
@@ -644,29 +662,35 @@ def check_weight(weight: object, run: Run) -> None:
     elif isinstance(weight, SupportsFloat) and 0 <= float(weight) < math.inf:
         return
     raise MisconfigurationException(
-        f"{type(run.module).__name__}.training_step returned {{'loss_weight': {shown}}}. Use how many samples or "
-        "tokens the loss is the mean of: a number of at least 0, or a tensor of one element."
+        f"{type(run.module).__name__}.training_step returned {{'loss_weight': {shown}}}.",
+        fix=(
+            "Use how many samples or tokens the loss is the mean of: a number of at least 0, or a tensor of one "
+            "element."
+        ),
     )
 
 
 def weights_are_missing(run: Run) -> MisconfigurationException:
     """Return the error for an accumulation of which some batches have a ``loss_weight`` and some have none."""
     return MisconfigurationException(
-        f"{type(run.module).__name__}.training_step returned 'loss_weight' for some batches of an accumulation and not "
-        "for others, so there is no mean over them. Return it for every batch, or for none."
+        f"{type(run.module).__name__}.training_step returned 'loss_weight' for some batches of an accumulation and "
+        "not for others, so there is no mean over them.",
+        fix="Return it for every batch, or for none.",
     )
 
 
 def loss_is_missing(run: Run) -> RuntimeError:
     """Return the error for a batch without a loss under a strategy whose processes wait for each other."""
-    return RuntimeError(
-        f"training_step returned None in batch {run.progress.batch} with strategy={run.runtime.strategy.name!r}: every "
-        "process takes part in the backward of the others. Return 0 * loss instead."
+    return make_error(
+        RuntimeError,
+        f"training_step returned None in batch {run.progress.batch} with strategy={run.runtime.strategy.name!r}: "
+        "every process takes part in the backward of the others.",
+        fix="Return 0 * loss instead.",
     )
 
 
 def weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
-    """Return the share of a loss in its accumulation, whose gradient is to be that of the mean over all its batches."""
+    """Return a loss scaled so that the accumulated gradient is the gradient of the mean over all batches."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
     if run.window.is_start:
         run.window.weight, run.window.is_unweighed = None, False
@@ -691,12 +715,13 @@ def counts_for_nothing(output: Any) -> bool:
 
 def check_some_loss(run: Run) -> None:
     """Raise if a whole epoch passed in which every batch was skipped."""
-    # Lightning warns at the first of them and goes on.
+    # Lightning warns at the first of them and continues.
     skipped_all = run.window.skipped_batches and run.window.skipped_batches >= run.progress.total_batches
     if run.optimizers and skipped_all and not run.conventions.mistakes_are_warnings:
         raise MisconfigurationException(
             f"{type(run.module).__name__}.training_step returned None for each of the {run.window.skipped_batches} "
-            "batches so far, so nothing was trained. End training_step with `return loss`."
+            "batches so far, so nothing was trained.",
+            fix="End training_step with `return loss`.",
         )
 
 
@@ -709,7 +734,7 @@ def step_of(run: Run, name: str) -> Callable[..., Any]:
     """Return a step of the module, for instance ``"training_step"``, or what a program's strategy puts in its place."""
     step: Callable[..., Any] = getattr(run.module, name)
     strategy = run.runtime.strategy
-    # With the signature of the module's, which says whether it takes the index of a batch.
+    # With the signature of the module's step, which shows whether it takes the index of a batch.
     return (
         functools.wraps(step)(functools.partial(getattr(strategy, name)))
         if defined_by_program(strategy, name)
@@ -740,28 +765,31 @@ def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
 
 
 def annotate(error: BaseException, step: str, module: nn.Module, batch: object, batch_idx: int) -> None:
-    """Add to an error of the user's step where it happened, on what, and what usually mends it."""
+    """Add to an error of the user's step where it happened, with which inputs, and the usual fix."""
     if getattr(error, "_hasten_place", False):
         return
     error.add_note(f"in {type(module).__name__}.{step}, batch {batch_idx}: {describe_batch(batch)}")
-    # The place comes first, also where what mends the error is known already.
+    # The place comes first, even if the fix is already known.
     error.__notes__.insert(0, error.__notes__.pop())
     explain(error, batch)
-    text, note = str(error), None
+    text = str(error)
     if is_out_of_memory(error):
-        note = MEMORY_NOTE
+        add_note(error, "Memory ran out.", fix=_MEMORY_FIX)
     elif isinstance(error, TypeError) and f"{step}()" in text and "positional argument" in text:
-        note = (
+        what = (
             f"{step} is called with (batch, batch_idx), and with dataloader_idx as well where there are several "
-            f"loaders: def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual "
-            "optimization, not an optimizer_idx."
+            "loaders:"
         )
+        fix = (
+            f"def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual optimization, not "
+            "an optimizer_idx."
+        )
+        add_note(error, what, fix=fix)
     elif isinstance(error, TypeError) and (wrong := _WRONG_KEYWORD.search(text)):
         function = getattr(module, wrong[1], None)
         known = list(inspect.signature(function).parameters) if callable(function) else []
-        note = f"self.{wrong[1]} takes: {', '.join(known)}.{did_you_mean(wrong[2], known)}" if known else None
-    if note is not None:
-        error.add_note(note)
+        if known:
+            add_note(error, f"self.{wrong[1]} takes: {', '.join(known)}.", fix=did_you_mean(wrong[2], known))
     with suppress(AttributeError):
         error._hasten_place = True  # type: ignore[attr-defined]
 

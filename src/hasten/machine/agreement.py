@@ -1,6 +1,7 @@
 """Exchange of messages between processes through the store, without collectives.
 
-For rare events that one process may reach alone: a collective would then wait for processes that wait in another one.
+For rare events that only one process may reach: a collective would then wait for processes that wait in another
+collective.
 """
 
 from __future__ import annotations
@@ -20,34 +21,35 @@ from typing import Any
 import torch.distributed as dist
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import log
 from hasten.machine.host import process_has_ended
 
-# Every step synchronizes the processes, so they differ only by what one of them does alone after a step. After an
+# Every step synchronizes the processes, so they differ only by work that one of them does alone after a step. After an
 # evaluation they may be minutes apart, because samples differ in size.
 PATIENCE_SECONDS = 60.0
 PATIENCE_AFTER_EVALUATION_SECONDS = 300.0
 NOTICE_SECONDS = 15.0
 _POLL_SECONDS = 0.002
-# After this time, those that have not come are asked whether they are past the place.
+# After this time, missing processes are asked whether they have passed the place already.
 _ASK_AFTER_SECONDS = 1.0
 _ANSWER_POLL_SECONDS = 0.05
 _END = "end"
 
-# Given where another process waits: True if this one has passed there without stopping, False if it has not come there
-# yet, None if it waits there, too.
+# Called with the place where another process waits; returns True if this process has passed it without stopping, False
+# if it has not reached it yet, None if it waits there, too.
 Passed = Callable[[Any], "bool | None"]
 
 # torch has no public name for the default store, and no type hints for stores.
 
 
 def store() -> Any:
-    """Return the part of the store that is for such messages."""
+    """Return the part of the store that is for these messages."""
     return torch_private.part_of_store("hasten-agreement", torch_private.default_store())
 
 
 def announce_leaving() -> None:
-    """Have the others know that this process leaves the group."""
+    """Tell the others that this process leaves the group."""
     # The store may be gone already.
     with suppress(RuntimeError):
         store().set(f"left/{dist.get_rank()}", "1")
@@ -58,11 +60,11 @@ def has_left(rank: int) -> bool:
     return bool(store().check([f"left/{rank}"]))
 
 
-# -- who has ended in the middle of a run
+# -- processes that have ended in the middle of a run
 
 
 def begin_run() -> None:
-    """Have the others find out later whether this process lives, and forget with which error it left an earlier run."""
+    """Let the others find out later whether this process is alive, and forget the error that ended an earlier run."""
     with suppress(RuntimeError):
         own = store()
         own.set(f"process/{dist.get_rank()}", f"{_machine()} {os.getpid()}")
@@ -78,7 +80,7 @@ def publish_exit_error(error: BaseException) -> None:
 
 
 def find_dead_peer(seconds: float) -> str | None:
-    """Return which process has ended in the middle of the run, and how; None if that does not show within a time."""
+    """Return which process has ended in the middle of the run, and how; None if that is not known in time."""
     found: list[str] = []
 
     def work() -> None:
@@ -89,7 +91,7 @@ def find_dead_peer(seconds: float) -> str | None:
                 found.extend(_ended())
                 time.sleep(_ANSWER_POLL_SECONDS)
 
-    # Where the machine of the store does not answer, asking takes longer than this process should wait.
+    # If the machine of the store does not answer, asking takes longer than this process should wait.
     asking = threading.Thread(target=work, name="hasten-last-words", daemon=True)
     asking.start()
     asking.join(2 * seconds)
@@ -116,7 +118,7 @@ def _ended() -> list[str]:
 
 
 def _machine() -> str:
-    """Return what names this machine and its numbers of processes; empty if nothing does."""
+    """Return a name for this machine and its process IDs; empty if there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -137,9 +139,11 @@ def explain_missing(call: str, error: RuntimeError) -> None:
         gone = [rank for rank in range(dist.get_world_size()) if has_left(rank)]
     if gone:
         verb = "has" if len(gone) == 1 else "have"
-        raise RuntimeError(
-            f"{call} is called on {format_ranks([dist.get_rank()])}, and {format_ranks(gone)} {verb} ended the program "
-            "without it. Call it on all processes."
+        raise make_error(
+            RuntimeError,
+            f"{call} is called on {format_ranks([dist.get_rank()])}, and {format_ranks(gone)} {verb} ended the "
+            "program without it.",
+            fix="Call it on all processes.",
         ) from error
 
 
@@ -158,8 +162,8 @@ def exchange(
         own: the value of this process, plain data, not None.
         what: describes ``place`` in the message about missing processes.
         patience_seconds: how long to wait for the others; ``PATIENCE_SECONDS`` by default.
-        ask: the kind of a question that the others ``answer``, and where this process is. One that has passed there is
-            not waited for: it may be in a collective, waiting for this process.
+        ask: the kind of a question that the others ``answer``, and where this process is. A process that has passed the
+            place is not waited for: it may be in a collective, waiting for this process.
 
     """
     messages, rank, size = store(), dist.get_rank(), dist.get_world_size()
@@ -190,9 +194,9 @@ def exchange(
 
 
 def differs_from_neighbor(place: str, own: str) -> int | None:
-    """Return a rank next to this one that has another value at ``place``; None if none is known to.
+    """Return a neighboring rank with another value at ``place``; None if none is known.
 
-    Nobody waits: of two processes the later one sees the value of the other.
+    No process waits: the later of two processes sees the value of the other.
 
     """
     messages, rank, size = store(), dist.get_rank(), dist.get_world_size()
@@ -238,12 +242,14 @@ def require_all(place: str, what: str, own: object, advice: str) -> list[Any]:
     absent = [rank for rank, value in enumerate(values) if value is None]
     if absent:
         present = [rank for rank, value in enumerate(values) if value is not None]
-        raise RuntimeError(f"{what} on {format_ranks(present)} and not on {format_ranks(absent)}. {advice}")
+        raise make_error(
+            RuntimeError, f"{what} on {format_ranks(present)} and not on {format_ranks(absent)}.", fix=advice
+        )
     return values
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """Return ranks as text.
+    """Return ranks as a string.
 
     Example::
 
@@ -254,7 +260,7 @@ def format_ranks(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-# -- answers to those that wait, while the main thread of this process is elsewhere
+# -- answers to waiting processes, while the main thread of this process is elsewhere
 
 
 class _Listener:
@@ -270,7 +276,7 @@ class _Listener:
         self._thread.start()
 
     def _listen(self) -> None:
-        # The store may end before this thread does: there is nobody left to ask, then.
+        # The store may end before this thread does: then no process is left to ask.
         with suppress(RuntimeError):
             self._answer_all()
 
@@ -292,19 +298,19 @@ class _Listener:
                 time.sleep(_ANSWER_POLL_SECONDS)
 
     def _answers(self, question: dict[str, Any]) -> bool:
-        """Return whether nothing more is to be said about a question."""
+        """Return whether a question needs no further answer."""
         reference = self.known.get(question["kind"])
         if reference is None:
-            return False  # It has not begun here.
+            return False  # The run has not begun in this process.
         passed = reference()
-        # What is gone has passed every place.
+        # An object that no longer exists has passed every place.
         answer = True if passed is None else passed(question["at"])
         if answer:
             self._store.set(f"{question['place']}/passed/{self._rank}", "1")
         return answer is not False
 
     def end(self) -> None:
-        """End the thread: one that waits in a call when the interpreter ends could abort the process."""
+        """End the thread: a thread that waits in a call when the interpreter ends could abort the process."""
         if self._thread.is_alive():
             with suppress(RuntimeError):
                 _send(self._store_of_main(), self._rank, _END)
@@ -318,7 +324,7 @@ _listener: _Listener | None = None
 
 
 def answer(kind: str, passed: Passed) -> None:
-    """Let other processes that wait know whether this one has passed where they are, whatever it does at that time.
+    """Tell waiting processes, from a thread, whether this process has already passed the point where they wait.
 
     Args:
         kind: of the question, see ``exchange``.

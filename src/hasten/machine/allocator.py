@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hasten._lib.errors import make_error
+
 # Options of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 # The defaults of glibc, with the thresholds to which it raises them after large blocks were freed.
 _AFTER = {_TRIM_THRESHOLD: 64 * 2**20, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD: 32 * 2**20, _MMAP_MAX: 65536}
-# Requested from the system at once.
+# How much memory is requested from the system at a time.
 _PAD_BYTES = 64 * 2**20
 
 LIBRARIES = {"tcmalloc": "libtcmalloc*.so*", "jemalloc": "libjemalloc.so*"}
@@ -47,13 +49,19 @@ def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
         return
     if name != "keep":
         if (found := file_of(name)) is None:
-            raise ValueError(
-                f"{owner}(allocator={name!r}): there is no {LIBRARIES[name]} on this machine. Use allocator='keep', "
-                f"which needs nothing, or install it (Debian: apt install {_PACKAGES[name]})."
+            raise make_error(
+                ValueError,
+                f"{owner}(allocator={name!r}): there is no {LIBRARIES[name]} on this machine.",
+                fix=(
+                    f"Use allocator='keep', which needs nothing, or install it (Debian: apt install {_PACKAGES[name]})."
+                ),
+                argument="allocator",
             )
-        raise ValueError(
-            f"{owner}(allocator={name!r}): an allocator is chosen before the program starts. Start it with "
-            f"LD_PRELOAD={found} python ..., or use allocator='keep'."
+        raise make_error(
+            ValueError,
+            f"{owner}(allocator={name!r}): an allocator is chosen before the program starts.",
+            fix=f"Start it with LD_PRELOAD={found} python ..., or use allocator='keep'.",
+            argument="allocator",
         )
     library = _keep(owner)
     try:
@@ -82,9 +90,12 @@ def _keep(owner: str) -> ctypes.CDLL:
     mallopt = getattr(library, "mallopt", None)
     # mallopt returns 1 on success; musl has the function and ignores it.
     if library is None or mallopt is None or not (mallopt(_TRIM_THRESHOLD, -1) and mallopt(_MMAP_MAX, 0)):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{owner}(allocator='keep'): the C library of this machine ({sys.platform}) cannot keep memory; glibc on "
-            "Linux can. Leave it out."
+            "Linux can.",
+            fix="Leave it out.",
+            argument="allocator",
         )
     mallopt(_TOP_PAD, _PAD_BYTES)
     return library

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.optional import installed, need
 from hasten._lib.rank_zero import PossibleUserWarning, log, rank_zero_only, rank_zero_warn
 from hasten.elsewhere import conventions
@@ -32,7 +33,7 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether something else starts the processes, so that hasten must not."""
+        """Whether a launcher starts the processes, so that hasten must not."""
 
     @property
     @abstractmethod
@@ -47,7 +48,7 @@ class ClusterEnvironment(ABC):
     @staticmethod
     @abstractmethod
     def detect() -> bool:
-        """Return whether this process runs in such a cluster."""
+        """Return whether this process runs in this kind of cluster."""
 
     @abstractmethod
     def world_size(self) -> int:
@@ -84,7 +85,7 @@ class ClusterEnvironment(ABC):
     def teardown(self) -> None:  # noqa: B027 - most hold nothing
         """Release resources of the cluster."""
 
-    # -- a job that goes on in another one
+    # -- a job that continues in another one
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ class ClusterEnvironment(ABC):
 
     @property
     def requeued_job(self) -> str | None:
-        """A name of this job that it keeps when it is queued again; None if it cannot be."""
+        """A name of this job that it keeps when it is queued again; None if it cannot be requeued."""
         return None
 
     def requeue(self) -> str:
@@ -102,7 +103,7 @@ class ClusterEnvironment(ABC):
 
 
 class _FromVariables(ClusterEnvironment):
-    """A cluster that has its ranks in environment variables; of several names the first that is set counts."""
+    """A cluster whose ranks are in environment variables; of several names the first that is set counts."""
 
     _local_rank: tuple[str, ...] = ("LOCAL_RANK",)
     _node_rank: tuple[str, ...] = ("NODE_RANK", "GROUP_RANK")
@@ -159,7 +160,7 @@ class LightningEnvironment(_FromVariables):
 
     def set_global_rank(self, rank: int) -> None:
         self._global_rank = rank
-        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = rank
 
     def teardown(self) -> None:
         """Remove WORLD_SIZE, which only this run's processes had."""
@@ -198,9 +199,11 @@ class _ExternalCluster(_FromVariables):
 
 def _check_world_size(launcher: str, world_size: int, num_devices: int, num_nodes: int) -> None:
     if num_devices * num_nodes != world_size:
-        raise ValueError(
-            f"devices={num_devices}, num_nodes={num_nodes}: {launcher} started {world_size} processes. Use "
-            "devices='auto' and the right num_nodes, or start as many as these."
+        raise make_error(
+            ValueError,
+            f"devices={num_devices}, num_nodes={num_nodes}: {launcher} started {world_size} processes.",
+            fix="Use devices='auto' and the right num_nodes, or start as many as these.",
+            argument="devices",
         )
 
 
@@ -236,8 +239,8 @@ class TorchElasticEnvironment(_ExternalCluster):
 class SLURMEnvironment(_ExternalCluster):
     """Processes started by ``srun``.
 
-    A job that asks for a signal before its time limit (``#SBATCH --signal=USR1@120``, ``#SBATCH --requeue``) goes on in
-    a new one: at the signal, all processes stop after the same step, the Trainer saves ``hpc_ckpt_JOB.ckpt`` in its
+    A job that asks for a signal before its time limit (``#SBATCH --signal=USR1@120``, ``#SBATCH --requeue``) continues
+    in a new job: at the signal, all processes stop after the same step, the Trainer saves ``hpc_ckpt_JOB.ckpt`` in its
     ``default_root_dir``, and the first process calls ``scontrol requeue JOB``. The requeued job continues from there.
 
     Args:
@@ -269,9 +272,14 @@ class SLURMEnvironment(_ExternalCluster):
             except ValueError:
                 self.requeue_signal = None
             if self.requeue_signal is None or self.requeue_signal.name in ("SIGKILL", "SIGSTOP", "SIGINT"):
-                raise ValueError(
-                    f"SLURMEnvironment(requeue_signal={requeue_signal!r}): use a signal that a program can handle, "
-                    "such as signal.SIGUSR1, and name it in #SBATCH --signal=USR1@120."
+                raise make_error(
+                    ValueError,
+                    f"SLURMEnvironment(requeue_signal={requeue_signal!r}):",
+                    fix=(
+                        "use a signal that a program can handle, such as signal.SIGUSR1, and name it in #SBATCH "
+                        "--signal=USR1@120."
+                    ),
+                    argument="requeue_signal",
                 )
 
     @property
@@ -302,8 +310,8 @@ class SLURMEnvironment(_ExternalCluster):
         if conventions.current().warns_of_settings and not by_srun and shutil.which("srun") is not None:
             command = shlex.join(["srun", os.path.basename(sys.executable), *sys.argv])[:64]
             rank_zero_warn(
-                "This machine has the command srun, and it did not start this program. For a job of SLURM, write: "
-                f"{command} ...",
+                "This machine has the command srun, and it did not start this program.",
+                fix=f"For a job of SLURM, write: {command} ...",
                 category=PossibleUserWarning,
             )
 
@@ -313,9 +321,10 @@ class SLURMEnvironment(_ExternalCluster):
         tasks = _number("SLURM_NTASKS", default=1)
         is_strict = conventions.current().warns_of_settings
         if is_strict and tasks > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
-            raise RuntimeError(
-                f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set. In place of --ntasks={tasks} write "
-                f"--ntasks-per-node={tasks}, for each machine."
+            raise make_error(
+                RuntimeError,
+                f"SLURM_NTASKS is {tasks} and SLURM_NTASKS_PER_NODE is not set.",
+                fix=f"In place of --ntasks={tasks} write --ntasks-per-node={tasks}, for each machine.",
             )
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
@@ -326,9 +335,11 @@ class SLURMEnvironment(_ExternalCluster):
             ("SLURM_NNODES", "--nodes", "num_nodes", num_nodes),
         ):
             if (given := os.environ.get(variable, "")).isdigit() and int(given) != value:
-                raise ValueError(
-                    f"{argument}={value}: the job of SLURM was started with {option}={given}, which does not match. "
-                    f"Use {argument}={given}."
+                raise make_error(
+                    ValueError,
+                    f"{argument}={value}: the job of SLURM was started with {option}={given}, which does not match.",
+                    fix=f"Use {argument}={given}.",
+                    argument=argument,
                 )
         if self._world_size in os.environ:
             super().validate_settings(num_devices, num_nodes)
@@ -352,7 +363,7 @@ class SLURMEnvironment(_ExternalCluster):
         """Return the first host of a list of nodes; see ``first_host``."""
         return first_host(nodes)
 
-    # -- going on in a requeued job
+    # -- continuing in a requeued job
 
     @property
     def stop_signals(self) -> tuple[int, ...]:
@@ -402,7 +413,7 @@ class KubeflowEnvironment(_ExternalCluster):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether the operator set the variables; those of torchrun in a pod are others."""
+        """Return whether the operator set the variables; torchrun in a pod sets others."""
         names = KubeflowEnvironment._required
         by_others = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return all(name in os.environ for name in names) and not any(name in os.environ for name in by_others)
@@ -428,9 +439,10 @@ class LSFEnvironment(_ExternalCluster):
         for name in ("LSB_DJOB_RANKFILE", "LSB_JOBID"):
             if not os.environ.get(name) and not (name == "LSB_JOBID" and "MASTER_PORT" in os.environ):
                 state = "empty" if name in os.environ else "missing"
-                raise ValueError(
-                    f"LSFEnvironment(): the environment variable {name} is {state}. Start the program with jsrun "
-                    "inside a job of LSF."
+                raise make_error(
+                    ValueError,
+                    f"LSFEnvironment(): the environment variable {name} is {state}.",
+                    fix="Start the program with jsrun inside a job of LSF.",
                 )
 
     @property
@@ -449,17 +461,19 @@ class LSFEnvironment(_ExternalCluster):
         return all(name in os.environ for name in LSFEnvironment._required)
 
     def node_rank(self) -> int:
-        """Return the place of this machine in LSB_DJOB_RANKFILE."""
+        """Return the index of this machine in LSB_DJOB_RANKFILE."""
         hosts, name = self._hosts(), socket.gethostname()
         if name in hosts:
             return hosts.index(name)
         for place, host in enumerate(hosts):
-            # Of numeric addresses the first part says nothing.
+            # The first part of a numeric address is not a name.
             if not host[0].isdigit() and host.partition(".")[0] == name.partition(".")[0]:
                 return place
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"this machine, {name}, is not in LSB_DJOB_RANKFILE={os.environ['LSB_DJOB_RANKFILE']!r}, which has "
-            f"{', '.join(hosts)}. Start the program with jsrun inside the job."
+            f"{', '.join(hosts)}.",
+            fix="Start the program with jsrun inside the job.",
         )
 
     def _hosts(self) -> list[str]:
@@ -468,8 +482,10 @@ class LSFEnvironment(_ExternalCluster):
         with open(file, encoding="utf-8") as lines:
             hosts = [line.strip() for line in lines if line.strip()]
         if len(hosts) < 2:
-            raise ValueError(
-                f"LSB_DJOB_RANKFILE={file!r}: expected the host that launches, and those that compute, on a line each."
+            raise make_error(
+                ValueError,
+                f"LSB_DJOB_RANKFILE={file!r}: expected the host that launches, and those that compute, on a line each.",
+                argument="LSB_DJOB_RANKFILE",
             )
         return list(dict.fromkeys(hosts[1:]))
 
@@ -548,7 +564,7 @@ class ProcessGroupEnvironment(_ExternalCluster):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether the program is in such a group, and hasten did not make it."""
+        """Return whether the program has joined a process group that hasten did not make."""
         return collectives.joined_before() and collectives.world_size() > 1
 
     def world_size(self) -> int:
@@ -568,7 +584,7 @@ class ProcessGroupEnvironment(_ExternalCluster):
         return _number("NODE_RANK", "GROUP_RANK", default=self.global_rank() // self.local_world_size())
 
 
-# What the implementations of MPI (Open MPI; MPICH, Intel, Cray; MVAPICH) tell the processes about their number.
+# Variables with the number of processes, of implementations of MPI (Open MPI; MPICH, Intel, Cray; MVAPICH).
 _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -591,7 +607,7 @@ def find_cluster() -> ClusterEnvironment:
 
 
 def number_of_processes(cluster: ClusterEnvironment) -> int:
-    """Return the number of processes; 1 where a program for a cluster runs by itself, for instance on a laptop."""
+    """Return the number of processes; 1 if a program for a cluster runs alone, for instance on a laptop."""
     try:
         return cluster.world_size()
     except KeyError:
@@ -623,7 +639,7 @@ def _set_by_launcher(name: str) -> int:
     """Return a variable that a launcher sets.
 
     Raises:
-        KeyError: it is not set. A guess would have several processes take themselves for the first.
+        KeyError: it is not set. With a guess, several processes would act as the first.
 
     """
     if name not in os.environ:
@@ -649,7 +665,7 @@ def _number(*names: str, default: int = 0) -> int:
 
 # -- the name that the processes of one run have in common
 
-# Where the name is kept: processes inherit it from the one that starts them.
+# The variable with the name: processes inherit it from the one that starts them.
 JOB_VARIABLE = "HASTEN_JOB"
 
 _OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")

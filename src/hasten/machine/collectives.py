@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hasten._lib import torch_private
 from hasten._lib.device import is_cuda, is_host
+from hasten._lib.errors import make_error
 from hasten._lib.names import unknown_word
 from hasten._lib.tree import by_kind, map_leaves, map_tensors
 from hasten.extend.origin import package_of
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OPERATIONS = ("mean", "sum", "max", "min", "product")
-# Long enough for a thread that only waits for the interpreter's lock, also on a busy machine.
+# Long enough for a thread that waits for the interpreter's lock, also on a busy machine.
 _EXIT_SECONDS = 0.1
 # How long a process that has lost a partner looks for the reason.
 _WORD_SECONDS = 2.0
@@ -39,7 +40,8 @@ _WORD_SECONDS = 2.0
 CAUSE_VARIABLE = "HASTEN_CAUSE_FILE"
 
 
-# The process group that `join` has made. Not kept alive: a fork would destroy it without its threads, and crash.
+# The process group that `join` has made. A weak reference: a fork would destroy the group without its threads, and
+# crash.
 _own_group: Callable[[], Any] = lambda: None  # noqa: E731 - until there is one
 
 
@@ -88,7 +90,8 @@ def operation_name(op: object) -> str:
     text = {"avg": "mean", "average": "mean", "prod": "product"}.get(text, text)
     if text not in _OPERATIONS:
         allowed = f"use one of {', '.join(map(repr, _OPERATIONS))}."
-        raise ValueError(f"reduce_op={op!r}: {unknown_word(text, _OPERATIONS, allowed)}")
+        what, fix = unknown_word(f"reduce_op={op!r}", text, _OPERATIONS, allowed)
+        raise make_error(ValueError, what, fix=fix, argument="reduce_op")
     return text
 
 
@@ -108,7 +111,7 @@ def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tens
 
 
 def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync_grads: bool = False) -> Any:
-    """Return ``data`` with each tensor replaced by those of all processes, stacked in a new first dimension.
+    """Return ``data`` with each tensor replaced by the tensors of all processes, stacked in a new first dimension.
 
     Args:
         data: a tensor or a collection of tensors, of the same shapes on every process.
@@ -217,7 +220,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def send(tensor: Tensor, to: int, *, device: torch.device) -> None:
     """Send a tensor to process ``to``, which must call ``receive`` for it."""
-    # As bytes: not every backend knows every type.
+    # Sent as bytes: not every backend knows every type.
     dist.send(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8), to)
 
 
@@ -271,16 +274,18 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     """
     if joined():
         if dist.get_world_size() != party.world_size:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"this process is already in a group of {dist.get_world_size()} processes, but the run asks for "
-                f"{party.world_size}. Use the same devices and num_nodes everywhere in one program."
+                f"{party.world_size}.",
+                fix="Use the same devices and num_nodes everywhere in one program.",
             )
-        # That of the run to come, which may be longer than that of the first one.
+        # The timeout of the next run, which may be longer than the timeout of the first.
         if any(name in dist.get_backend() for name in ("gloo", "nccl")):
             torch_private.set_timeout(timeout)
         return
     if not dist.is_available():
-        raise RuntimeError("this build of torch has no torch.distributed: use devices=1.")
+        raise make_error(RuntimeError, "this build of torch has no torch.distributed:", fix="use devices=1.")
     options: dict[str, Any] = {"rank": party.rank, "world_size": party.world_size, "timeout": timeout}
     if party.world_size > 1:
         if store is None:
@@ -297,7 +302,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
     global _own_group
     _own_group = weakref.ref(dist.group.WORLD)
     if is_host(device) or backend == "gloo":
-        # gloo connects every pair of processes: one that left early would break the connections of the others.
+        # gloo connects every pair of processes: a process that leaves early would break the connections of the others.
         dist.barrier()
     # With a group that still exists, the destructors of the backend's threads may abort the process.
     atexit.unregister(_leave_at_exit)
@@ -307,7 +312,7 @@ def join(party: Party, *, backend: str, device: torch.device, timeout: datetime.
 def _leave_at_exit() -> None:
     if joined() and "gloo" in dist.get_backend():
         # The thread that has done the last exchange frees its tensors, for which it waits for the interpreter's lock.
-        # One that waits when the interpreter ends would abort the process.
+        # If it still waits when the interpreter ends, it aborts the process.
         time.sleep(_EXIT_SECONDS)
     leave()
 
@@ -342,7 +347,7 @@ def lost_partner(error: BaseException) -> bool:
 
 
 def _lost_connection(error: BaseException) -> bool:
-    """Return whether a connection to another process broke; other errors of a backend are about this process."""
+    """Return whether a connection to another process broke; other errors of a backend concern this process."""
     if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
         return True
     text = str(error).lower()
@@ -354,7 +359,7 @@ def _lost_connection(error: BaseException) -> bool:
 
 @contextmanager
 def naming_who_ended() -> Iterator[None]:
-    """Replace the error of a lost connection by one that says which process has ended, where that can be known."""
+    """Replace the error of a lost connection by one that says which process has ended, if that is known."""
     if world_size() == 1:
         yield
         return

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class Accelerator(ABC):
     """One kind of device.
 
-    Subclass it for other hardware: ``Trainer(accelerator=MyAccelerator())``. What follows ``name`` is for hardware on
-    which hasten's own strategies and number formats do not compute.
+    Subclass it for other hardware: ``Trainer(accelerator=MyAccelerator())``. Attributes and methods after ``name`` are
+    for hardware that hasten's own strategies and number formats do not support.
     """
 
-    # Names of the strategies that compute on such devices, where hasten's usual ones do not. With strategy="auto" the
+    # Names of the strategies for these devices, if hasten's usual ones do not support them. With strategy="auto" the
     # first one trains on one device, and the second one on several.
     strategies: tuple[str, ...] = ()
 
@@ -70,7 +70,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def is_available() -> bool:
-        """Return whether this machine has such a device."""
+        """Return whether this machine has a device of this kind."""
 
     @staticmethod
     @abstractmethod
@@ -84,25 +84,25 @@ class Accelerator(ABC):
 
     @classmethod
     def check_available(cls, purpose: str) -> None:
-        """Raise an error that says what is missing, if it is known why there is no such device.
+        """If there is no device of this type and the reason is known, raise an error that says what is missing.
 
         Args:
-            purpose: what asks for one, ``"Trainer(accelerator='tpu')"``.
+            purpose: what needs the device, for instance ``"Trainer(accelerator='tpu')"``.
 
         """
         return
 
     @staticmethod
     def comes_first() -> bool:
-        """Return whether ``accelerator="auto"`` takes such devices before GPUs."""
+        """Return whether ``accelerator="auto"`` prefers these devices to GPUs."""
         return False
 
     def default_cluster(self) -> ClusterEnvironment | None:
-        """Return what knows the machines of a run where nothing has started its processes; None for the usual one."""
+        """Return the cluster of a run without a launcher; None for the usual one."""
         return None
 
     def precision_of(self, name: str) -> Precision | None:
-        """Return the precision for ``Trainer(precision=name)`` on such devices; None for that of the strategy.
+        """Return the precision for ``Trainer(precision=name)`` on these devices; None for the strategy's.
 
         Raises:
             ValueError: they do not compute in it.
@@ -137,8 +137,9 @@ class CPUAccelerator(Accelerator):
         number = whole_number(devices)
         if number is None or number < 1:
             raise WrongType(
-                f"devices={devices!r}, accelerator='cpu': use the number of processes, at least 1, or devices='auto' "
-                "for one. The CPU has no indices."
+                f"devices={devices!r}, accelerator='cpu':",
+                fix="use the number of processes, at least 1, or devices='auto' for one. The CPU has no indices.",
+                argument="devices",
             )
         return number
 
@@ -267,7 +268,7 @@ ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUD
 
 @cache
 def added_accelerators() -> dict[str, type[Accelerator]]:
-    """Return what packages have added by entry points, by the names for ``accelerator=``; found once.
+    """Return the accelerators that packages add by entry points, by the names for ``accelerator=``; found once.
 
     Raises:
         TypeError: an entry point names something else than a subclass of Accelerator.
@@ -312,19 +313,26 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
         number = present if number == -1 else number
         if not 1 <= number <= present:
             raise MisconfigurationException(
-                f"devices={devices!r}: {has}. Use at least 1 and at most {present}, or devices='auto'."
+                f"devices={devices!r}: {has}.",
+                fix=f"Use at least 1 and at most {present}, or devices='auto'.",
+                argument="devices",
             )
         return list(range(number))
     indices = [part.strip() for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices
     if not isinstance(indices, (list, tuple)):
         raise WrongType(
-            f"devices={devices!r}: use a number, a list of indices, a string such as '0,1', or 'auto', "
-            f"not {type(devices).__name__}."
+            f"devices={devices!r}:",
+            fix=f"use a number, a list of indices, a string such as '0,1', or 'auto', not {type(devices).__name__}.",
+            argument="devices",
         )
     if isinstance(devices, str) and all(part.isdigit() for part in indices):
         indices = list(map(int, indices))
     if not indices or not all(type(index) is int and 0 <= index < present for index in indices):
-        raise MisconfigurationException(f"devices={devices!r}: use indices from 0 to {present - 1}, or 'auto'; {has}.")
+        raise MisconfigurationException(
+            f"devices={devices!r}:", fix=f"use indices from 0 to {present - 1}, or 'auto'; {has}.", argument="devices"
+        )
     if len(set(indices)) != len(indices):
-        raise MisconfigurationException(f"devices={devices!r} names a device twice. Use each index once.")
+        raise MisconfigurationException(
+            f"devices={devices!r} names a device twice.", fix="Use each index once.", argument="devices"
+        )
     return list(indices)

@@ -1,4 +1,4 @@
-"""The computer that this process runs on: cores, memory, whether someone works in a prompt, and locks of builds."""
+"""The computer that this process runs on: cores, memory, interactive sessions, and locks of builds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hasten.extend import frames
+
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
-# How long a lock is waited for in silence.
+# How long to wait for a lock without a message.
 _LOCK_SECONDS = 20.0
 # The ranks of a run start within so many seconds of each other.
 _TOGETHER_SECONDS = 60.0
@@ -36,7 +38,7 @@ def total_memory_bytes() -> int | None:
 
 
 def available_memory_bytes() -> int | None:
-    """Return how much memory a process may still take: what machine and container have left; None if unknown."""
+    """Return how much memory a process may still take, on the machine and in its container; None if unknown."""
     free = _kilobytes("/proc/meminfo", "MemAvailable")
     with suppress(OSError, ValueError):
         limit = (_CONTROL_GROUP / "memory.max").read_text(encoding="ascii").strip()
@@ -48,7 +50,7 @@ def available_memory_bytes() -> int | None:
 
 
 def process_memory_bytes(*, peak: bool = False) -> int | None:
-    """Return the memory that this process holds, or held at its peak; None where the system is not Linux."""
+    """Return the memory that this process holds, or held at its peak; None if the system is not Linux."""
     return _kilobytes("/proc/self/status", "VmHWM" if peak else "VmRSS")
 
 
@@ -85,7 +87,7 @@ def _ipython_shell() -> Any:
 
 
 class LockWatch:
-    """Says where the lock is on which torch waits to build an extension; a build that was cut off leaves it."""
+    """Reports the lock on which torch waits to build an extension; an interrupted build leaves the lock behind."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -136,20 +138,19 @@ def process_age_seconds() -> float:
 
 def _lock_waited_for(thread: int) -> str | None:
     """Return the path of the lock on which a thread waits in torch's ``FileBaton``."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code.co_name == "wait" and frame.f_code.co_filename.endswith("file_baton.py"):
+    for frame in frames.outwards(sys._current_frames().get(thread)):
+        if frames.name_of(frame) == "wait" and frames.file_of(frame).endswith("file_baton.py"):
             with suppress(Exception):
                 return str(frame.f_locals["self"].lock_file_path)
-        frame = frame.f_back
     return None
 
 
 def process_has_ended(number: int) -> bool:
-    """Return whether a process of this machine is known not to run any more; False where the system does not say."""
+    """Return whether a process of this machine is known to have ended; False if the system does not say."""
     try:
         with open(f"/proc/{number}/stat") as file:
-            # The name of the program, in parentheses, may have any character. Z: nobody has read its exit code.
+            # The name of the program, in parentheses, may contain any character. Z: a zombie, whose exit code has not
+            # been read.
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
     except OSError:
         return os.path.isdir("/proc/self")

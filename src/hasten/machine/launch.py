@@ -24,6 +24,7 @@ import torch
 import torch.distributed
 
 from hasten._lib import FOLDER_AT_IMPORT
+from hasten._lib.errors import make_error
 from hasten.machine import collectives
 from hasten.machine.cluster import JOB_VARIABLE, ClusterEnvironment, TorchElasticEnvironment
 from hasten.machine.host import usable_cores
@@ -33,14 +34,14 @@ from hasten.machine.rendezvous import forget_meetings, note_who_lives
 # calls of `Launcher.launch` and the end of its program, and the address of the store.
 _PARENT, _END_PIPE, _STORE = "HASTEN_PARENT_PID", "HASTEN_END_PIPE", "HASTEN_STORE"
 
-# Set in a process that is a rank, for those that its program starts as its own: they inherit the variables of the rank.
+# Set in a process that is a rank, for processes that its program starts: they inherit the variables of the rank.
 _RANK_PID = "HASTEN_RANK_PID"
 
 # How long the first process may take to fail with its own traceback after another one died.
 GRACE_SECONDS = 4.0
-# After how long a process says for whom it waits when its program has ended.
+# When its program has ended, a process says after this time for which other process it waits.
 _SAY_SECONDS = 30.0
-# How long a process whose program has ended may take to unload.
+# How long a process whose program has ended may take to shut down.
 UNLOAD_SECONDS = 300.0
 KILL_SECONDS = 3.0
 _STORE_TIMEOUT = timedelta(minutes=5)
@@ -50,8 +51,8 @@ PREFIX: list[str] = []
 
 T = TypeVar("T")
 
-# Takes the local rank (None if the cluster sets it) and the store where the processes connect (None for torch's own),
-# joins the process group, and works.
+# Called with the local rank (None if the cluster sets it) and the store where the processes connect (None for torch's
+# own); joins the process group and works.
 Run = Callable[[int | None, Any], T]
 
 # torch's type hints leave the stores out.
@@ -68,22 +69,22 @@ class Launcher(ABC):
         Args:
             run: what each process does.
             cluster: the ranks of this process.
-            num_processes: on this machine.
+            num_processes: their number on this machine.
             owner: the object whose state after the run is sent back here.
 
         """
 
 
 def mark_rank() -> None:
-    """Note that the variables of a rank are those of this process, and not of one that it starts."""
+    """Record that the variables of a rank belong to this process, and not to a process that it starts."""
     os.environ[_RANK_PID] = str(os.getpid())
 
 
 def forget_other_rank() -> None:
-    """Remove the variables of a rank from whose program this process was started: they are not about this one."""
+    """Remove the variables of a rank if its program has started this process: they do not apply to this process."""
     owner, parent = os.environ.get(_RANK_PID), os.environ.get(_PARENT)
     if owner is None and parent is not None:
-        # What a rank has started has another parent than the rank.
+        # A process that a rank has started has another parent than the rank itself.
         is_other = int(parent) != os.getppid()
     else:
         is_other = owner is not None and int(owner) != os.getpid()
@@ -113,7 +114,7 @@ def join_external(run: Run[T], cluster: ClusterEnvironment) -> T:
         if _STORE in os.environ:
             store = connect_store(os.environ[_STORE])
     elif TorchElasticEnvironment.detect():
-        # Without its agent, nothing would ever end this process.
+        # Without its agent, this process would never be ended.
         agent = os.getppid()
 
         def wait_for_agent() -> None:
@@ -131,7 +132,7 @@ def _set_main_address(cluster: ClusterEnvironment) -> None:
     os.environ.update(MASTER_ADDR=str(cluster.main_address), MASTER_PORT=str(cluster.main_port))
 
 
-# As long as this process lives, though it may have left the group: others may still have something to ask.
+# Kept as long as this process lives, even if it has left the group: others may still ask it something.
 _served: list[Any] = []
 
 
@@ -178,7 +179,7 @@ class RunScriptAgain(Launcher):
                 environment["OMP_NUM_THREADS"] = str(threads)
                 torch.set_num_threads(threads)
             _children = _Children(environment, num_processes, cluster.node_rank() * num_processes)
-            # So that ranks are read from the same variables in all processes.
+            # All processes then read their ranks from the same variables.
             environment.pop(_STORE, None)
             os.environ.update(environment, LOCAL_RANK="0")
             mark_rank()
@@ -187,7 +188,7 @@ class RunScriptAgain(Launcher):
             return run(0, store)
         except Exception as error:
             if children is not None and num_processes > 1 and not collectives.joined():
-                # They have not met. A program that tries again starts others, at another port.
+                # The processes have not connected. A program that tries again starts others, at another port.
                 note_who_lives(error, children.lives())
                 children.give_up()
                 forget_meetings()
@@ -198,17 +199,17 @@ class RunScriptAgain(Launcher):
                         os.environ[name] = before[name]
                 raise
             # When another process dies, the collectives here fail too, with a message about sockets. The traceback
-            # that the other process printed shows the cause; that of this one does not.
+            # that the other process printed shows the cause; the traceback of this one does not.
             if children is not None and collectives.lost_partner(error) and (cause := children.why_dead()):
                 raise RuntimeError(cause) from None
             raise
 
 
 def quiet_torch() -> dict[str, str]:
-    """Return variables for processes started here, in which torch is not to print more than its errors.
+    """Return variables for processes started here, which make torch print only errors.
 
     When a process ends, torch warns in all others that their store does not answer, with the stacks of its own C++
-    code: dozens of lines around the one that says why. Who debugs torch.distributed gets all of them.
+    code: dozens of lines around the one that shows the reason. With TORCH_DISTRIBUTED_DEBUG all of them are printed.
     """
     return {} if "TORCH_DISTRIBUTED_DEBUG" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -233,9 +234,11 @@ def command_of_this_program() -> list[str]:
             return [*python, path, *sys.argv[1:]]
     if "-c" in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1:]]
-    raise RuntimeError(
-        "strategy='ddp' runs the program again for each process, and an interactive session cannot be run "
-        "again. Use strategy='ddp_notebook' here."
+    raise make_error(
+        RuntimeError,
+        "strategy='ddp' runs the program again for each process, and an interactive session cannot be run again.",
+        fix="Use strategy='ddp_notebook' here.",
+        argument="strategy",
     )
 
 
@@ -252,7 +255,7 @@ def folder_of_this_program() -> str | None:
     return FOLDER_AT_IMPORT or None
 
 
-# What a process reports to the one that started it.
+# Messages of a process to the one that started it.
 _CALL_BEGINS, _CALL_ENDS, _PROGRAM_ENDS = b"+-."
 
 
@@ -279,9 +282,9 @@ class _Calls:
             self.report(_CALL_ENDS)
 
     def report(self, sign: int) -> None:
-        """Send a sign to the process that started this one."""
+        """Send a message to the process that started this one."""
         if self.pipe is not None:
-            with suppress(OSError):  # It is gone, or does not read.
+            with suppress(OSError):  # That process has ended, or does not read.
                 os.write(self.pipe, bytes([sign]))
 
 
@@ -294,7 +297,7 @@ class _Children:
     """The other processes of this machine, and a thread that watches them.
 
     Args:
-        environment: variables for them, beside those of this process.
+        environment: variables for them, in addition to the environment of this process.
         num_processes: on this machine, this one included.
         first_rank: the rank of this process.
 
@@ -307,7 +310,7 @@ class _Children:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._end_pipes: dict[int, int] = {}
         self._reports: dict[int, Counter[int]] = {}
-        # What follows is counted in all processes.
+        # From here on calls are counted in all processes.
         _calls.begun = 0
         # The program may have changed its working directory, and will do so again.
         command, folder = command_of_this_program(), folder_of_this_program()
@@ -335,7 +338,7 @@ class _Children:
         return code
 
     def _reported(self, local_rank: int) -> Counter[int]:
-        """Return how often a process has reported what."""
+        """Return how often a process has sent each message."""
         reported = self._reports.setdefault(local_rank, Counter())
         if (pipe := self._end_pipes.get(local_rank)) is not None:
             with suppress(BlockingIOError):
@@ -354,9 +357,9 @@ class _Children:
         return None
 
     def why_dead(self) -> str | None:
-        """Return which process ended and how; None if none does within ``GRACE_SECONDS``.
+        """Return which process ended, and how; None if none ends within ``GRACE_SECONDS``.
 
-        To be called by a process that has lost a partner, so that one that has ended without an error is the reason.
+        Called by a process that has lost a partner: then a process that has ended without an error is the reason, too.
         """
         deadline = time.monotonic() + GRACE_SECONDS
         while not self._seen.wait(0.1) and time.monotonic() < deadline:
@@ -377,7 +380,7 @@ class _Children:
                 if code is None or code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
                     continue
                 reported = self._reported(local_rank)
-                # os._exit(0) in the middle of a call is no end either.
+                # os._exit(0) in the middle of a call does not count as an end either.
                 if code or reported[_CALL_BEGINS] > reported[_CALL_ENDS]:
                     self._dead = describe_death(self._first_rank + local_rank, code)
                     break
@@ -389,7 +392,7 @@ class _Children:
             os._exit(1)
 
     def stop(self) -> None:
-        """Stop the others, and do not report how they end."""
+        """Stop the others without reporting how they end."""
         self._ended.set()
         stop_processes(self._processes.values())
 
@@ -415,8 +418,8 @@ class _Children:
         elif failed:
             code = 0
         if code and not _leaving:
-            # An exit function can only set the exit code in this way. Functions registered after the processes
-            # started, such as those of loggers, have run by now.
+            # An exit function can only set the exit code in this way. Functions registered after the processes started,
+            # for instance by loggers, have run by now.
             if not failed:
                 os.write(2, f"{text}\n".encode())
             logging.shutdown()
@@ -431,7 +434,7 @@ class _Children:
         try:
             while alive := [rank for rank, process in self._processes.items() if process.poll() is None]:
                 now = time.monotonic()
-                # Who has reported the end of its program only unloads: that is no work that could be lost.
+                # A process that has reported the end of its program is only shutting down: no work can be lost.
                 working = [self._first_rank + rank for rank in alive if not self._reported(rank)[_PROGRAM_ENDS]]
                 at_work = now if working else at_work
                 if now - at_work >= min(limit_seconds, UNLOAD_SECONDS):
@@ -475,7 +478,7 @@ _end_seconds = 1800.0
 
 
 def allow_at_end(seconds: float) -> None:
-    """Let the other processes work for themselves for at least this long when the program of the first has ended."""
+    """Give the other processes at least this long to finish their own work after the program of the first has ended."""
     global _end_seconds
     _end_seconds = max(_end_seconds, seconds)
 
@@ -485,7 +488,7 @@ _leaving = False
 
 
 def leave_with_own_code() -> None:
-    """End this program with its own exit code, not with that of a process it started."""
+    """End this program with its own exit code, not with the code of a process it started."""
     global _leaving
     _leaving = True
 
@@ -504,7 +507,7 @@ def end_now(code: int, reason: str) -> NoReturn:
 
     The main thread may be in a call that nothing can interrupt, so no exit function runs.
     """
-    # The main thread may come back when its partners are gone: its error is a consequence.
+    # The main thread may return when its partners are gone: its error is a consequence.
     sys.excepthook = _say_nothing
     if _children is not None:
         _children.stop()
@@ -513,7 +516,7 @@ def end_now(code: int, reason: str) -> NoReturn:
             function(code, reason)
     for worker in multiprocessing.active_children():
         worker.kill()
-    # The main thread may be writing, and never come back.
+    # The main thread may be writing, and never return.
     flush = threading.Thread(target=_flush, name="hasten-flush", daemon=True)
     flush.start()
     flush.join(1.0)
@@ -591,7 +594,7 @@ def print_while_waiting(
     """Print what to start on the other machines while the first process of this one waits for them.
 
     Args:
-        command: starts this program on the other machines; None if something else starts it there.
+        command: starts this program on the other machines; None if a launcher starts it there.
         node_rank: which machine this is, from 0.
         num_nodes: the number of machines.
         local_rank: which process of its machine this is; the first one prints.
@@ -606,9 +609,9 @@ def print_while_waiting(
     met = threading.Event()
 
     def print_unless_met() -> None:
-        # Who is missing for how long is printed by the rendezvous.
+        # The rendezvous prints which processes are missing, and for how long.
         if not met.wait(_FIRST_SECONDS):
-            # Not print: the main thread is inside torch and may hold the lock of its output.
+            # print() is not used: the main thread is inside torch and may hold the lock of its output.
             os.write(2, f"{text}\n".encode())
 
     if local_rank == 0:

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet: those of this attempt only, and who is missing meanwhile."""
+"""Connect the processes of a run: only processes of this attempt meet, and missing ones are named."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed
 
+from hasten._lib.errors import make_error
+
 # torch's type hints leave the stores out.
 _torch: Any = torch.distributed
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
@@ -24,7 +26,7 @@ _meetings = itertools.count()
 
 @dataclass(frozen=True)
 class Party:
-    """The processes that are to meet, as one of them sees it.
+    """The processes that must connect, and the rank of this one among them.
 
     Args:
         rank: of this process.
@@ -43,7 +45,7 @@ class Party:
 
 
 def store_of_this_attempt(party: Party) -> Any:
-    """Return a store for this start of the processes only; None if nothing else used the one that torch would take.
+    """Return a store for this start of the processes only; None if no other start has used torch's store.
 
     The agents of torchrun keep one store for all restarts. A restarted process finds the addresses of dead processes
     in it and connects to them (https://github.com/pytorch/pytorch/issues/135712).
@@ -60,8 +62,8 @@ def agree_on_name(store: Any, party: Party) -> str:
     """Return a name that the living processes have in common, and no process that used ``store`` before had.
 
     The first process invents it. The others cannot tell it from the name of a process that died, so each asks with a
-    number of its own, and only a living first process answers that. The number of restarts is no such name: each agent
-    counts those that it began itself.
+    number of its own, and only a living first process answers that. The number of restarts cannot be used: each agent
+    counts the restarts that it began itself.
 
     Raises:
         RuntimeError: not all processes came.
@@ -78,7 +80,7 @@ def agree_on_name(store: Any, party: Party) -> str:
     answered = set()
 
     def answer_all() -> bool:
-        # Answers to processes that died do no harm.
+        # Answers to processes that have died do no harm.
         for number in range(1, store.add("questions", 0) + 1):
             key = f"question/{number}"
             if number not in answered and store.check([key]):
@@ -91,7 +93,7 @@ def agree_on_name(store: Any, party: Party) -> str:
     return own
 
 
-# -- who is missing
+# -- missing processes
 
 
 def meet(store: Any, party: Party) -> None:
@@ -113,7 +115,7 @@ def meet(store: Any, party: Party) -> None:
 
 
 def forget_meetings() -> None:
-    """Count from the beginning, as processes that are started now do."""
+    """Count meetings from the beginning, as processes that are started now do."""
     global _meetings
     _meetings = itertools.count()
 
@@ -122,12 +124,12 @@ def store_of_first(host: str, port: int, party: Party) -> Any:
     """Return the store that the first process serves at ``host:port``.
 
     Raises:
-        RuntimeError: it is not there.
+        RuntimeError: the first process does not answer.
 
     """
     serves = party.rank == 0
     if not serves:
-        # torch waits in silence, and twice as long.
+        # torch would wait without a message, and twice as long.
         _wait_until(lambda: _listens(host, port), lambda: [0], party)
     try:
         return _torch.TCPStore(
@@ -167,7 +169,7 @@ def _wait_until(met: Callable[[], bool], absent: Callable[[], list[int]], party:
 
 
 def named(ranks: list[int], world_size: int, per_machine: int | None) -> str:
-    """Return processes as text, by machine where there are several.
+    """Return processes as a string, by machine if there are several.
 
     Example::
 
@@ -202,17 +204,18 @@ def _not_come(absent: list[int], party: Party) -> RuntimeError:
     )
     if party.started_by_hasten:
         advice = "If the program needs longer until it makes this call, raise timeout= of the strategy."
-    error = RuntimeError(
-        f"{missing} did not come within {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}. "
-        f"{advice}"
+    error = make_error(
+        RuntimeError,
+        f"{missing} did not come within {party.timeout.total_seconds():.0f} s; rank {party.rank} waited at {_where()}.",
+        fix=advice,
     )
-    # Who has started them can say whether they live.
+    # The process that has started them knows whether they are alive.
     error.__dict__["absent_ranks"] = absent
     return error
 
 
 def note_who_lives(error: BaseException, lives: dict[int, bool]) -> None:
-    """Add to the error of processes that did not come whether they are alive, as far as it is known by rank."""
+    """Add to the error about missing processes whether they are alive, where that is known for a rank."""
     for rank in error.__dict__.get("absent_ranks", ()):
         if rank in lives:
             state = "is alive and has not come to this call" if lives[rank] else "has ended"
@@ -225,7 +228,7 @@ def _print_absent(absent: list[int], party: Party, seconds: float) -> None:
         # The first process prints for all; while it is missing itself, one of each machine does.
         return
     missing = named(absent, party.world_size, party.per_machine)
-    # Not print: the main thread may hold the lock of its output.
+    # print() is not used: the main thread may hold the lock of its output.
     os.write(2, f"hasten: rank {party.rank} has waited {seconds:.0f} s at {_where()} for {missing}.\n".encode())
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hasten._lib import VERSION
+from hasten._lib.errors import make_error
 from hasten.extend.origin import full_name, package_of
 from hasten.machine import agreement
 
@@ -24,21 +25,21 @@ from hasten.machine import agreement
 Facts = dict[str, Any]
 
 _POLL_SECONDS = (0.001, 0.05)
-# How often processes that have left are looked for.
+# How often to check for processes that have left.
 _LOOK_SECONDS = 1.0
 _MOST_NAMED = 3
-# Backends of groups without a store: MPI meets by itself, and a simulated group has no other processes.
+# Backends of groups without a store: MPI connects by itself, and a simulated group has no other processes.
 _WITHOUT_STORE = ("mpi", "fake")
 _ABSENT = "absent"
 
 
 def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
-    """Wait for all processes, and compare what they do: one digest each, and all of it only where digests differ.
+    """Wait for all processes, and compare what they do: one digest each, and all facts only if digests differ.
 
     Args:
         place: a name that is the same on all processes and used once.
         call: what is called, such as "Trainer.fit()".
-        facts: what must be the same, by name.
+        facts: plain data that must be the same on all processes, by name.
 
     Raises:
         RuntimeError: on all processes, if they differ; or if a process has left and cannot come.
@@ -64,7 +65,7 @@ def require_same(place: str, call: str, facts: Mapping[str, Any]) -> None:
         _wait(store, keys, place, call)
         by_rank = [json.loads(store.get(key)) for key in keys]
     except getattr(torch.distributed, "DistError", ConnectionError) as error:
-        raise RuntimeError(f"{call}: the first process has left the run meanwhile. {_ALIKE}") from error
+        raise make_error(RuntimeError, f"{call}: the first process has left the run meanwhile.", fix=_ALIKE) from error
     raise RuntimeError(_difference(call, by_rank))
 
 
@@ -87,7 +88,7 @@ _ALIKE = "Call fit, validate, test and predict on all processes, in the same ord
 
 
 def _wait(store: Any, keys: list[str], place: str, call: str) -> None:
-    """Wait until all keys are there; what watches the run ends it if that lasts too long."""
+    """Wait until all keys are there; the watchdog ends the run if that lasts too long."""
     pause, longest = _POLL_SECONDS
     next_look = time.monotonic() + _LOOK_SECONDS
     while not store.check(keys):
@@ -100,9 +101,11 @@ def _wait(store: Any, keys: list[str], place: str, call: str) -> None:
         gone = [rank for rank in everybody if agreement.has_left(rank) and not store.check([f"{place}/arrived/{rank}"])]
         if gone:
             verb = "has" if len(gone) == 1 else "have"
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{call} is called on rank {torch.distributed.get_rank()}, and {agreement.format_ranks(gone)} {verb} "
-                f"ended the program without it. {_ALIKE}"
+                "ended the program without it.",
+                fix=_ALIKE,
             )
 
 
@@ -148,13 +151,13 @@ def _shown(value: Any) -> str:
 
 
 def versions() -> Facts:
-    """Return the versions of what a run depends on."""
+    """Return the versions of the packages that a run depends on."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"hasten's version": VERSION, "torch's version": torch.__version__, "Python's version": python}
 
 
 def plain(value: object) -> Any:
-    """Return ``value`` as plain data: numbers, texts and collections as they are, of other objects the class."""
+    """Return ``value`` as plain data: numbers, strings and collections unchanged, other objects by their class."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -184,7 +187,7 @@ def of_fields(arguments: Any, *, but: Container[str] = ()) -> Facts:
 
 
 def of_module(module: nn.Module) -> Facts:
-    """Return what a module is made of: its class, and dtype and shape of its parameters and buffers."""
+    """Return a description of a module: its class, and dtype and shape of its parameters and buffers."""
     facts: Facts = {"the module": name_of(type(module))}
     for name, parameter in module.named_parameters():
         facts[f"the parameter {name}"] = _tensor(parameter) + ("" if parameter.requires_grad else ", frozen")
@@ -216,7 +219,7 @@ def of_optimizers(optimizers: Iterable[Any], schedulers: Iterable[Any] = ()) -> 
     return facts
 
 
-# A process may be the only one that prints something.
+# Only one process may print.
 _SCHEDULERS_MAY_DIFFER = ("optimizer", "verbose", "rank", "local_rank", "global_rank")
 # Schedulers of schedulers of schedulers; beyond that they are compared by class.
 _DEEPEST = 3

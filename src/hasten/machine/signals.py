@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between two steps, on all processes at the same one."""
+"""Ctrl-C and SIGTERM end a run between two steps, on all processes after the same step."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class StopRequests:
 
     """
 
-    # The one whose context is open; hasten handles signals meanwhile.
+    # The instance whose context is open; meanwhile hasten handles signals.
     active: ClassVar[StopRequests | None] = None
 
     def __init__(self, all_reduce: AllReduce | None = None, *, also: Iterable[int] = ()) -> None:
         self._also = tuple(also)
         self._outer: StopRequests | None = None
         self.signal: int | None = None
-        # The signal on which the run ends after the batch in hand, on all processes.
+        # The signal that ends the run after the current batch, on all processes.
         self.agreed_signal: int | None = None
-        # The signal that arrived at any process, as soon as the thread that watches this one knows of it; and which run
-        # it is, the same number on all processes.
+        # The signal that arrived at any process, as soon as this process's watchdog knows of it; and the number of the
+        # run, the same on all processes.
         self.heard: int | None = None
         self.number = 0
         # Whether this process asks to stop (``trainer.should_stop``), and whether any does, as of the last agreement.
@@ -105,14 +105,14 @@ class StopRequests:
             self.signal, self._first_press = number, now
             if self._all_reduce is None:
                 self.agreed_signal = number
-            if number == signal.SIGINT and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            if number == signal.SIGINT and rank_zero_only.rank == 0:
                 # os.write: print is not safe in a signal handler that interrupted another print.
                 os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
         elif number == self.signal == signal.SIGINT and now - self._first_press > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
-            # A handler that was there before, such as that of a notebook, is called too.
+            # A handler that was there before, such as a notebook's, is called too.
             previous(number, frame)
 
     def due(self, step: int) -> bool:

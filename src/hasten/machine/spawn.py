@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from hasten._lib.errors import shorten
+from hasten._lib.errors import make_error, shorten
 from hasten._lib.explain import explain
 from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
@@ -34,7 +34,7 @@ class KeepsResults(Protocol):
         """Return the results for the object in the starting process; called in the first copy."""
 
     def import_results(self, results: Any) -> None:
-        """Take over the results of the first copy."""
+        """Restore the results of the first copy."""
 
 
 class RemoteTraceback(Exception):
@@ -64,9 +64,11 @@ class StartCopies(launch.Launcher):
         if cluster.creates_processes_externally:
             return launch.join_external(run, cluster)
         if self.start_method == "fork" and torch.cuda.is_initialized():
-            raise RuntimeError(
-                "start_method='fork': this process has used CUDA already, and a CUDA context does not survive a "
-                "fork. Move nothing to the GPU before the launch, or restart the notebook."
+            raise make_error(
+                RuntimeError,
+                "start_method='fork': this process has used CUDA already, and a CUDA context does not survive a fork.",
+                fix="Move nothing to the GPU before the launch, or restart the notebook.",
+                argument="start_method",
             )
         store, address = launch.host_store()
         # Pickled here: multiprocessing would not copy tensors but share their memory.
@@ -104,10 +106,15 @@ def _pickled(task: Any, start_method: str) -> bytes:
     try:
         return pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"start_method={start_method!r} sends the function and its arguments to other processes, and one of "
-            f"them cannot be pickled: {error}. Define functions and classes at the top of a module, or use "
-            "strategy='ddp', which runs the program again instead."
+        raise make_error(
+            TypeError,
+            f"start_method={start_method!r} sends the function and its arguments to other processes, and one of them "
+            f"cannot be pickled: {error}.",
+            fix=(
+                "Define functions and classes at the top of a module, or use strategy='ddp', which runs the program "
+                "again instead."
+            ),
+            argument="start_method",
         ) from error
 
 
@@ -119,7 +126,7 @@ def _child(
         launch.end_when(parent.join)
     os.environ["LOCAL_RANK"] = str(local_rank)
     launch.mark_rank()
-    # The environment of a fork server is that of the time when it was started.
+    # A fork server keeps the environment in which it was started.
     os.environ[clusters.JOB_VARIABLE] = name_of_job
     if threads is not None:
         torch.set_num_threads(threads)
@@ -157,7 +164,7 @@ def _packed(error: BaseException) -> bytes:
         packed = pickle.dumps(("error", (error, text)))
         pickle.loads(packed)
     except Exception:
-        # Some exceptions cannot be unpickled, because their arguments are not those of their class.
+        # Some exceptions cannot be unpickled, because their ``args`` are not the arguments of their class.
         return pickle.dumps(("error", (RuntimeError(f"{type(error).__name__}: {error}"), text)))
     return packed
 
@@ -168,7 +175,7 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
     stopped_with: int | None = None
     ended: tuple[int, str] | None = None
     symptom: BaseException | None = None
-    # Who left first by KeyboardInterrupt or SystemExit: its rank, exit code and traceback.
+    # The first process that left by KeyboardInterrupt or SystemExit: its rank, exit code and traceback.
     left: tuple[int, int, str] | None = None
     deadline = math.inf
     presses = 0
@@ -194,7 +201,7 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
                     note_who_lives(content, {first_rank + i: each.is_alive() for i, each in enumerate(processes)})
                     raise content
                 elif kind == "ended":
-                    # All processes end at once: one that does not is stopped.
+                    # All processes must end at once: one that does not is stopped.
                     ended, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
                 elif kind == "exit":
                     stopped_with = content[0]
@@ -251,7 +258,7 @@ def _end(processes: list[Any]) -> None:
         return [process for process in processes if process.is_alive()]
 
     failed = sys.exc_info()[0] is not None
-    # Those that have returned may still write in threads of their own, or unload on a busy machine.
+    # Processes that have returned may still write in their own threads, or shut down slowly on a busy machine.
     for process in processes if failed else join_all(launch.UNLOAD_SECONDS):
         process.terminate()
     for process in join_all(launch.KILL_SECONDS):

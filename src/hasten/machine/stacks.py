@@ -1,4 +1,4 @@
-"""Where a thread of this process is: its stack as plain data, what it does there, and a report over all ranks."""
+"""The stack of a thread as plain data, what the thread is doing, and a report over all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hasten.extend import frames
 from hasten.extend.origin import SOURCE, is_builtin_file
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -18,7 +19,7 @@ _PATHS = sysconfig.get_paths()
 _PYTHON = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
 
-# Functions of hasten and torch in which a process waits for others, or works longer than a step, by file.
+# Functions of hasten and torch, by file, in which a process waits for others or works longer than a step.
 _BARRIERS = {"machine/collectives.py": ("barrier", "first_one_first"), "distributed_c10d.py": ("barrier",)}
 _SAVING = {"runtime.py": ("save",), "trainer/trainer.py": ("save_checkpoint",), "fabric/fabric.py": ("save",)}
 _PREPARING = {"loops/prepare.py": ("prepare",), "runtime.py": ("load",), "fabric/fabric.py": ("load", "load_raw")}
@@ -54,15 +55,13 @@ class Frame:
 
 def capture(thread: int) -> list[Frame]:
     """Return the stack of a thread of this process, the outermost call first; empty if the thread has ended."""
-    frame, frames = sys._current_frames().get(thread), []
-    while frame is not None:
-        code, owner = frame.f_code, _owner(frame.f_code.co_filename)
-        if (code.co_filename, code.co_qualname) == ("<string>", "<module>") and frame.f_back is not None:
-            # Made by a library, such as ``dataclasses``; that of ``python -c`` has no caller.
-            owner = "python"
-        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_qualname, owner))
-        frame = frame.f_back
-    return frames[::-1]
+    running, found = [*frames.outwards(sys._current_frames().get(thread))], []
+    for frame in reversed(running):
+        file, name = frames.file_of(frame), frames.full_name_of(frame)
+        # Made by a library, such as ``dataclasses``; that of ``python -c`` has no caller.
+        is_made = (file, name) == ("<string>", "<module>") and frame is not running[-1]
+        found.append(Frame(file, frame.f_lineno or 0, name, "python" if is_made else _owner(file)))
+    return found
 
 
 def _owner(file: str) -> str:
@@ -77,7 +76,7 @@ def _owner(file: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a stack says about a process.
+    """What a process is doing, read from a stack.
 
     Args:
         doing: for people, such as "in Model.training_step" or "waits in all_reduce".
@@ -104,13 +103,13 @@ class Activity:
 
 
 def activity_of(frames: Sequence[Frame]) -> Activity:
-    """Return what a stack says about its process."""
+    """Return what a process is doing, read from its stack."""
     hook, waits = _hook(frames), _waits_in(frames)
     saving = _any(frames, _SAVING) or any(_is_checkpoint(frame) for frame in frames)
     leaving = _any(frames, _LEAVING)
     barrier = _any(frames, _BARRIERS) or _any(frames, _MEETING)
     preparing = _any(frames, _PREPARING)
-    # Whoever waits in a collective of a checkpoint waits for those who write it.
+    # A process in a collective of a checkpoint waits for the processes that write it.
     is_long = saving or leaving or barrier or preparing
     if waits:
         doing = f"waits in {waits}" + (" of a checkpoint" if saving else "")
@@ -138,7 +137,7 @@ def activity_of(frames: Sequence[Frame]) -> Activity:
 
 
 def _function(frames: Sequence[Frame]) -> str:
-    """Return the innermost function of a program without a loop of ours."""
+    """Return the innermost function of a program without hasten's loops."""
     index = marked(frames)
     name = "<module>" if index is None else frames[index].name
     return "in the program" if name == "<module>" else f"in {name.replace('<locals>.', '')}"
@@ -207,15 +206,15 @@ def as_data(frames: Sequence[Frame]) -> list[dict[str, Any]]:
 
 
 def from_data(data: Iterable[Mapping[str, Any]]) -> list[Frame]:
-    """Return the frames that ``as_data`` was given."""
+    """Return the frames that were passed to ``as_data``."""
     return [Frame(**frame) for frame in data]
 
 
 def report(headline: str, ranks: Mapping[int, tuple[str, Sequence[Frame]]]) -> str:
-    """Return the text about all processes: a line for each, and their stacks; equal stacks are printed once.
+    """Return the report about all processes: a line for each, and their stacks; equal stacks appear once.
 
     Args:
-        headline: what happened.
+        headline: the first line.
         ranks: for each rank where it is in the run and what it does, and its stack (empty where it did not answer).
 
     """

@@ -1,4 +1,4 @@
-"""A thread in every process of a run that sees when nothing moves, says where each rank is, and ends the run.
+"""A thread in every process that detects a run without progress, reports where each rank is, and ends the run.
 
 The processes of a run wait for each other. If one does not come, the others wait in a call that neither Ctrl-C nor an
 exception can interrupt. This thread reads counters that are kept anyway: batches done, and the collectives that each
@@ -28,20 +28,20 @@ from hasten._lib import torch_private
 from hasten.machine import collectives, host, launch, signals, stacks
 from hasten.machine.agreement import announce_leaving, format_ranks
 
-# How long a stop that was asked for may wait for a step to complete; less where a rank waits for another, so that the
-# run has ended within 12 seconds.
+# How long a requested stop may wait for a step to complete; less if a rank waits for another, so that the run ends
+# within 12 seconds.
 GRACE_SECONDS, STALLED_SECONDS = 15.0, 7.0
 # The same after a second Ctrl-C.
 SECOND_PRESS_SECONDS = 2.0
-# When a rank that does not come is reported for the first time.
+# When a rank that is late is reported for the first time.
 WARN_SECONDS = 120.0
 # A checkpoint, prepare_data or a barrier may take so many times the timeout of a step.
 LONG_FACTOR = 3
-# How often this process looks at itself, and how often it reports to the others.
+# How often this process checks itself, and how often it reports to the others.
 LOOK_SECONDS, BEAT_SECONDS = 1.0, 2.0
-# After how long a process that reports nothing counts as stopped.
+# A process that has not reported for this long counts as stopped.
 SILENT_SECONDS = 15.0
-# How long the stacks of the others are waited for.
+# How long to wait for the stacks of the others.
 STACK_SECONDS = 4.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 
@@ -61,27 +61,27 @@ class Position:
 
 
 def nowhere() -> Position:
-    """Return the position of a program without a loop of ours."""
+    """Return the position of a program without hasten's loops."""
     return Position()
 
 
 @dataclass(slots=True)
 class Beat:
-    """What a process reports.
+    """The report of a process.
 
     Args:
         number: counts the reports.
         count: changes with each batch.
         groups: how many collectives each process group has begun.
-        idle_seconds: since when neither has changed.
+        idle_seconds: time since either of them changed.
         usual_seconds: how long a batch takes, 0 before it is known.
         stop: the signal that asked the process to stop, 0 without one.
         stop_seconds: for how long it has asked.
-        presses: how often.
+        presses: how often the signal came.
         waits: see ``stacks.Activity``; so are the next six.
         left: the process has left the run.
         host: the name of its machine.
-        pid: its number there.
+        pid: its process ID on that machine.
 
     """
 
@@ -107,7 +107,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is to be done about a run in which nothing moves.
+    """The decision about a run without progress.
 
     Args:
         headline: what has happened.
@@ -122,7 +122,7 @@ class Verdict:
 
 
 def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended: Sequence[int] = ()) -> Verdict | None:
-    """Return what is to be done, from the reports of all processes; None for nothing.
+    """Decide what to do, from the reports of all processes; None for nothing.
 
     Args:
         beats: the last report of each process that has not left.
@@ -152,7 +152,7 @@ def judge(beats: dict[int, Beat], timeout_seconds: float, *, warned: bool, ended
 def _judge_standstill(
     beats: dict[int, Beat], timeout_seconds: float, late: list[int], idle: float, code: int, *, warned: bool
 ) -> Verdict | None:
-    """Return what is to be done about a standstill that lasts ``idle`` seconds; ``code``: to end the run with."""
+    """Decide what to do about a standstill of ``idle`` seconds; ``code``: the exit code that ends the run."""
     is_long = any(beat.is_long for beat in beats.values())
     limit = timeout_seconds * (LONG_FACTOR if is_long else 1)
     if idle >= limit:
@@ -187,7 +187,7 @@ def _saved_on_some(beats: dict[int, Beat]) -> str:
 
 
 def behind(beats: dict[int, Beat]) -> list[int]:
-    """Return the ranks for which the others wait, as far as counters and stacks show it."""
+    """Return the ranks for which the others wait, according to counters and stacks."""
     furthest: dict[str, int] = {}
     for beat in beats.values():
         for name, number in beat.groups.items():
@@ -199,13 +199,13 @@ def behind(beats: dict[int, Beat]) -> list[int]:
 
 
 def _grace_seconds(beats: dict[int, Beat], timeout_seconds: float, *, stalled: bool) -> float:
-    """Return how long a stop may wait for the step in hand."""
+    """Return how long a stop may wait for the current step."""
     if max(beat.presses for beat in beats.values()) > 1:
         return SECOND_PRESS_SECONDS
     if any(beat.saves for beat in beats.values()):
         return LONG_FACTOR * timeout_seconds
     if not stalled and any(beat.is_patient for beat in beats.values()):
-        # All of them work on something that takes long.
+        # All processes do work that takes long.
         return timeout_seconds
     return max(STALLED_SECONDS if stalled else GRACE_SECONDS, 3 * max(beat.usual_seconds for beat in beats.values()))
 
@@ -232,7 +232,7 @@ class Watchdog:
         world_size: the number of processes.
         timeout: how long the others may wait for a process within a step.
         store: where the processes report; this thread gets a connection of its own.
-        run: which of the process groups of this program it is, the same number on all processes.
+        run: the number of this process group in the program, the same on all processes.
 
     """
 
@@ -250,7 +250,7 @@ class Watchdog:
         self._moved = self._stepped = time.monotonic()
         self._pauses: deque[float] = deque(maxlen=8)
         self._signals = _Signals()
-        # Of the others: the report, and when it came.
+        # The reports of the others, and when they came.
         self._known: dict[int, tuple[Beat, float]] = {}
         self._started = time.monotonic()
         self._next_beat = 0.0
@@ -297,16 +297,16 @@ class Watchdog:
                 continue
             self._look()
             own = Beat(**asdict(self._beat))
-            # It cannot be compared with others: a backward that does not end waits for them.
+            # This process cannot be compared with others: a backward that does not end waits for them.
             own.waits = own.waits or own.in_backward
             if (verdict := self._judge({self.rank: own})) is not None:
                 self._report_alone(verdict, silent)
 
     def _look(self) -> None:
-        """Note what has changed in this process."""
+        """Record what has changed in this process."""
         now, beat = time.monotonic(), self._beat
         if now - self._looked > SILENT_SECONDS:
-            # The process was suspended, and goes on.
+            # The process was suspended, and continues now.
             self._moved = self._stepped = now
         self._looked = now
         groups = collectives_begun()
@@ -315,7 +315,7 @@ class Watchdog:
             self._counted, self._moved, self._warned = counted, now, False
         if counted[0].count != beat.count:
             if beat.count:
-                # What came before the first batch says nothing about a step.
+                # The time before the first batch says nothing about a step.
                 self._pauses.append(now - self._stepped)
             self._stepped = now
         frames = stacks.capture(self.thread_watched)
@@ -335,7 +335,7 @@ class Watchdog:
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(self._beat)))
 
     def _exchange(self) -> None:
-        """Report to the others, follow their order, and decide if this is the first process that lives."""
+        """Report to the others, follow their orders, and decide if this is the first living process."""
         now = time.monotonic()
         due = now >= self._next_beat
         if due:
@@ -354,7 +354,7 @@ class Watchdog:
                 self._give_order(verdict)
 
     def _pass_on_signal(self) -> None:
-        """Have the processes hear of a signal that arrived at one of them: an evaluation has no step that all make."""
+        """Tell all processes about a signal that arrived at one: an evaluation has no step that all of them make."""
         requests = signals.StopRequests.active
         if requests is None or requests.heard is not None or not requests.number:
             return
@@ -403,7 +403,7 @@ class Watchdog:
         return host.process_has_ended(beat.pid)
 
     def _everybody(self, now: float) -> dict[int, Beat]:
-        """Return the reports of all processes that have not left; one that is silent has not moved since."""
+        """Return the reports of processes that have not left; a silent one counts as idle since its last report."""
         beats: dict[int, Beat] = {}
         for rank in range(self.world_size):
             beat, came = self._read(rank, now)
@@ -429,7 +429,7 @@ class Watchdog:
         self._follow(order)
 
     def _follow(self, order: dict[str, Any]) -> None:
-        """Give the stack of this process; the one that decided prints them all. Then end, if the order says so."""
+        """Send the stack of this process to the process that prints all stacks; then end, if the order says so."""
         name, code = order["name"], order["code"]
         where, frames = self._where(order["late"])
         if code is not None:
@@ -449,7 +449,7 @@ class Watchdog:
             launch.end_now(code, order["headline"])
 
     def _where(self, late: list[int]) -> tuple[str, list[stacks.Frame]]:
-        """Return what this process does, for people, and its stack."""
+        """Return a readable description of what this process does, and its stack."""
         frames = stacks.capture(self.thread_watched)
         text = self.position().text
         doing = stacks.activity_of(frames).doing
@@ -590,12 +590,12 @@ class _Signals:
 
         Args:
             frames: the stack of the training thread.
-            moved: when the process has come further for the last time.
+            moved: when the process made progress for the last time.
 
         """
         requests, now = signals.StopRequests.active, time.monotonic()
         if requests is not self._requests:
-            # Another run: what came before is done with.
+            # A new run: earlier signals have been handled.
             self._requests, self._noted = requests, {}
         for number in self._bytes():
             # A program's own handlers decide themselves what happens.
@@ -607,7 +607,7 @@ class _Signals:
                 self._found = frames
         if requests is None:
             if self._noted and (frames != self._found or moved > min(since for since, _ in self._noted.values())):
-                # The main thread has seen it.
+                # The main thread has handled the signal.
                 self._noted = {}
         elif requests.signal is not None and requests.signal not in self._noted:
             self._noted[requests.signal] = (now, 1)
@@ -628,7 +628,7 @@ _in_forks = False
 
 
 def _forget_in_forks() -> None:
-    """Have forked processes, such as data workers, not write to the pipe of this one."""
+    """Keep forked processes, such as data workers, from writing to the pipe of this one."""
     global _in_forks
     if _in_forks:
         return
@@ -650,9 +650,9 @@ _runs = 0
 def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
     """Watch the process group that this process has joined, until it leaves it."""
     global _current, _runs
-    # Also counted where nothing is watched, so that processes agree on the number.
+    # Counted also if nothing is watched, so that processes agree on the number.
     _runs += 1
-    # What a rank does alone at the end may take as long as a barrier, in which the others would wait for it.
+    # Work that a rank does alone at the end may take as long as a barrier, in which the others would wait for it.
     launch.allow_at_end(LONG_FACTOR * timeout.total_seconds())
     if _current is not None:
         # Another run in the same processes.
@@ -664,7 +664,7 @@ def start(*, rank: int, world_size: int, timeout: timedelta) -> None:
     try:
         _current = Watchdog(rank=rank, world_size=world_size, timeout=timeout, store=store, run=_runs)
     except (NotImplementedError, RuntimeError):
-        # A store in memory, such as that of a group for tests, has no second connection.
+        # A store in memory, such as the store of a group for tests, has no second connection.
         return
     collectives.before_leaving(announce_leaving)
     collectives.before_leaving(stop)
@@ -683,11 +683,11 @@ def stop() -> None:
 
 @contextmanager
 def observing(position: Callable[[], Position], folder: Callable[[], str]) -> Iterator[None]:
-    """Have reports say how far a loop has come, while the context is open.
+    """Let reports say how far a loop has come, while the context is open.
 
     Args:
         position: reads the loop's counters; called about once a second, in another thread.
-        folder: returns where files about a run that does not end well are written.
+        folder: returns the folder for files about a run that fails.
 
     """
     watchdog = _current

@@ -1,4 +1,7 @@
-"""What the user writes: LightningModule, its hooks and hyper-parameters, and the datamodule."""
+"""What the user writes: LightningModule, its hooks and hyper-parameters, and the datamodule.
+
+It does not know how a run works, and must not import ``hasten.loops``, ``hasten.strategies`` or ``hasten.trainer``.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from hasten._lib.errors import make_error
 from hasten._lib.observers import NotifiesOfHooks
 from hasten.logged_value import LogOptions
 from hasten.module.log_methods import LogMethods, Unlisted
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Numbered(Protocol):
-    """A callback of which a Trainer may have several with the same arguments; the number is part of its state's key."""
+    """A callback that a Trainer may have several times with equal arguments; a number makes their state keys differ."""
 
     state_number: int
 
 
 class Callback(LogMethods, NotifiesOfHooks):
-    """The base of callbacks: code that runs at fixed points of a run, separate from the module.
+    """Base class of callbacks: objects whose hooks run at fixed points of a run, separate from the module.
 
     Override the hooks you need; a hook that is not overridden costs nothing. Callbacks run in the order of
     ``Trainer(callbacks=[...])``, before the same hook of the module. Callbacks with ``runs_last`` (checkpoints, early
@@ -57,7 +58,9 @@ class Callback(LogMethods, NotifiesOfHooks):
         # Through the module, which may override ``log``.
         module: LightningModule | None = self.__dict__.get("_module")
         if module is None:
-            raise RuntimeError(f"{type(self).__name__}.log(): no run is in progress. Call it in a hook.")
+            raise make_error(
+                RuntimeError, f"{type(self).__name__}.log(): no run is in progress.", fix="Call it in a hook."
+            )
         module.log(name, value, **LogOptions(*options)._asdict(), batch_size=batch_size)
 
     @property

@@ -1,4 +1,4 @@
-"""What changes about a module while it trains and its state_dict does not hold: for checkpoints."""
+"""Changes of a module during training that its state_dict does not contain, for checkpoints."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _of_base() -> frozenset[str]:
 class ModuleChanges:
     """Which parameters hooks have frozen, which parts they have switched to eval mode, and numbers they have set.
 
-    Generators of random numbers that are attributes of the module or its parts are held, too.
+    Generators of random numbers that are attributes of the module or its parts are saved, too.
 
     A checkpoint holds what differs from the beginning of training, and a resumed run sets that, once its own training
-    begins. So what a program does before training, such as freezing a part, counts in the resumed run as it is written
-    there.
+    begins. So what a program does before training, such as freezing a part, also takes effect in the resumed run.
 
-    Attributes that are numbers, strings, booleans or None are held: those of the LightningModule, and those of parts
-    that have no others but generators. A part with tensors, lists or objects beside them may have computed these.
+    Attributes that are numbers, strings, booleans or None are saved: those of the LightningModule, and of parts that
+    have no other attributes except generators. A part that also has tensors, lists or objects may have computed these
+    from them.
 
     Args:
         module: the LightningModule.
@@ -52,11 +52,11 @@ class ModuleChanges:
         self._module = module
         self._before: dict[str, dict[str, Any]] | None = None
         self._loaded: Mapping[str, Mapping[str, Any]] = {}
-        # Of training: an evaluation switches them.
+        # The modes during training: an evaluation switches them.
         self._modes: dict[str, Any] = {}
 
     def begin(self) -> None:
-        """Training begins: note how the module is, and set what ``load_state_dict`` was given."""
+        """Record the state of the module when training begins, and restore what ``load_state_dict`` was given."""
         self._before = self._look()
         loaded, self._loaded = self._loaded, {}
         if not loaded:
@@ -101,11 +101,11 @@ class ModuleChanges:
         return {kind: found for kind, found in changed.items() if found}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have ``begin`` set what ``state_dict`` returned."""
+        """Store what ``state_dict`` returned, for ``begin`` to set."""
         self._loaded = state
 
     def _look(self) -> dict[str, dict[str, Any]]:
-        """Return what there is now. With few calls, for the cost of a short fit."""
+        """Return the present state. Written with few calls, to keep a short fit cheap."""
         found: dict[str, dict[str, Any]] = {"requires_grad": {}, "modes": {}, "attributes": {}, "generators": {}}
         for name, part in self._module.named_modules():
             found["modes"][name] = part.training

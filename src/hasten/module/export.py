@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_deprecation
 from hasten._lib.tree import move_to, preserve_modes, readable_by_jit, sharded_parameter
@@ -160,9 +160,10 @@ class ModelExport:
         assert isinstance(self, nn.Module)
         if sharded_parameter(self) is not None:
             kind = type(self).__name__
-            raise ValueError(
-                f"{kind}: its parameters are divided over processes and cannot be exported here. Save a checkpoint, "
-                f"and export {kind}.load_from_checkpoint(path)."
+            raise make_error(
+                ValueError,
+                f"{kind}: its parameters are divided over processes and cannot be exported here.",
+                fix=f"Save a checkpoint, and export {kind}.load_from_checkpoint(path).",
             )
         return self
 
@@ -170,8 +171,8 @@ class ModelExport:
         given = self.example_input_array if given is None else given
         if given is None:
             raise MisconfigurationException(
-                f"{type(self).__name__}.{call}: there is no input to run with. Pass {argument}=..., or set "
-                "self.example_input_array in __init__."
+                f"{type(self).__name__}.{call}: there is no input to run with.",
+                fix=f"Pass {argument}=..., or set self.example_input_array in __init__.",
             )
         moved: tuple[Any, ...] = move_to(given if isinstance(given, tuple) else (given,), _device_of(self._as_module()))
         return moved

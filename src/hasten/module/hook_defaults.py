@@ -89,7 +89,7 @@ class ModelHooks:
 
     def on_validation_model_train(self) -> None:
         """Called when an evaluation ends; unless overridden, every sub-module gets its former mode back instead."""
-        # Reached by overrides that call super(): such a module sets the mode of all its parts.
+        # Reached by overrides that call super(): the module then sets the mode of all its parts.
         assert isinstance(self, nn.Module)
         self.train()
 

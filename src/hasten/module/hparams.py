@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from hasten._lib.errors import MisconfigurationRuntimeError
+from hasten._lib.errors import MisconfigurationRuntimeError, make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import AttributeDict as AttributeDict
@@ -31,6 +31,7 @@ from hasten.checkpoint.contents import check_entries, for_hooks, from_hooks, loa
 from hasten.checkpoint.objects import NotRead, how_to_allow, not_read
 from hasten.checkpoint.stored import StoredTensors, whole
 from hasten.elsewhere import conventions
+from hasten.extend import frames
 from hasten.extend.origin import comes_from, package_of
 from hasten.loggers.base import as_dict
 
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Keys of hyper-parameters that are the config of a command line: its class, and a mark that the rest is a config.
-# The names and the value are those of Lightning's files.
+# The names and the value are the same as in Lightning's files.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 _CONFIG_READER = "lightning.pytorch.cli.instantiate_module"
-# What may read such a config. Programs add the path of a function of their own.
+# Functions that may read these configs. Programs add the path of a function of their own.
 ALLOWED_INSTANTIATORS = {_CONFIG_READER, "pytorch_lightning.cli.instantiate_module"}
 
 # The class that is being made from a config, and the config.
@@ -74,9 +75,10 @@ else:
 
             # When called, not when looked up: tools inspect the methods of instances.
             def refuse(*_: Any, **__: Any) -> Any:
-                raise TypeError(
-                    f"{kind}.{name}() makes a new object and does not change this one. "
-                    f"Write model = {kind}.{name}(path)."
+                raise make_error(
+                    TypeError,
+                    f"{kind}.{name}() makes a new object and does not change this one.",
+                    fix=f"Write model = {kind}.{name}(path).",
                 )
 
             return refuse
@@ -115,9 +117,7 @@ class HyperparametersMixin:
             4
 
         """
-        if frame is None and (current := inspect.currentframe()) is not None:
-            frame = current.f_back
-        given = _init_arguments(self, frame)
+        given = _init_arguments(self, frames.caller() if frame is None else frame)
         configured = _CONFIGURED.get()
         if configured is not None and configured[0] is type(self):
             given = {**given, **configured[1]} if args else configured[1]
@@ -127,7 +127,7 @@ class HyperparametersMixin:
         hparams = self.__dict__["_hparams"] = _merged(self.hparams, found, ignored)
         _warn_of_modules(hparams)
         for key in ignored & set(hparams):
-            # Kept by the __init__ of a base class.
+            # Hyper-parameters that the __init__ of a base class has saved.
             hparams.pop(key)
         self.__dict__.update(_log_hyperparams=logger, _hparams_name=name, _hparams_initial=_frozen(hparams))
 
@@ -155,7 +155,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The hyper-parameters as they were when they were saved."""
+        """The hyper-parameters at the time when they were saved."""
         return _frozen(self.__dict__.get("_hparams_initial", AttributeDict()))
 
 
@@ -180,7 +180,9 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
         names = (*args, CLASS_PATH, INSTANTIATOR)
         return {name: given[name] for name in names if name in given}, "kwargs" if given else None
     if len(args) > 1:
-        raise ValueError("save_hyperparameters(): give names of arguments, or one dict / Namespace / dataclass.")
+        raise make_error(
+            ValueError, "save_hyperparameters():", fix="give names of arguments, or one dict / Namespace / dataclass."
+        )
     name = next((key for key, value in given.items() if _same(value, args[0])), None)
     return args[0] if _is_omegaconf(args[0]) else _as_dict(args[0], owner), name
 
@@ -188,7 +190,7 @@ def _select(args: tuple[Any, ...], given: dict[str, Any], owner: str) -> tuple[A
 def _merged(hparams: AttributeDict, found: Any, ignored: set[str]) -> Any:
     """Return hyper-parameters with those found in a call of ``save_hyperparameters``."""
     if _is_omegaconf(found) and not hparams:
-        # Kept as it is, with its interpolations and types.
+        # Not converted: it keeps its interpolations and types.
         config = need("omegaconf", purpose="save_hyperparameters(DictConfig)").OmegaConf
         kept = [key for key in found if key not in ignored]
         return found if len(kept) == len(found) else config.masked_copy(found, kept)
@@ -206,38 +208,27 @@ def _warn_of_modules(hparams: Mapping[str, Any]) -> None:
         if isinstance(value, torch.nn.Module):
             rank_zero_warn(
                 f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights the checkpoint has "
-                f"already. Write save_hyperparameters(ignore=[{key!r}])."
+                "already.",
+                fix=f"Write save_hyperparameters(ignore=[{key!r}]).",
             )
 
 
-def _init_arguments(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
+def _init_arguments(owner: object, start: types.FrameType) -> dict[str, Any]:
+    """Return the arguments of ``owner.__init__``, found in the call stack from ``start`` outwards."""
     found: dict[str, Any] = {}
-    # By convention also those of a module whose __init__ makes this one, as far as it has others.
+    # By convention also the arguments of a module whose __init__ makes this one, if they have other names.
     of_makers: dict[str, Any] = {}
     is_made_by_module = conventions.current().hparams_of_makers
-    while frame is not None:
-        holder = _made_in(frame)
+    for frame in frames.outwards(start):
+        holder = frames.made_in(frame)
         if holder is owner:
             # The outer frame is the __init__ of the subclass, which takes precedence.
-            found |= _arguments_in(frame)
+            found |= frames.arguments_of(frame)
         elif is_made_by_module and isinstance(holder, HyperparametersMixin):
-            of_makers = {**_arguments_in(frame), **of_makers}
+            of_makers = {**frames.arguments_of(frame), **of_makers}
         elif found:
             is_made_by_module = False
-        frame = frame.f_back
     return {**found, **{name: value for name, value in of_makers.items() if name not in found}}
-
-
-def _made_in(frame: types.FrameType) -> Any:
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_name == "__init__" and code.co_argcount else None
-
-
-def _arguments_in(frame: types.FrameType) -> dict[str, Any]:
-    names = inspect.getargvalues(frame)
-    found = {name: names.locals[name] for name in names.args[1:] if name in names.locals}
-    return found | (names.locals.get(names.keywords, {}) if names.keywords else {})
 
 
 def _frozen(hparams: AttributeDict) -> AttributeDict:
@@ -285,7 +276,7 @@ def storable(value: Any, left_out: list[str] | None = None, place: str = "", *, 
 
     Args:
         value: the hyper-parameter.
-        left_out: gets the places of what is left out.
+        left_out: receives the places of values that are left out.
         place: the name of ``value`` in them.
         objects: whether objects of allowed classes stay.
 
@@ -326,7 +317,7 @@ def _plain(value: Any) -> Any:
 
 
 def _as_mapping(value: Any) -> Any:
-    """Return a config, a Namespace or a dataclass as a dict; anything else as it is."""
+    """Return a config, a Namespace or a dataclass as a dict; return anything else unchanged."""
     if _is_omegaconf(value):
         return _config_as_dict(value)
     return as_dict(value) if isinstance(value, Namespace) or _is_dataclass(value) else value
@@ -397,10 +388,12 @@ class StoredHyperParameters:
             if left_out and not files.objects_allowed():
                 warn_once(
                     f"hparams dropped {name} {left_out}",
-                    f"The hyper-parameters {left_out} of {name} are Python objects, which a checkpoint does not hold. "
-                    "Pass them to load_from_checkpoint(path, ...), allow their classes with "
-                    "torch.serialization.add_safe_globals([...]), or leave them out with "
-                    f"save_hyperparameters(ignore={left_out}).",
+                    f"The hyper-parameters {left_out} of {name} are Python objects, which a checkpoint does not hold.",
+                    fix=(
+                        "Pass them to load_from_checkpoint(path, ...), allow their classes with "
+                        "torch.serialization.add_safe_globals([...]), or leave them out with "
+                        f"save_hyperparameters(ignore={left_out})."
+                    ),
                 )
             entries[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
         return entries
@@ -414,7 +407,7 @@ def _with_objects(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         left_out: list[str] = []
         if is_config or not files.is_plain(value):
             stored = storable(value, left_out, objects=False)
-            # What lacks a part is not what the module was made with.
+            # A container with missing values differs from the argument that the module was made with.
             if not left_out:
                 plain[str(name)] = stored
     if is_config:
@@ -469,7 +462,7 @@ def construct(
         check_entries(checkpoint, path, training=False)
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     stored = _stored(checkpoint, owner, is_module) if hparams_file is None else _read_hparams(hparams_file)
-    # __init__ may read by attribute what was a dataclass, a Namespace or an OmegaConf config.
+    # __init__ may read attributes of a value that was a dataclass, a Namespace or an OmegaConf config.
     stored = {name: _with_attributes(value) for name, value in stored.items()}
     if weights_only is False:
         # Files of earlier versions.
@@ -499,7 +492,7 @@ def construct(
 
 def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: bool | None, name: str) -> None:
     """Load the weights of a checkpoint into a new module, with the hooks of a run; ``name`` is for messages."""
-    # As in a run: on_load_checkpoint may need what configure_model makes.
+    # As in a run: on_load_checkpoint may need layers that configure_model makes.
     module.configure_model()
     shown = for_hooks(checkpoint) if conventions.current().checkpoints_have_loops else checkpoint
     module.on_load_checkpoint(shown)
@@ -510,9 +503,11 @@ def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: 
         module.to(first.device)
     exact = module.strict_loading if strict is None else strict
     if strict is not None and _strictness(module) not in (None, strict):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{name}.load_from_checkpoint(strict={strict}) is in conflict with "
-            f"{name}.strict_loading={module.strict_loading}. Use the same value, or leave one out."
+            f"{name}.strict_loading={module.strict_loading}.",
+            fix="Use the same value, or leave one out.",
         )
     if not weights:
         rank_zero_warn(f"The state dict in {path!r} contains no parameters: {name} keeps its own.")
@@ -532,7 +527,7 @@ def _stored(checkpoint: Mapping[str, Any], owner: Any, is_module: bool) -> dict[
     """Return the hyper-parameters in a checkpoint; plain data in place of objects that were not read."""
     key = owner.CHECKPOINT_HYPER_PARAMS_KEY
     found: dict[str, Any] = {}
-    # The last one is that of all versions since 0.8.
+    # All versions since 0.8 use the last one.
     for entry in ("hparams", "module_arguments", key) if is_module else (key,):
         values = checkpoint.get(entry)
         plain = checkpoint.get(f"{entry}_plain") or {}
@@ -547,18 +542,21 @@ def _stored(checkpoint: Mapping[str, Any], owner: Any, is_module: bool) -> dict[
 def _instantiator(name: object, stored: Mapping[str, Any], cls: type, path: str) -> Any:
     """Return the function that makes an object from the config of a command line."""
     if not isinstance(name, str) or name not in ALLOWED_INSTANTIATORS:
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{path}: its hyper-parameters are to be read by {name!r}, which is not in the allowlist of trusted "
-            "instantiators. If you trust the file, add that name to hasten.module.hparams.ALLOWED_INSTANTIATORS first."
+            "instantiators.",
+            fix="If you trust the file, add that name to hasten.module.hparams.ALLOWED_INSTANTIATORS first.",
         )
     wanted = stored.get(CLASS_PATH)
     if wanted is not None:
-        # What it is, is checked where it is made; here nothing is imported because a file says so.
+        # The class is checked where the object is made; nothing is imported here because a file says so.
         module = str(wanted).rpartition(".")[0]
         if module not in sys.modules:
-            raise ValueError(
-                f"{path}: it asks for the class {wanted!r} in place of {cls.__name__}, which is not imported. If you "
-                f"trust the file, import the module {module!r} first."
+            raise make_error(
+                ValueError,
+                f"{path}: it asks for the class {wanted!r} in place of {cls.__name__}, which is not imported.",
+                fix=f"If you trust the file, import the module {module!r} first.",
             )
     module, _, function = name.rpartition(".")
     if module.partition(".")[0] in ("lightning", "pytorch_lightning") and module not in sys.modules:
@@ -591,9 +589,12 @@ def _arguments(
     ]
     if missing:
         call = ", ".join(f"{name}=..." for name in missing)
-        raise TypeError(
-            f"{cls.__name__}.load_from_checkpoint({path!r}): the checkpoint does not hold {missing} of __init__. Write "
-            f"load_from_checkpoint(path, {call}), or self.save_hyperparameters() in __init__ before training."
+        raise make_error(
+            TypeError,
+            f"{cls.__name__}.load_from_checkpoint({path!r}): the checkpoint does not hold {missing} of __init__.",
+            fix=(
+                f"Write load_from_checkpoint(path, {call}), or self.save_hyperparameters() in __init__ before training."
+            ),
         )
     return arguments
 
@@ -604,7 +605,7 @@ def _taken_by_init(
     """Return the arguments without those in the checkpoint that ``__init__`` does not take."""
     unknown = [key for key in given if key not in parameters]
     if unknown and conventions.current().mistakes_are_warnings:
-        # As in Lightning, where programs pass all their options.
+        # As in Lightning, whose programs pass all their options.
         rank_zero_warn(f"{owner}.load_from_checkpoint(): __init__ does not take {unknown}, left out.")
         return {key: value for key, value in arguments.items() if key in parameters}
     return {key: value for key, value in arguments.items() if key in parameters or key in given}
@@ -629,8 +630,11 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
         return {key: yaml.safe_load(value) for key, value in rows}
     data = yaml.safe_load(text) or {}
     if kind not in (".yaml", ".yml") or not isinstance(data, dict):
-        raise ValueError(
-            f"load_from_checkpoint(hparams_file={str(path)!r}): use a .yaml, .yml or .csv file with names and values."
+        raise make_error(
+            ValueError,
+            f"load_from_checkpoint(hparams_file={str(path)!r}):",
+            fix="use a .yaml, .yml or .csv file with names and values.",
+            argument="hparams_file",
         )
     return data
 
@@ -655,7 +659,8 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
             if key in found and not _same(found[key], value):
                 raise MisconfigurationRuntimeError(
                     f"Error while merging hparams: {key!r} is {found[key]!r} in the module and {value!r} in the "
-                    "datamodule. Give them different names, or save_hyperparameters(logger=False) in one of them."
+                    "datamodule.",
+                    fix="Give them different names, or save_hyperparameters(logger=False) in one of them.",
                 )
             found[key] = value
     return found or None

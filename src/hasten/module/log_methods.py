@@ -98,8 +98,11 @@ class LogMethods:
             items = dictionary.items()
         else:
             raise WrongType(
-                f"self.log_dict({dictionary!r:.60}): use a dict of names and values, self.log_dict({{'loss': loss}}), "
-                f"not a {type(dictionary).__name__}. For one value write self.log(name, value)."
+                f"self.log_dict({dictionary!r:.60}):",
+                fix=(
+                    "use a dict of names and values, self.log_dict({'loss': loss}), not a "
+                    f"{type(dictionary).__name__}. For one value write self.log(name, value)."
+                ),
             )
         for name, value in items:
             self.log(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.device import is_cuda
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import is_read_by_jit
@@ -54,12 +54,14 @@ def _of_trainer(name: str, doc: str) -> ReadOnly[int]:
 
 
 class _NoTrainer:
-    """In place of the Trainer of a module that Fabric runs."""
+    """Takes the place of the Trainer for a module that Fabric runs."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"Your LightningModule code tried to access `self.trainer.{name}` but this attribute is not available when "
-            "using Fabric with a LightningModule. Ask self.fabric, or hasattr(self.trainer, ...) first."
+        raise make_error(
+            AttributeError,
+            f"Your LightningModule code tried to access `self.trainer.{name}` but this attribute is not available "
+            "when using Fabric with a LightningModule.",
+            fix="Ask self.fabric, or hasattr(self.trainer, ...) first.",
         )
 
 
@@ -101,7 +103,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     _trainer = None
     _fabric = None
     _automatic_optimization = True
-    # Whether the keys of a checkpoint must be exactly those of the module.
+    # Whether the keys of a checkpoint must match the module's exactly.
     strict_loading = True
     _example_input_array = None
     # Set by `from_compiled` of hasten_lightning.
@@ -126,8 +128,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         Returns:
             the loss, a tensor with one element that requires a gradient; or a dict with the loss under ``"loss"``; or
             None to skip the batch. A dict may also hold ``"loss_weight"``: how many samples or tokens the loss is the
-            mean of. Then gradients accumulated over several batches (and processes) are those of the mean over all of
-            them, and a batch of weight 0 adds nothing.
+            mean of. Then the gradient accumulated over several batches (and processes) is the gradient of the mean over
+            all of them, and a batch of weight 0 adds nothing.
 
         """
         _has_no(self, "training_step")
@@ -185,7 +187,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         return None
 
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
-        """Return callbacks of this module; they replace those of the same type in the Trainer."""
+        """Return callbacks of this module; they replace callbacks of the same type in the Trainer."""
         return []
 
     def configure_model(self) -> None:
@@ -202,7 +204,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             _warned.add(type(self))
             rank_zero_warn(
                 f"self.log({name!r}, ...) in {type(self).__name__} did nothing: the module is not attached to a "
-                "Trainer. Call it from a step that the Trainer runs."
+                "Trainer.",
+                fix="Call it from a step that the Trainer runs.",
             )
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -225,10 +228,11 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         if self._trainer is None and self._fabric is not None:
             return cast("Trainer", _NoTrainer())
         if self._trainer is None and not is_read_by_jit():
-            raise RuntimeError(
-                f"{type(self).__name__} is not attached to a Trainer. "
-                "self.trainer exists during fit, validate, test and predict: use it in setup(self, stage) or a later "
-                "hook, not in __init__."
+            raise make_error(
+                RuntimeError,
+                f"{type(self).__name__} is not attached to a Trainer. self.trainer exists during fit, validate, test "
+                "and predict:",
+                fix="use it in setup(self, stage) or a later hook, not in __init__.",
             )
         return cast("Trainer", self._trainer)
 
@@ -355,8 +359,8 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             return
         if self.automatic_optimization:
             raise MisconfigurationException(
-                "manual_backward() is for manual optimization. "
-                "Set self.automatic_optimization = False in __init__, or return the loss from training_step."
+                "manual_backward() is for manual optimization.",
+                fix="Set self.automatic_optimization = False in __init__, or return the loss from training_step.",
             )
         self.trainer.manual_backward(loss, *args, **kwargs)
 

@@ -1,4 +1,7 @@
-"""Optimizers: what ``configure_optimizers`` may return, and those that hasten makes."""
+"""Optimizers: the values that ``configure_optimizers`` may return, and hasten's own optimizers.
+
+It must not import ``hasten.module``, ``hasten.strategies``, ``hasten.loops`` or ``hasten.trainer``.
+"""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ def schedule_free(
 ) -> Optimizer:
     """Return a schedule-free optimizer of the package schedulefree, which needs no learning-rate schedule.
 
-    It evaluates with a running average of the weights it trains. The Trainer switches between the two: validation,
-    saved ``state_dict``s and the module after training have the averaged weights, and a resumed run continues exactly.
-    In your own loop, call ``optimizer.train()`` and ``optimizer.eval()``.
+    The optimizer evaluates with a running average of the weights it trains. The Trainer switches between the two:
+    validation, saved ``state_dict``s and the module after training have the averaged weights, and a resumed run
+    continues exactly. In your own loop, call ``optimizer.train()`` and ``optimizer.eval()``.
 
     Args:
         params: a module, or parameters or groups of them.
@@ -67,7 +67,7 @@ class AveragedWeights:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the averages into the module, and the training weights back at the end, bit for bit."""
+        """Put the averages into the module inside the block; restore the training weights afterwards, bit for bit."""
         if self.training_weights is not None or not self.optimizers:
             yield
             return
@@ -87,7 +87,7 @@ class AveragedWeights:
         self.resume_with(self.training_weights)
 
     def resume_with(self, weights: list[Tensor] | None) -> None:
-        """Put the training weights of a checkpoint into the module; None for those that the averages imply."""
+        """Put the training weights of a checkpoint into the module; None to compute them from the averages."""
         self.training_weights = None
         for optimizer in self.optimizers:
             full_precision(optimizer, optimizer.train)

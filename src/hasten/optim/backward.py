@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from hasten._lib.errors import make_error
 from hasten._lib.tree import parameters_of
 from hasten.optim.fused import unwrapped, use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
 
-# Their step of one parameter depends on that parameter only.
+# Optimizers whose step of a parameter depends on that parameter only.
 _KINDS: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
     optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Adafactor, optim.Muon,
@@ -27,7 +28,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
     """Return an optimizer that steps each parameter during backward, and frees its gradient at once.
 
     Only one or two gradients exist at a time, which saves about as much memory as the weights take. The weights equal
-    those of the same optimizer stepped as usual. State and checkpoints are those of ``optimizer_class``.
+    those of the same optimizer stepped as usual. State and checkpoints have the format of ``optimizer_class``.
 
     Call ``optimizer.step()`` after each backward as usual; it ends the step. Gradients are freed at once, so they
     cannot be accumulated, discarded or clipped by their norm. The Trainer refuses these before training where
@@ -60,25 +61,33 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
 
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(
-            "in_backward(optimizer_class=...): use a class, such as torch.optim.AdamW, not "
-            f"{type(optimizer_class).__name__}. Its options follow: "
-            "in_backward(torch.optim.AdamW, model.parameters(), lr=1e-3)."
+        raise make_error(
+            TypeError,
+            "in_backward(optimizer_class=...):",
+            fix=(
+                f"use a class, such as torch.optim.AdamW, not {type(optimizer_class).__name__}. Its options follow: "
+                "in_backward(torch.optim.AdamW, model.parameters(), lr=1e-3)."
+            ),
+            argument="optimizer_class",
         )
     if optimizer_class not in _KINDS:
         known = ", ".join(kind.__name__ for kind in _KINDS)
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"in_backward({optimizer_class.__name__}): it is not known to step each parameter by itself, and during "
-            f"backward there is one gradient at a time. Use one of torch.optim: {known}."
+            "backward there is one gradient at a time.",
+            fix=f"Use one of torch.optim: {known}.",
         )
     if isinstance(params, nn.Module):
-        raise TypeError(
-            f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}. Pass "
-            f"its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...)."
+        raise make_error(
+            TypeError,
+            f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}.",
+            fix=f"Pass its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...).",
+            argument="params",
         )
     made: InBackward = _class_of(cast("Any", optimizer_class))(params, **options)
     chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups)
-    # The step of each parameter takes about ten kernels otherwise.
+    # Otherwise the step of each parameter takes about ten kernels.
     launched = all(p.device.type in KERNELS_TO_JOIN for p in parameters_of(made))
     if launched and not chosen and why_not_fused(made) is None:
         use_fused(made)
@@ -87,7 +96,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
 
 
 class InBackward(Optimizer):
-    """The base of the classes that ``in_backward`` creates, next to the optimizer's class."""
+    """Base class, together with the optimizer's class, of the classes that ``in_backward`` creates."""
 
     # Limits each element of a gradient before its step; set by the Trainer.
     clip_value: float | None = None
@@ -104,15 +113,16 @@ class InBackward(Optimizer):
         parameters = parameters_of(self)
         devices = sorted({str(p.device) for p in parameters})
         if len(devices) > 1:
-            raise ValueError(
-                f"in_backward: the parameters are on {', '.join(devices)}, and backward runs on them at the same time. "
-                "Use the optimizer as it is."
+            raise make_error(
+                ValueError,
+                f"in_backward: the parameters are on {', '.join(devices)}, and backward runs on them at the same time.",
+                fix="Use the optimizer as it is.",
             )
         self.stop()
         self._handles = [handle for p in parameters if (handle := self._hook(p)) is not None]
 
     def stop(self) -> None:
-        """Leave gradients alone from now on."""
+        """Stop stepping in backward."""
         for handle in self.__dict__.get("_handles", ()):
             handle.remove()
         self._handles = []
@@ -160,9 +170,11 @@ class InBackward(Optimizer):
 
         """
         if self._stepped:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"in_backward({self.optimizer_class.__name__}): zero_grad() after a backward without step() discards "
-                f"gradients, but {len(self._stepped)} parameters have stepped with them. {self._instead()}"
+                f"gradients, but {len(self._stepped)} parameters have stepped with them.",
+                fix=self._instead(),
             )
         super().zero_grad(set_to_none)
 
@@ -176,7 +188,7 @@ class InBackward(Optimizer):
         """Step a parameter as soon as its gradient is computed; None if it cannot have one."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        # Also if it is frozen: it may be trained later, and torch refuses the hook until then.
+        # Frozen parameters too: they may be trained later, and torch refuses the hook until then.
         trained = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -190,7 +202,7 @@ class InBackward(Optimizer):
         groups = self.param_groups
         own = groups[self._group_index[parameter]]
         try:
-            # A group of only this parameter, with the options that schedulers change.
+            # A group with only this parameter, and the options that schedulers change.
             self.param_groups = [{**own, "params": [parameter]}]
             full_precision(self, functools.partial(unwrapped(self.optimizer_class.step), self))
         finally:
@@ -203,9 +215,11 @@ class InBackward(Optimizer):
 
     def _once(self, parameter: Tensor) -> None:
         if parameter in self._stepped:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"in_backward({self.optimizer_class.__name__}): a parameter of shape {tuple(parameter.shape)} got a "
-                f"second gradient before optimizer.step(), and has stepped with the first. {self._instead()}"
+                "second gradient before optimizer.step(), and has stepped with the first.",
+                fix=self._instead(),
             )
         self._stepped.add(parameter)
 
@@ -229,10 +243,14 @@ def to_clip(optimizer: Optimizer, method: str) -> list[Tensor]:
 
     """
     if isinstance(optimizer, InBackward):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{method}: in_backward({optimizer.optimizer_class.__name__}) steps in backward, so there are no "
-            "gradients left to clip. Set optimizer.clip_value, which limits each element before its step, or use "
-            f"torch.optim.{optimizer.optimizer_class.__name__} as it is."
+            "gradients left to clip.",
+            fix=(
+                "Set optimizer.clip_value, which limits each element before its step, or use "
+                f"torch.optim.{optimizer.optimizer_class.__name__} as it is."
+            ),
         )
     return parameters_of(optimizer)
 

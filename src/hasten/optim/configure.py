@@ -50,12 +50,13 @@ class LRSchedulerConfig:
 
 
 _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
-# Those that say when, and on what, automatic optimization steps a scheduler; the callbacks read the interval as well.
+# The keys that say when, and on which value, automatic optimization steps a scheduler; callbacks read the interval,
+# too.
 _WHEN_AUTOMATIC = ("frequency", "monitor", "strict", "reduce_on_plateau")
 _KEYS = ["optimizer", "lr_scheduler", "monitor"]
 
 
-# Values that are no scheduler, and no object with another way to step either.
+# Types of values that are certainly not schedulers.
 _PLAIN = (str, int, float, bool, list, tuple, type(None))
 _SCHEDULER_OBJECT = "Make one: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10), or another class of there."
 
@@ -92,8 +93,11 @@ def parse(
         optimizers, schedulers = _from_dicts(items, where)
         return optimizers, [read(entry, where) for entry in schedulers]
     raise MisconfigurationException(
-        f"{where} returned {_describe(configured)}. Return an optimizer, a list of optimizers, two lists "
-        '(optimizers, schedulers), a dict {"optimizer": ..., "lr_scheduler": ...}, or None.'
+        f"{where} returned {_describe(configured)}.",
+        fix=(
+            'Return an optimizer, a list of optimizers, two lists (optimizers, schedulers), a dict {"optimizer": ..., '
+            '"lr_scheduler": ...}, or None.'
+        ),
     )
 
 
@@ -121,7 +125,7 @@ def _report_unknown_keys(unknown: list[str], known: list[str], what: str) -> Non
     for key in unknown:
         message = f"{what} the key {key!r}; known are {known}."
         if nearest(str(key), known):
-            raise MisconfigurationException(message + did_you_mean(str(key), known))
+            raise MisconfigurationException(message, fix=did_you_mean(str(key), known))
         rank_zero_warn(f"{message} It is ignored.", category=RuntimeWarning)
 
 
@@ -135,28 +139,30 @@ def _scheduler(entry: Any, where: str, *, automatic: bool, needs_step: bool) -> 
         _check_step(scheduler, where, takes_metric=bool(monitors))
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
         raise WrongType(
-            f"{where}: lr_scheduler is {_describe(scheduler)}, which cannot be in a checkpoint. Give it the methods "
-            "state_dict() and load_state_dict(state)."
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which cannot be in a checkpoint.",
+            fix="Give it the methods state_dict() and load_state_dict(state).",
         )
     ignored = [] if automatic else [key for key in _WHEN_AUTOMATIC if key in entry]
     if ignored:
         rank_zero_warn(
             f"{where}: the lr_scheduler dict has the keys {ignored}, but the keys will be ignored in manual "
-            "optimization. Call scheduler.step() where it is due.",
+            "optimization.",
+            fix="Call scheduler.step() where it is due.",
             category=RuntimeWarning,
         )
     config = LRSchedulerConfig(**entry)
     _check_interval(config, where)
     if automatic and isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
         rank_zero_warn(
-            f"{where}: OneCycleLR counts steps, but it steps once per epoch here. Did you mean 'interval': 'step'?",
+            f"{where}: OneCycleLR counts steps, but it steps once per epoch here.",
+            fix="Did you mean 'interval': 'step'?",
             category=RuntimeWarning,
         )
     config.reduce_on_plateau = entry.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise MisconfigurationException(
-            f"{where}: {type(scheduler).__name__} steps on a monitored value, and none is given. Return "
-            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
+            f"{where}: {type(scheduler).__name__} steps on a monitored value, and none is given.",
+            fix='Return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.',
         )
     return config
 
@@ -178,13 +184,14 @@ def _check_step(scheduler: Any, where: str, *, takes_metric: bool) -> None:
     hook = f"{where.partition('.')[0]}.lr_scheduler_step(self, scheduler, metric)"
     if not hasattr(scheduler, "step"):
         raise MisconfigurationException(
-            f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step()). "
-            f"{_SCHEDULER_OBJECT if type(scheduler) in _PLAIN else f'Step one of your own in {hook}.'}"
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step()).",
+            fix=_SCHEDULER_OBJECT if type(scheduler) in _PLAIN else f"Step one of your own in {hook}.",
         )
     if not takes_metric and (needed := _required(scheduler.step)):
         raise MisconfigurationException(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which doesn't follow PyTorch's LRScheduler: its step() "
-            f"needs {needed}. Step it in {hook}."
+            f"needs {needed}.",
+            fix=f"Step it in {hook}.",
         )
 
 
@@ -197,7 +204,7 @@ def _check_interval(config: LRSchedulerConfig, where: str) -> None:
 
 
 def _required(function: Any) -> list[str]:
-    """Return the parameters without which a function cannot be called."""
+    """Return the required parameters of a function."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -209,10 +216,14 @@ def _required(function: Any) -> list[str]:
 def _read_interval(config: LRSchedulerConfig, argument: str) -> None:
     interval = parse_interval(config.interval, argument=argument)
     if interval.unit == "time":
-        raise MisconfigurationException(f"{argument}={config.interval!r}: use epochs or steps, '2ep' or '500st'.")
+        raise MisconfigurationException(
+            f"{argument}={config.interval!r}:", fix="use epochs or steps, '2ep' or '500st'.", argument=argument
+        )
     if config.frequency != 1:
         raise MisconfigurationException(
-            f"{argument}={config.interval!r} and frequency={config.frequency}: both set the frequency. Leave out one."
+            f"{argument}={config.interval!r} and frequency={config.frequency}: both set the frequency.",
+            fix="Leave out one.",
+            argument=argument,
         )
     config.frequency = interval.epochs or interval.steps or 1
     config.interval = "epoch" if interval.epochs else "step"
@@ -231,12 +242,17 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
         driven = getattr(config.scheduler, "optimizer", None)
         if driven is not None and optimizers and not any(driven is optimizer for optimizer in optimizers):
             raise MisconfigurationException(
-                f"{owner}.configure_optimizers(): the scheduler {type(config.scheduler).__name__} drives an "
-                "optimizer that was not returned. Return that optimizer too."
+                f"{owner}.configure_optimizers(): the scheduler {type(config.scheduler).__name__} drives an optimizer "
+                "that was not returned.",
+                fix="Return that optimizer too.",
             )
+
+
+def warn_of_none(optimizers: list[Any], owner: str) -> None:
+    """Warn if there is no optimizer to train with."""
     if not optimizers:
         rank_zero_warn(
-            f"{owner}.configure_optimizers() returned None: nothing is trained. Return an optimizer to train."
+            f"{owner}.configure_optimizers() returned None: nothing is trained.", fix="Return an optimizer to train."
         )
 
 
@@ -255,8 +271,8 @@ def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
 def _check_single(optimizers: list[Any], what: str, do: str) -> None:
     if len(optimizers) > 1:
         raise MisconfigurationRuntimeError(
-            f"{what} {len(optimizers)} optimizers, and automatic optimization steps one. {do} one, or set "
-            "self.automatic_optimization = False in __init__ and step them in training_step."
+            f"{what} {len(optimizers)} optimizers, and automatic optimization steps one.",
+            fix=f"{do} one, or set self.automatic_optimization = False in __init__ and step them in training_step.",
         )
 
 
@@ -280,14 +296,15 @@ def no_accumulation(optimizer: object, argument: str) -> MisconfigurationExcepti
     """Return the error for an optimizer that computes the loss again in a step of several batches."""
     return MisconfigurationException(
         f"{argument} with {type(optimizer).__name__}: its step computes the loss several times, which is only "
-        "possible for the last accumulated batch. Use larger batches without accumulation, or another optimizer."
+        "possible for the last accumulated batch.",
+        fix="Use larger batches without accumulation, or another optimizer.",
     )
 
 
 class HastenOptimizer:
     """An optimizer for manual optimization: ``step`` counts, and uses the precision of the run.
 
-    All other attributes are those of the wrapped optimizer, ``optimizer``.
+    All other attributes are read from the wrapped optimizer, ``optimizer``.
 
     Args:
         optimizer: the optimizer.
@@ -309,7 +326,7 @@ class HastenOptimizer:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: object) -> object:
         """Step the optimizer and count it in ``trainer.global_step``."""
         if closure is not None and not callable(closure):
-            raise WrongType(f"{type(self.optimizer).__name__}.step(closure={closure!r}): use a function.")
+            raise WrongType(f"{type(self.optimizer).__name__}.step(closure={closure!r}):", fix="use a function.")
         return self._step(closure, **kwargs)
 
     def step_through(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
@@ -344,7 +361,7 @@ class HastenOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A scheduler created with this wrapper replaces this wrapper's step, not that of the optimizer inside.
+        # A scheduler created with this wrapper replaces this wrapper's step, not the step of the optimizer inside.
         if name in ("optimizer", "_step", "_toggled", "step"):
             object.__setattr__(self, name, value)
             if name == "step":
@@ -366,7 +383,7 @@ def _check_optimizers(optimizers: list[Any], where: str, verb: str = "returned")
                 " Optimizers come first: return [optimizer], [scheduler]." if hasattr(optimizer, "get_last_lr") else ""
             )
             raise MisconfigurationException(
-                f"{where} {verb} {_describe(optimizer)} where an optimizer is expected.{hint}"
+                f"{where} {verb} {_describe(optimizer)} where an optimizer is expected.", fix=hint
             )
 
 

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypedDict, Unpack
 
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from hasten._lib.errors import make_error
 from hasten.optim.fused import fused_where_possible
 
 NamedParameters = list[tuple[str, Tensor]]
+
+
+class AdamWOptions(TypedDict, total=False):
+    """Further arguments of ``torch.optim.AdamW``."""
+
+    amsgrad: bool
+    maximize: bool
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
 
 
 def adamw(
@@ -20,7 +33,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     no_decay: Iterable[str] = (),
-    **options: object,
+    **options: Unpack[AdamWOptions],
 ) -> AdamW:
     """Return torch's AdamW in two groups: matrices decay, biases and scales of normalization do not.
 
@@ -59,7 +72,7 @@ def adamw(
         (others if plain else decays).append(parameter)
     parts = ((decays, weight_decay), (others, 0.0))
     groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)  # type: ignore[arg-type]
+    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
     return fused_where_possible(optimizer)
 
 
@@ -73,7 +86,7 @@ def trained(model: object, owner: str) -> NamedParameters:
     """
     if not isinstance(model, nn.Module):
         hint = " Pass the module itself, not its parameters()." if hasattr(model, "__iter__") else ""
-        raise TypeError(f"{owner}(model): use a torch.nn.Module, not {type(model).__name__}.{hint}")
+        raise make_error(TypeError, f"{owner}(model): use a torch.nn.Module, not {type(model).__name__}.", fix=hint)
     named: NamedParameters = [
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
     ]
@@ -91,7 +104,7 @@ def checked_patterns(patterns: Iterable[str], named: NamedParameters, what: str)
 
     """
     if isinstance(patterns, str):
-        raise TypeError(f"{what}: use a list of parts of names, [{patterns!r}].")
+        raise make_error(TypeError, f"{what}:", fix=f"use a list of parts of names, [{patterns!r}].")
     listed = tuple(patterns)
     for pattern in listed:
         if not any(pattern in name for name, _ in named):

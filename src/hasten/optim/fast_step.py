@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
+from hasten._lib.errors import make_error
 from hasten._lib.explain import explain
 from hasten._lib.tree import parameters_of
+from hasten.extend.origin import source_file
 
 Step = Callable[..., Any]
 
@@ -48,10 +50,7 @@ def _codes_within(code: CodeType) -> Iterator[CodeType]:
 
 def _wrappers_of(maker: Any, file: str | None) -> frozenset[CodeType]:
     """Return the code of the functions that ``maker`` creates, if torch's ``file`` defines it."""
-    code = getattr(maker, "__code__", None)
-    if code is None or code.co_filename != file:
-        return frozenset()
-    return frozenset(_codes_within(code))
+    return frozenset(_codes_within(maker.__code__)) if source_file(maker) == file else frozenset()
 
 
 # The profiler span and the hooks around the step of every class, the guard of the grad mode inside, and the wrapper by
@@ -73,8 +72,7 @@ def _cell(function: Any, codes: frozenset[CodeType], name: str) -> Any:
 
 def _if_torchs(function: Any, *files: str | None) -> Any:
     """Return ``function`` if its code is in one of torch's ``files``; None if it was replaced."""
-    code = getattr(function, "__code__", None)
-    return function if code is not None and code.co_filename in files else None
+    return function if source_file(function) in files else None
 
 
 # torch wraps zero_grad in a function of torch._compile.
@@ -188,8 +186,7 @@ def needs_closure(optimizer: object) -> bool:
     step = getattr(type(optimizer), "step", None)
     for codes in (_span_codes, _guard_codes):
         step = _cell(step, codes, "func") or step
-    code = getattr(step, "__code__", None)
-    if code is not None and str(Path(code.co_filename).parent) in _own_folders:
+    if str(Path(source_file(step)).parent) in _own_folders:
         return not _accepts(step, optimizer)
     return _accepts(step, optimizer, None)
 
@@ -259,8 +256,10 @@ def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> N
     ):
         given: object = loss
         if isinstance(given, float | int):
-            raise TypeError(
-                f"backward({loss!r}): a number has no gradients. Give it the loss itself, without .item() or float()."
+            raise make_error(
+                TypeError,
+                f"backward({loss!r}): a number has no gradients.",
+                fix="Give it the loss itself, without .item() or float().",
             )
         try:
             loss.backward(*args, **kwargs)

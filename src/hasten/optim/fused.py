@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from hasten._lib import torch_private
+from hasten._lib.errors import Parts, make_error
 from hasten._lib.tree import parameters_of
 from hasten.extend.origin import comes_from
 
@@ -59,7 +60,7 @@ def use_fused(optimizer: object, fused: bool = True, *, owner: str = "use_fused"
             use_fused(part, fused, owner=owner)
         return
     if fused and (reason := why_not_fused(optimizer)) is not None:
-        raise ValueError(f"{owner}: {reason}")
+        raise make_error(ValueError, f"{owner}: {reason.what}", fix=reason.fix)
     if not isinstance(optimizer, Optimizer) or "fused" not in optimizer.defaults:
         return  # Nothing to disable.
     if optimizer not in _own:
@@ -79,8 +80,11 @@ def on_several_meshes(parameters: Iterable[Tensor]) -> bool:
     return len(meshes) > 1
 
 
-def why_not_fused(optimizer: Any) -> str | None:
-    """Return why torch has no fused kernel for an optimizer; None if it has one."""
+_LEAVE = "Leave fused_optimizer out."
+
+
+def why_not_fused(optimizer: Any) -> Parts | None:
+    """Return why torch has no fused kernel for an optimizer, and what to write; None if it has one."""
     # An optimizer that steps in backward has the arithmetic of another class.
     kind = getattr(optimizer, "optimizer_class", type(optimizer))
     known = ", ".join(sorted(each.__name__ for each in _DEVICES))
@@ -89,25 +93,27 @@ def why_not_fused(optimizer: Any) -> str | None:
     if base is None:
         by_itself = comes_from(type(optimizer), "torch.optim") and "foreach" in optimizer.defaults
         why = ": on a GPU torch updates parameters in few kernels by itself (foreach)" if by_itself else ""
-        return f"torch has no fused {kind.__name__}; it has {known}. Leave fused_optimizer out{why}."
+        return Parts(f"torch has no fused {kind.__name__}; it has {known}.", f"Leave fused_optimizer out{why}.")
     for group in optimizer.param_groups:
         if group.get("differentiable"):
-            return f"a fused {kind.__name__} cannot be differentiated. Leave differentiable or fused_optimizer out."
+            what = f"a fused {kind.__name__} cannot be differentiated."
+            return Parts(what, "Leave differentiable or fused_optimizer out.")
         if on_several_meshes(group["params"]):
-            return (
+            return Parts(
                 f"a fused {kind.__name__} needs parameters that are all split over the same processes, and some here "
-                "are not. Leave fused_optimizer out."
+                "are not.",
+                _LEAVE,
             )
         for parameter in group["params"]:
             if not parameter.is_floating_point():
-                return (
-                    f"a fused {kind.__name__} needs floating-point parameters, and one is {parameter.dtype}. "
-                    "Leave fused_optimizer out."
+                return Parts(
+                    f"a fused {kind.__name__} needs floating-point parameters, and one is {parameter.dtype}.", _LEAVE
                 )
             if parameter.device.type not in _DEVICES[base]:
-                return (
+                return Parts(
                     f"torch has no fused {kind.__name__} for {parameter.device.type.upper()}; it has one for "
-                    f"{', '.join(device.upper() for device in _DEVICES[base])}. Leave fused_optimizer out."
+                    f"{', '.join(device.upper() for device in _DEVICES[base])}.",
+                    _LEAVE,
                 )
     return None
 
@@ -141,9 +147,11 @@ def check_dense(optimizer: object, modules: Iterable[nn.Module], owner: str) -> 
         for name, layer in module.named_modules():
             weight = getattr(layer, "weight", None)
             if getattr(layer, "sparse", None) is True and isinstance(weight, Tensor) and id(weight) in trained:
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"{owner}: a fused {type(optimizer).__name__} cannot take sparse gradients, and {name} is "
-                    f"{type(layer).__name__}(sparse=True). Leave fused_optimizer out, or sparse=True."
+                    f"{type(layer).__name__}(sparse=True).",
+                    fix="Leave fused_optimizer out, or sparse=True.",
                 )
 
 

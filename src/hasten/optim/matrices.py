@@ -13,6 +13,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.tree import parameters_of
 from hasten.optim.decay import NamedParameters, checked_patterns, trained
 from hasten.optim.fused import fused_where_possible
@@ -37,7 +38,7 @@ def muon(
 ) -> MuonAdamW:
     """Return one optimizer: Muon for the hidden matrices of a model, AdamW for its other parameters.
 
-    Hidden matrices are the two-dimensional weights except those of embeddings and of the head. Embeddings are
+    Hidden matrices are the two-dimensional weights, except the weights of embeddings and of the head. Embeddings are
     ``nn.Embedding`` layers and parameters with such names (``pos_embed``, ``class_token``). The head is the last
     ``Linear`` in a module named "head", "lm_head", "classifier" or "score", else the last ``Linear`` of the model; and
     any layer that shares its weight with an embedding. AdamW updates vectors (biases, scales of normalization), which
@@ -88,9 +89,11 @@ def muon(
         else:
             hidden.append((name, parameter))
     if not hidden:
-        raise ValueError(
-            f"muon(model): {type(model).__name__} has no hidden matrices: two-dimensional weights other than those "
-            "of embeddings and of the last Linear. Use hasten.optim.adamw(model)."
+        raise make_error(
+            ValueError,
+            f"muon(model): {type(model).__name__} has no hidden matrices: two-dimensional weights other than those of "
+            "embeddings and of the last Linear.",
+            fix="Use hasten.optim.adamw(model).",
         )
     own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "adjust_lr_fn": adjust_lr_fn}
     others = {"lr": lr if adamw_lr is None else adamw_lr, "betas": betas, "eps": eps}
@@ -123,7 +126,9 @@ class MuonAdamW(Optimizer):
         """Add a group; without ``algorithm`` it is AdamW's."""
         algorithm = param_group.setdefault("algorithm", "adamw")
         if algorithm not in _KINDS:
-            raise ValueError(f"MuonAdamW: a group has algorithm={algorithm!r}. Use 'muon' or 'adamw'.")
+            raise make_error(
+                ValueError, f"MuonAdamW: a group has algorithm={algorithm!r}.", fix="Use 'muon' or 'adamw'."
+            )
         if self.param_groups and (plain := _without_names(param_group["params"])) is not None:
             # Either all groups of an optimizer have names, or none.
             start = sum(len(group["params"]) for group in self.param_groups)
@@ -173,7 +178,7 @@ class MuonAdamW(Optimizer):
 
 
 class _In32Bits(TorchFunctionMode):
-    """Replace the copy in bfloat16 with which torch's Muon starts its iteration by one in 32 bits."""
+    """Make torch's Muon start its iteration with a copy in 32 bits instead of bfloat16."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib import torch_private
+from hasten.extend.origin import source_file
 from hasten.packed.first_token import CAUSAL
 from hasten.packed.layout import HELP, Layout, refusal
 from hasten.packed.patches import MethodPatch
@@ -79,8 +80,7 @@ def _problem_of_block(block: nn.Module) -> str | None:
     if not isinstance(block, nn.TransformerEncoderLayer) or not isinstance(inner, nn.MultiheadAttention):
         return f"its layers are {type(block).__name__}"
     # The forward that packing replaces. By the file of its code, because decorators copy names.
-    code = getattr(type(inner).forward, "__code__", None)
-    own = code is None or code.co_filename != inspect.getfile(nn.MultiheadAttention)
+    own = source_file(type(inner).forward) != inspect.getfile(nn.MultiheadAttention)
     patch = vars(inner).get("forward")
     patched = patch is not None and not isinstance(patch, MethodPatch)
     if own or (patched and getattr(patch, "__func__", None) is not type(inner).forward):

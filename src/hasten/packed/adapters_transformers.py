@@ -37,7 +37,7 @@ def is_packable(module: nn.Module) -> bool:
 
 
 def _lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
-    """Return the lists of blocks of a model, without those of models inside it."""
+    """Return the lists of blocks of a model, without the blocks of models inside it."""
     transformers = sys.modules["transformers"]
     inner = [child for child in model.children() if not isinstance(child, transformers.PreTrainedModel)]
     return [

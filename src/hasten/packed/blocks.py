@@ -69,5 +69,6 @@ def packed_blocks(
         if any(stack.without_gradients for stack in stacks) and not any(stack.used for stack in stacks):
             rank_zero_warn(
                 f"{asked}: the transformer of {type(module).__name__} was called without gradients only, where it "
-                "computes padded batches: packing changed nothing. Leave it out."
+                "computes padded batches: packing changed nothing.",
+                fix="Leave it out.",
             )

@@ -33,7 +33,7 @@ def packed_attention(
 ) -> Tensor:
     """Attend within each of several sequences that are packed into one row of tokens.
 
-    The result is that of padded attention with a mask, up to rounding, and so are the gradients. On CUDA, flash
+    The result and the gradients equal those of padded attention with a mask, up to rounding. On CUDA, flash
     attention computes it (bf16 and fp16, since the Ampere generation), otherwise memory-efficient attention; the host
     reads nothing back. On other devices, and for 64-bit floats, each run of equal lengths is one call of torch's
     attention, and no masked score is computed.

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
+from hasten.extend.origin import source_file
 
 
 def draw(count: int, p: float) -> tuple[Tensor, int]:
@@ -124,7 +126,7 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
 
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout(p={p!r}): use a probability, 0 to 1.")
+        raise make_error(ValueError, f"dropout(p={p!r}):", fix="use a probability, 0 to 1.", argument="p")
     if not training or p == 0.0 or not _is_plain(x):
         return torch.nn.functional.dropout(x, p, training, inplace)
     if inplace:
@@ -181,7 +183,7 @@ def _has_torchs_forward(layer: nn.Module) -> bool:
     own = vars(layer).get("forward")
     return (own is None or getattr(own, "__func__", None) is type(layer).forward) and all(
         # By the file of the code, because functools.wraps copies names and module.
-        getattr(getattr(function, "__code__", None), "co_filename", None) == module.__file__
+        source_file(function) == module.__file__
         for function, module in (
             (type(layer).forward, torch.nn.modules.dropout),
             (torch.nn.functional.dropout, torch.nn.functional),

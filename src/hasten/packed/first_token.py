@@ -25,7 +25,7 @@ class LossCheck:
         self._wrong: Tensor | None = None
 
     def note(self, wrong: Tensor, *, at_once: bool = False) -> None:
-        """Note whether a gradient shows it, and raise the error where that is known, or if it must be known at once."""
+        """Record whether a gradient is wrong; raise the error when that is known, with ``at_once`` now."""
         self._wrong = wrong if self._wrong is None else self._wrong | wrong
         if at_once or not would_wait(wrong):
             self.confirm()
@@ -94,7 +94,7 @@ class FirstToken(LossCheck):
     def keys_and_values(
         self, module: nn.Module, row: Tensor, layout: Layout, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens, computed by the layers that computed those of the first tokens.
+        """Return the keys and values of all tokens, computed by the same layers as for the first tokens.
 
         Args:
             module: the attention that contains the layers.

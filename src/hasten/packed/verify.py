@@ -100,7 +100,7 @@ class _Verified(MethodPatch):
 
 
 class _Arguments(NamedTuple):
-    """The positional and keyword arguments of a call: some code depends on which of the two they are."""
+    """The positional and keyword arguments of a call: some code depends on how an argument is passed."""
 
     args: tuple[Any, ...]
     kwargs: Named

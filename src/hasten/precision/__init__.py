@@ -1,4 +1,8 @@
-"""Precisions: the number formats of parameters, inputs and computation."""
+"""Precisions: the number formats of parameters, inputs and computation.
+
+A precision does not know where the model is, and must not import ``hasten.strategies``, ``hasten.module`` or
+``hasten.loops``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ __all__ = [
     "XLAPrecision",
 ]
 
-# Those of engines beside the core are imported when they are used; ``extend.moved`` says where the modules are.
+# Classes of engines are imported when they are used; ``extend.moved`` says where their modules are.
 __getattr__, __dir__, _ = attach(
     __name__,
     {"hasten.precision.deepspeed": "DeepSpeedPrecision", "hasten.precision.xla": "XLAPrecision"},

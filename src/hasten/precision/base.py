@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.tree import map_tensors
 
 T = TypeVar("T")
@@ -19,14 +20,14 @@ T = TypeVar("T")
 class Precision:
     """Full precision, and the base class of all others.
 
-    A subclass overrides what it changes. Methods that are not overridden cost nothing: the runtime finds out once, in
-    setup, which ones are. Those of a step (``backward``, ``optimizer_step``, ``clip_gradients``, ...) may also be
-    called by themselves.
+    A subclass overrides the methods that it changes. Methods that are not overridden cost nothing: the runtime finds
+    out once, in setup, which ones are. The methods of a step (``backward``, ``optimizer_step``, ``clip_gradients``,
+    ...) may also be called directly.
     """
 
     precision: str = "32-true"
 
-    # For types in which small gradients would become zero; None for all others.
+    # A gradient scaler for types in which small gradients would become zero; None for all others.
     scaler: torch.amp.GradScaler | None = None
 
     # Whether to convert the module before loading weights, because they would otherwise be rounded or not fit.
@@ -132,9 +133,10 @@ class Precision:
         if self.scaler is None:
             return
         if torch_private.unscales_itself(optimizer):
-            raise NotImplementedError(
-                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
-                "Use one without fused=True."
+            raise make_error(
+                NotImplementedError,
+                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before.",
+                fix="Use one without fused=True.",
             )
         self.scaler.unscale_(optimizer)
 
@@ -155,9 +157,10 @@ class Precision:
         if clip_val <= 0:
             return
         if self.scaler is not None and torch_private.unscales_itself(optimizer):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before. "
-                "Use one without fused=True."
+            raise make_error(
+                RuntimeError,
+                f"{type(optimizer).__name__} unscales its gradients in its step, so they cannot be clipped before.",
+                fix="Use one without fused=True.",
             )
         clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm
         clip(optimizer, clip_val)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten.precision.base import DtypePrecision, Precision
-from hasten.precision.builtin import HalfPrecision
+from hasten.precision.builtin import HalfName, HalfPrecision
 from hasten.precision.layers import check_ignored, check_names, ignored, replace
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
@@ -60,9 +61,11 @@ class BitsandbytesPrecision(DtypePrecision):
             no_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
             dtype = torch.float16 if mode.startswith("int8") or no_bf16 else torch.bfloat16
         if mode.startswith("int8") and dtype is not torch.float16:
-            raise ValueError(
-                f"BitsandbytesPrecision(mode={mode!r}, dtype={dtype}): products in eight bits give float16. "
-                "Use dtype=torch.float16, or leave it out."
+            raise make_error(
+                ValueError,
+                f"BitsandbytesPrecision(mode={mode!r}, dtype={dtype}): products in eight bits give float16.",
+                fix="Use dtype=torch.float16, or leave it out.",
+                argument="mode",
             )
         check.one_of("BitsandbytesPrecision", "dtype", dtype, (torch.bfloat16, torch.float16, torch.float32))
         _bitsandbytes()
@@ -70,8 +73,8 @@ class BitsandbytesPrecision(DtypePrecision):
         self.dtype = dtype
         super().__init__(dtype)
         self.ignore_modules = frozenset(ignore_modules or ())
-        names = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
-        self._rest = HalfPrecision(names[dtype]) if dtype in names else Precision()  # type: ignore[arg-type]
+        names: dict[torch.dtype, HalfName] = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+        self._rest = HalfPrecision(names[dtype]) if dtype in names else Precision()
 
     def check_device(self, device: torch.device) -> None:
         """Check that bitsandbytes has kernels for the device."""
@@ -81,9 +84,12 @@ class BitsandbytesPrecision(DtypePrecision):
             else set(getattr(_bitsandbytes(), "supported_torch_devices", ("cuda",)))
         )
         if device.type not in known:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"BitsandbytesPrecision(mode={self.mode!r}): this version of bitsandbytes does not support "
-                f"{device.type.upper()}; it supports {', '.join(sorted(known))}. Use precision='bf16-true'."
+                f"{device.type.upper()}; it supports {', '.join(sorted(known))}.",
+                fix="Use precision='bf16-true'.",
+                argument="mode",
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -92,9 +98,10 @@ class BitsandbytesPrecision(DtypePrecision):
         if any(isinstance(layer, tuple(kinds.values())) for layer in module.modules()):
             return module
         if not any(type(layer) is nn.Linear for layer in module.modules()):
-            raise TypeError(
-                f"BitsandbytesPrecision: {type(module).__name__} has no Linear layers to quantize. "
-                "Use precision='bf16-true'."
+            raise make_error(
+                TypeError,
+                f"BitsandbytesPrecision: {type(module).__name__} has no Linear layers to quantize.",
+                fix="Use precision='bf16-true'.",
             )
         check_ignored(module, self.ignore_modules, "BitsandbytesPrecision")
         self._rest.convert_module(module)
@@ -105,8 +112,11 @@ class BitsandbytesPrecision(DtypePrecision):
             return self._quantized(layer)
 
         if not replace(module, convert):
-            raise ValueError(
-                f"BitsandbytesPrecision(ignore_modules={set(self.ignore_modules)!r}): that leaves no layer to quantize."
+            raise make_error(
+                ValueError,
+                f"BitsandbytesPrecision(ignore_modules={set(self.ignore_modules)!r}): that leaves no layer to "
+                "quantize.",
+                argument="ignore_modules",
             )
         return module
 
@@ -128,7 +138,7 @@ class BitsandbytesPrecision(DtypePrecision):
         return quantized
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         self._rest.convert_optimizer(optimizer)
 
 
@@ -181,7 +191,7 @@ def _layers(bnb: Any) -> dict[str, Any]:
         def take(self, state_dict: dict[str, Any], key: str) -> bool:
             if not state_dict[key].is_floating_point() or self.weight.is_floating_point():
                 if self.weight.SCB is None and self.state.SCB is not None:
-                    self.weight.SCB = self.state.SCB  # Where bitsandbytes looks for it.
+                    self.weight.SCB = self.state.SCB  # bitsandbytes expects the attribute here.
                 return False
             device = self.weight.device
             self.hold(state_dict.pop(key).to("cpu", torch.float16))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import torch
 from torch import nn
@@ -11,9 +11,24 @@ from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
 from hasten._lib.device import is_cuda, is_host
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
 from hasten.precision.small_updates import keep_small_updates
+
+# Parameters and computation in 16 bits, and computation alone.
+HalfName: TypeAlias = Literal["bf16-true", "16-true"]
+MixedName: TypeAlias = Literal["16-mixed", "bf16-mixed"]
+
+
+def is_half(name: str) -> TypeGuard[HalfName]:
+    """Return whether this is the name of a precision with parameters of 16 bits."""
+    return name in get_args(HalfName)
+
+
+def is_mixed(name: str) -> TypeGuard[MixedName]:
+    """Return whether this is the name of a precision that computes in 16 bits, with parameters of 32."""
+    return name in get_args(MixedName)
 
 
 class DoublePrecision(DtypePrecision):
@@ -57,10 +72,8 @@ class HalfPrecision(DtypePrecision):
 
     """
 
-    def __init__(
-        self, precision: Literal["bf16-true", "16-true"] = "16-true", *, keep_small_updates: bool = True
-    ) -> None:
-        check.one_of("HalfPrecision", "precision", precision, ("bf16-true", "16-true"))
+    def __init__(self, precision: HalfName = "16-true", *, keep_small_updates: bool = True) -> None:
+        check.one_of("HalfPrecision", "precision", precision, get_args(HalfName))
         check.boolean("HalfPrecision", "keep_small_updates", keep_small_updates)
         self.precision = precision
         self.keep_small_updates = keep_small_updates
@@ -89,7 +102,7 @@ class HalfPrecision(DtypePrecision):
         return module
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits."""
+        """Make the optimizer step in 32 bits."""
         if self.keep_small_updates and isinstance(optimizer, Optimizer):
             keep_small_updates(optimizer)
 
@@ -106,7 +119,9 @@ def scaler_for(
     if precision == "16-mixed":
         return torch.amp.GradScaler(device=device) if scaler is None else scaler
     if scaler is not None:
-        raise ValueError(f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler. Leave it out.")
+        raise make_error(
+            ValueError, f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler.", fix="Leave it out."
+        )
     return None
 
 
@@ -127,17 +142,18 @@ class MixedPrecision(Precision):
 
     def __init__(
         self,
-        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        precision: MixedName = "16-mixed",
         device: str = "cuda",
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        check.one_of("MixedPrecision", "precision", precision, ("16-mixed", "bf16-mixed"))
+        check.one_of("MixedPrecision", "precision", precision, get_args(MixedName))
         device = torch.device(device).type if isinstance(device, (str, torch.device)) else device
         self.precision = precision
         self.device = device
         self.scaler = scaler_for("MixedPrecision", precision, scaler, device)
         self._dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
-        # Autocast converts what it computes in 16 bits. Positions and the like keep their digits.
+        # Autocast converts the inputs of operations that it computes in 16 bits. Other inputs, such as positions, keep
+        # their digits.
         self._input_dtype = torch.float32
 
     def convert_inputs_to_16_bits(self) -> None:
@@ -177,12 +193,16 @@ def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> Non
         warn_once(
             "bfloat16 on the CPU",
             f"precision={precision!r}: this CPU has no bfloat16 instructions: a matrix product takes tens of times as "
-            "long as in 32 bits. Use precision='32-true', unless you only try the program out here.",
+            "long as in 32 bits.",
+            fix="Use precision='32-true', unless you only try the program out here.",
         )
     if is_cuda(device) and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"precision={precision!r}: {torch.cuda.get_device_name(device)} has the compute capability "
-                f"{major}.{minor}, and bfloat16 begins with 8.0 (Ampere). Use precision={instead!r}."
+                f"{major}.{minor}, and bfloat16 begins with 8.0 (Ampere).",
+                fix=f"Use precision={instead!r}.",
+                argument="precision",
             )

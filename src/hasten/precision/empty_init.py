@@ -1,4 +1,4 @@
-"""Modules that are made without initial values, and get them where nothing else has written any."""
+"""Make modules without initial values, and initialize later whatever has not been loaded."""
 
 from __future__ import annotations
 

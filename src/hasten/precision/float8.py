@@ -11,6 +11,7 @@ from torch import nn
 
 from hasten._lib import check
 from hasten._lib.device import is_cuda
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten.precision.builtin import MixedPrecision
 from hasten.precision.layers import check_ignored, check_names, ignored, put_back, replace
@@ -71,9 +72,12 @@ class Float8Precision(MixedPrecision):
         float8 = need("torchao.float8", purpose="precision='fp8'")
         check_ignored(module, self.ignore_modules, "Float8Precision")
         if isinstance(module, nn.Linear):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 "precision='fp8': the module is a Linear layer itself, but only layers inside a module can be "
-                "replaced. Wrap it: torch.nn.Sequential(layer)."
+                "replaced.",
+                fix="Wrap it: torch.nn.Sequential(layer).",
+                argument="precision",
             )
         config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
         # The number of rows is a side of the product for the gradients of weights. It depends on the user's batch, so
@@ -86,13 +90,17 @@ class Float8Precision(MixedPrecision):
                 return None
             if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
                 return None
-            return float8.convert_to_float8_training(nn.Sequential(layer), config=config)[0]  # type: ignore[no-any-return]
+            converted: nn.Module = float8.convert_to_float8_training(nn.Sequential(layer), config=config)[0]
+            return converted
 
         self._replaced += replace(module, convert)
         if not any(type(layer).__name__ == "Float8Linear" for layer in module.modules()):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"precision='fp8': {type(module).__name__} has no Linear layer whose in_features and out_features are "
-                f"multiples of {_MULTIPLE}, so nothing would compute in 8-bit floats. Use precision='bf16-mixed'."
+                f"multiples of {_MULTIPLE}, so nothing would compute in 8-bit floats.",
+                fix="Use precision='bf16-mixed'.",
+                argument="precision",
             )
         return module
 
@@ -110,22 +118,30 @@ def check_float8(device: torch.device, precision: str = "fp8") -> None:
     """
     instead = "Use precision='bf16-mixed'."
     if not is_cuda(device):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"precision={precision!r}: {device.type.upper()} cannot multiply 8-bit floats; NVIDIA GPUs from Ada and "
-            f"Hopper on (compute capability 8.9) and AMD MI300 can. {instead}"
+            "Hopper on (compute capability 8.9) and AMD MI300 can.",
+            fix=instead,
+            argument="precision",
         )
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         arch = str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
         if not arch.startswith(("gfx94", "gfx95", "gfx12")):
-            raise ValueError(
-                f"precision={precision!r}: {name} ({arch}) cannot multiply 8-bit floats; AMD MI300 can. {instead}"
+            raise make_error(
+                ValueError,
+                f"precision={precision!r}: {name} ({arch}) cannot multiply 8-bit floats; AMD MI300 can.",
+                fix=instead,
+                argument="precision",
             )
         return
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         bf16 = "Use precision='16-mixed'." if major < 8 else instead
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"precision={precision!r}: {name} has the compute capability {major}.{minor} and cannot multiply 8-bit "
-            f"floats, which begin with 8.9 (Ada, Hopper). {bf16}"
+            f"floats, which begin with 8.9 (Ada, Hopper). {bf16}",
+            argument="precision",
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 
 
@@ -32,7 +33,12 @@ def check_names(owner: str, ignore_modules: object) -> None:
 
     """
     if isinstance(ignore_modules, str):
-        raise TypeError(f"{owner}(ignore_modules={ignore_modules!r}): use a set of names, {{{ignore_modules!r}}}.")
+        raise make_error(
+            TypeError,
+            f"{owner}(ignore_modules={ignore_modules!r}):",
+            fix=f"use a set of names, {{{ignore_modules!r}}}.",
+            argument="ignore_modules",
+        )
 
 
 def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> None:

@@ -1,7 +1,7 @@
 """16-bit weights that lose no update: the optimizer steps 32-bit weights, which the model's are rounded from.
 
 The neighbours of 1 in bfloat16 are 0.996 and 1.008. A step of 1e-4 is rounded away, and so are all later ones, so
-training with small learning rates stands still. Here the optimizer steps weights in 32 bits, which it keeps beside its
+training with small learning rates stands still. Here the optimizer steps weights in 32 bits, which it keeps with its
 other states. After the step, the model's weights are these, rounded. Nothing is random, and only the rounding of
 forward and backward differs from 32-bit weights. A weight that the program sets is the one that counts: where the
 32-bit weight does not round to it, the next step starts from the model's. It costs four bytes per weight and, during

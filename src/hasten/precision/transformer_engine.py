@@ -91,7 +91,7 @@ class TransformerEnginePrecision(DtypePrecision):
         return module.to(dtype=self.weights_dtype)
 
     def convert_optimizer(self, optimizer: object) -> None:
-        """Have the optimizer step in 32 bits where the parameters have 16."""
+        """Make the optimizer step in 32 bits where the parameters have 16."""
         if self.weights_dtype != torch.float32:
             HalfPrecision().convert_optimizer(optimizer)
 
@@ -123,12 +123,13 @@ class TransformerEnginePrecision(DtypePrecision):
 
 def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
     engine = need("transformer_engine.pytorch", purpose=_PURPOSE)
-    made: Any
+    made: nn.Module
     if type(layer) is nn.Linear:
         if layer.in_features % 8 or layer.out_features % 16:
             rank_zero_warn(
                 f"{_PURPOSE}: the layer {name!r} has {layer.in_features} x {layer.out_features} features and is not "
-                "replaced: 8-bit floats need multiples of 8 and 16. Round its sizes up to use it."
+                "replaced: 8-bit floats need multiples of 8 and 16.",
+                fix="Round its sizes up to use it.",
             )
             return None
         made = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -142,4 +143,4 @@ def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
     made.weight = layer.weight
     if layer.bias is not None:
         made.bias = layer.bias
-    return made  # type: ignore[no-any-return]
+    return made

@@ -1,4 +1,7 @@
-"""Profilers: where the time of a run goes."""
+"""Profilers: where the time of a run goes.
+
+They are called with names of actions, and must not import ``hasten.loops``, ``hasten.module`` or ``hasten.trainer``.
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ class AdvancedProfiler(Profiler):
 
     def _dump(self, action_name: str, profile: cProfile.Profile) -> None:
         if not self.dirpath:
-            raise MisconfigurationException("AdvancedProfiler(dump_stats=True): no folder is given. Pass dirpath=...")
+            raise MisconfigurationException(
+                "AdvancedProfiler(dump_stats=True): no folder is given.", fix="Pass dirpath=...", argument="dump_stats"
+            )
         folder = Path(os.fspath(self.dirpath))
         folder.mkdir(parents=True, exist_ok=True)
         profile.dump_stats(folder / self._prepare_filename(action_name=action_name, extension=".prof"))

@@ -157,7 +157,7 @@ class Profiler(ABC):
             return
         if conventions.current().reports_are_logged:
             rank_zero_info("%s", report)
-        elif rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        elif rank_zero_only.rank == 0:
             print(report, file=sys.stdout, flush=True)
 
     def _stats_to_str(self, stats: dict[str, str]) -> str:

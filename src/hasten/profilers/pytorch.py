@@ -17,7 +17,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_handler
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.elsewhere import conventions
@@ -120,7 +120,9 @@ class PyTorchProfiler(Profiler):
         self._group_by_input_shapes = group_by_input_shapes and profiler_kwargs.get("record_shapes", False)
         if emit_nvtx and not torch.cuda.is_available():
             raise MisconfigurationException(
-                "PyTorchProfiler(emit_nvtx=True): NVTX ranges need a CUDA device. Leave it out."
+                "PyTorchProfiler(emit_nvtx=True): NVTX ranges need a CUDA device.",
+                fix="Leave it out.",
+                argument="emit_nvtx",
             )
         self._emit_nvtx = emit_nvtx
         self._export_to_chrome = export_to_chrome
@@ -190,7 +192,8 @@ class PyTorchProfiler(Profiler):
         self._end()
         if has_begun and not self._tables:
             rank_zero_warn(
-                "PyTorchProfiler: the run ended before its schedule recorded a batch. Pass schedule=None to record all."
+                "PyTorchProfiler: the run ended before its schedule recorded a batch.",
+                fix="Pass schedule=None to record all.",
             )
         return self._stats_to_str(self._tables) if self._tables else ""
 
@@ -286,8 +289,8 @@ class PyTorchProfiler(Profiler):
         if self.dirpath is None:
             warn_once(
                 "PyTorchProfiler dirpath",
-                "PyTorchProfiler: the trace is not written, since no folder is given. Pass dirpath=..., or "
-                "export_to_chrome=False for the table alone.",
+                "PyTorchProfiler: the trace is not written, since no folder is given.",
+                fix="Pass dirpath=..., or export_to_chrome=False for the table alone.",
             )
             return
         folder = Path(os.fspath(self.dirpath))
@@ -379,7 +382,7 @@ def _check_table(kwargs: Iterable[str]) -> None:
         if name not in known:
             own = {"sort_by": "sort_by_key", "row_limit": "row_limit"}.get(name)
             advice = f"Pass {own}=... instead." if own else f"Use some of {sorted(known)}.{did_you_mean(name, known)}"
-            raise KeyError(f"Found invalid table_kwargs key: {name}. {advice}")
+            raise make_error(KeyError, f"Found invalid table_kwargs key: {name}.", fix=advice)
 
 
 def _check_arguments(kwargs: Iterable[str]) -> None:
@@ -387,19 +390,23 @@ def _check_arguments(kwargs: Iterable[str]) -> None:
     known = {*inspect.signature(torch.profiler.profile.__init__).parameters, *_ADDED} - {"self"}
     for name in kwargs:
         if name not in known:
-            message = (
+            what = (
                 f"PyTorchProfiler({name}=...): neither PyTorchProfiler nor torch.profiler.profile takes this argument."
-                f"{did_you_mean(name, known)}"
             )
+            hint = did_you_mean(name, known)
             if not conventions.current().mistakes_are_warnings:
-                raise TypeError(message)
-            rank_zero_warn(f"{message} It is ignored.")
+                raise make_error(TypeError, what, fix=hint, argument=name)
+            rank_zero_warn(what, fix=f"{hint} It is ignored.")
 
 
 def _check_schedule(schedule: Schedule | None) -> None:
     if schedule is None or (callable(schedule) and isinstance(schedule(0), ProfilerAction)):
         return
     raise MisconfigurationException(
-        f"PyTorchProfiler(schedule={schedule!r}): use a function of the step that returns a ProfilerAction, such as "
-        "torch.profiler.schedule(wait=1, warmup=1, active=3)."
+        f"PyTorchProfiler(schedule={schedule!r}):",
+        fix=(
+            "use a function of the step that returns a ProfilerAction, such as torch.profiler.schedule(wait=1, "
+            "warmup=1, active=3)."
+        ),
+        argument="schedule",
     )

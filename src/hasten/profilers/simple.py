@@ -38,7 +38,7 @@ _PART_OF = {
 
 
 def part_of(action_name: str) -> str | None:
-    """Return the part of a step that an action belongs to; None for that of the action around it.
+    """Return the part of a step that an action belongs to; None if it belongs to the action around it.
 
     Example::
 

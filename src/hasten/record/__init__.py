@@ -1,1 +1,4 @@
-"""What a run notes about itself: everything logged, its speed, its checkpoints, and where it ran."""
+"""What a run records about itself: everything logged, its speed, its checkpoints, and where it ran.
+
+It observes a run without changing it, and must not import ``hasten.loops``, ``hasten.trainer`` or ``hasten_tools``.
+"""

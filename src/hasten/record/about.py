@@ -1,4 +1,4 @@
-"""What a run ran on: program, versions, machine, and the state of the program's git repository."""
+"""Facts about a run for its record: program, versions, machine, and the state of the program's git repository."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = (
     "deepspeed", "numpy",
 )  # fmt: skip
 _SECRET = re.compile(r"(api.?key|token|secret|password|passwd|credential)", re.IGNORECASE)
-# How long git may take to say whether files were changed, beside the run; then the record is written without it.
+# How long git may take, in the background, to say whether files were changed; then the record is written without it.
 _GIT_SECONDS = 5.0
 
 
@@ -111,7 +111,7 @@ def _in_repository(folder: str) -> bool:
 class GitState:
     """The commit, branch and changes of the repository that a folder is in.
 
-    git starts at once and works beside the program: ``read`` is called later, and waits for it a few seconds at most.
+    git starts at once and works in the background: ``read`` is called later, and waits for it a few seconds at most.
 
     Args:
         folder: where to look.

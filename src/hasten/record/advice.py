@@ -1,4 +1,4 @@
-"""What ``Trainer(speed=...)`` has measured or remembered for a Trainer, which the record of its run repeats."""
+"""Results of ``Trainer(speed=...)`` for a Trainer, which the record of its run repeats."""
 
 from __future__ import annotations
 

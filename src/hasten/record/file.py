@@ -1,4 +1,4 @@
-"""Record: what a fit notes about itself, one JSON object a line, in ``run.jsonl``."""
+"""Record: what a fit writes about itself to ``run.jsonl``, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 
 FILE_NAME = "run.jsonl"
 FORMAT = 1
-# Lines are written about this often: a reader sees a run that goes on, and training does not wait for the disk.
+# Lines are written about this often: a reader can follow a run, and training does not wait for the disk.
 FLUSH_SECONDS = 2.0
 _JSON = json.JSONEncoder(allow_nan=False, default=str)
 
@@ -40,7 +40,7 @@ class Record(NoRecord):
     """The lines of a fit, appended to a file.
 
     A process that is killed loses the lines of the last two seconds. If the file cannot be written (the disk is full,
-    the folder was removed), a warning says so once, and the fit goes on without its record.
+    the folder was removed), a warning says so once, and the fit continues without its record.
 
     Args:
         path: the file; made when the first lines are written.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten.extend.entry_points import load
@@ -22,7 +23,7 @@ from hasten.extend.entry_points import load
 if TYPE_CHECKING:
     import os
 
-# What each row has beside its values.
+# The keys of a row that are not values.
 _PLACE = ("step", "epoch", "time")
 # Values that ``print`` shows of one name: the last ones.
 _SHOWN = 5
@@ -67,8 +68,6 @@ class Series(Sequence[float]):
     def __eq__(self, other: object) -> bool:
         return self.values == (other.values if isinstance(other, Series) else other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy
 
@@ -106,7 +105,7 @@ class History(Sequence[dict[str, Any]]):
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, *, step: int, epoch: int, values: Mapping[str, float], time: float | None = None) -> None:
-        """Add values; those of the step and epoch of the last row become part of it.
+        """Add values; if the last row has the same step and epoch, they become part of it.
 
         Args:
             step: the step, as loggers count them.
@@ -190,8 +189,10 @@ class History(Sequence[dict[str, Any]]):
             )
         if name not in self._columns:
             known = f" Logged were: {', '.join(self._columns)}." if self._columns else " Nothing was logged."
-            raise KeyError(
-                f"trainer.history[{name!r}]: no value of this name.{did_you_mean(name, self._columns)}{known}"
+            raise make_error(
+                KeyError,
+                f"trainer.history[{name!r}]: no value of this name.",
+                fix=f"{did_you_mean(name, self._columns)}{known}",
             )
         rows, column = self._columns[name]
         return Series(
@@ -440,7 +441,7 @@ def _finite(column: Sequence[float]) -> list[float]:
 
 
 def _sparkline(column: Sequence[float], width: int = 120, height: int = 24) -> str:
-    """Return a small curve as SVG; the colors are those of the page."""
+    """Return a small curve as SVG; it takes the colors of the page."""
     values = _finite(column)
     if len(values) < 2:
         return ""

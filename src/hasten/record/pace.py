@@ -44,14 +44,14 @@ _SPACING_SECONDS = 0.5
 # When it is said that a fit takes long, and how long that is.
 _SAYS_AFTER_SECONDS = 30.0
 _LONG_FIT_SECONDS = 600.0
-# What a validation batch costs beside one of training, until one was measured.
+# Assumed cost of a validation batch relative to a training batch, until one was measured.
 _VALIDATION_COST = 1 / 3
 
 _TOKENS, _MASK = "input_ids", "attention_mask"
 
 
 class _Totals(NamedTuple):
-    """What was done until a moment; seconds without validation and checkpoints."""
+    """Totals up to a moment; seconds do not include validation and checkpoints."""
 
     seconds: float
     batches: int
@@ -140,7 +140,7 @@ class Pace:
         """Return the same batches; where a fit is measured, what is due after a batch is done before the next one.
 
         Args:
-            functions: those of a step.
+            functions: the functions of a step.
             batches: of an epoch.
 
         """
@@ -213,7 +213,7 @@ class Pace:
         self._due = 0.0
 
     def _say_how_long(self, now: float) -> None:
-        """Say that a fit takes long, while there is time to do something about it."""
+        """Tell the user that a fit will take long, while there is time to do something about it."""
         left = self.seconds_left()
         if left is None or now - self._began + left < _LONG_FIT_SECONDS:
             return
@@ -226,18 +226,18 @@ class Pace:
         )
 
     def drop_sample(self) -> None:
-        """The functions of a step are chosen again, or the epoch is over: what was timed of a step is lost."""
+        """Drop the timing of an unfinished step: its functions are chosen again, or the epoch is over."""
         if self._times is not None:
             self._times.drop()
 
     def end_epoch(self) -> None:
-        """Note how many batches the epoch had."""
+        """Record how many batches the epoch had."""
         self.drop_sample()
         if self._run is not None and self._run.progress.last_batch:
             self._batches_of_epoch = self._run.progress.batch
 
     def end(self) -> None:
-        """The fit is over: write what the last line does not have."""
+        """Write what the last line does not have; called when the fit is over."""
         run = self._run
         if run is not None:
             self.drop_sample()
@@ -270,7 +270,7 @@ class Pace:
         return aside
 
     def _resume(self, aside: _Aside) -> float:
-        """Return the seconds of a validation or checkpoint that is over, without those of checkpoints within it."""
+        """Return the seconds of a validation or checkpoint that is over, without checkpoints within it."""
         self._aside_since = aside.outer
         if self._times is not None and self._times.running:
             self._times.clock.leave()
@@ -355,7 +355,7 @@ class Pace:
         return None if math.isinf(left) else max(0.0, left)
 
     def memory_bytes(self) -> int | None:
-        """Return the most memory that tensors had on the device; None where there is no such number."""
+        """Return the most memory that tensors had on the device; None where it is not known."""
         device = None if self._run is None else self._run.runtime.device
         return None if device is None or device.type != "cuda" else torch.cuda.max_memory_allocated(device)
 
@@ -375,7 +375,7 @@ class Pace:
         self._sample_before = self._counters(run)
 
     def count_last(self) -> None:
-        """Count the batch in hand by itself: the last one of an epoch may be smaller."""
+        """Count the current batch separately: the last one of an epoch may be smaller."""
         run = self._run
         if run is None or self.counts or not self._sizes_known or not self._history:
             return
@@ -525,7 +525,7 @@ class Pace:
 
 
 class _Aside(NamedTuple):
-    """When something began that is no step, the seconds of checkpoints until then, and what it is within."""
+    """The start of something that is not a step, the seconds of checkpoints until then, and what contains it."""
 
     began: float
     saved: float
@@ -533,7 +533,7 @@ class _Aside(NamedTuple):
 
 
 class _Counters(NamedTuple):
-    """What was counted until a moment: steps, and seconds of what does not happen evenly in all steps."""
+    """Counts up to a moment: steps, and seconds of work that is not spread evenly over the steps."""
 
     steps: int
     waited: float

@@ -1,9 +1,9 @@
 """Where the time of a step goes: now and then one step runs with timed functions, and all others run without.
 
-The timed functions are made once, as those of an ordinary step are, from functions of the Runtime that tell a clock
-when they begin and end. Nothing of the module's is replaced. On a CPU the clock is the host's. On a CUDA device it is
-a row of events, which the device passes in its own time: nothing waits for them, and they are read when the next step
-is timed.
+The timed functions are made once, like the functions of an ordinary step, from functions of the Runtime that notify a
+clock when they begin and end. Nothing of the module's is replaced. On a CPU the clock is the host's. On a CUDA device
+it is a row of events, which the device passes in its own time: nothing waits for them, and they are read when the next
+step is timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = Callable[..., Any]
 PARTS = (
     "data", "transfer", "forward", "backward", "optimizer", "callbacks", "logging", "checkpoints", "other",
 )  # fmt: skip
-# Time that is no part of a step: a validation or a checkpoint.
+# Time that does not belong to a step: a validation or a checkpoint.
 ASIDE = "aside"
 
 _HOOKS = (
@@ -189,13 +189,13 @@ class StepTimes:
         self._waits = True
 
     def end(self) -> None:
-        """The step is over: go back to the functions that are not timed."""
+        """End the timing of a step: restore the functions without timers."""
         self._came()
         self.clock.end()
         self._restore()
 
     def drop(self) -> None:
-        """Go back to the functions that are not timed; what was timed of a step is lost."""
+        """Restore the functions without timers; the timing of an unfinished step is lost."""
         if self.running:
             self._restore()
         self._plan = None

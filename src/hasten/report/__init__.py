@@ -1,4 +1,7 @@
-"""Reports: what a run did, as tables and pictures."""
+"""Size and cost of a model: summary, FLOPs, throughput, the peak FLOP/s of devices.
+
+It looks at modules and devices, and must not import ``hasten.loops``, ``hasten.trainer`` or ``hasten_tools``.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | 
     Args:
         log_dir: folder of a run, its ``metrics.csv`` or ``run.jsonl``, a folder of ``version_N``, of which the latest
             counts, or a folder above runs, of which the one written to last counts.
-        output: folder for the pictures; that of the run by default.
+        output: folder for the pictures; by default the run's.
 
     Returns:
         The files written. What was not logged is left out.

@@ -163,10 +163,10 @@ _MEASURED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def flop_counter(*, by_module: bool = False) -> FlopCounterMode:
-    """Return a context that counts floating-point operations, those of attention on the CPU included.
+    """Return a context that counts floating-point operations, including attention on the CPU.
 
     Args:
-        by_module: also count those of each module. This hangs hooks on the inputs of modules, with which
+        by_module: also count the operations of each module. This hangs hooks on the inputs of modules, with which
             ``torch.autograd.grad`` with respect to such an input raises an error. False by default.
 
     Example::

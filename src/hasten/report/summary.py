@@ -82,7 +82,7 @@ class LayerSummary:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, those of nested layers included; lazy ones count when they have a shape."""
+        """Number of parameters, including nested layers; lazy parameters count when they have a shape."""
         return sum(elements_of(parameter) for parameter in _with_shape(self._module.parameters()))
 
     @property
@@ -453,5 +453,5 @@ def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:
     return (parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter))
 
 
-# That of an engine beside the core is imported when it is used; ``extend.moved`` says where the module is.
+# The class of an engine is imported when it is used; ``extend.moved`` says where its module is.
 __getattr__ = attach(__name__, {"hasten.report.deepspeed": "DeepSpeedSummary"})[0]

@@ -1,4 +1,8 @@
-"""How one model lives on many devices."""
+"""Strategies: how one model lives on one or several devices.
+
+A strategy does not know the loop that calls it, and must not import ``hasten.module``, ``hasten.loops`` or
+``hasten.trainer``.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ __all__ = [
     "XLAStrategy",
 ]  # fmt: skip
 
-# Those of engines beside the core are imported when they are used; ``extend.moved`` says where the modules are.
+# Classes of engines are imported when they are used; ``extend.moved`` says where their modules are.
 __getattr__, __dir__, _ = attach(
     __name__,
     {

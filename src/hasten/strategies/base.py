@@ -1,6 +1,6 @@
 """Strategy: how one model lives on the devices of a run, and its three parts.
 
-The parts of this module are those of a strategy that adds nothing: parameters are whole, autograd and the optimizers of
+The parts in this module belong to a strategy that adds nothing: parameters are whole, autograd and the optimizers of
 torch compute, a checkpoint is one file. Loops, Fabric and callbacks call the parts without asking which ones they are.
 """
 
@@ -10,7 +10,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.device import is_host
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
@@ -43,7 +44,7 @@ class Strategy(ProgramMethods, ABC):
     """How one model lives on the devices of a run: where its processes are, and what they exchange.
 
     ``attach`` sets once where the run takes place, ``launch`` starts and joins the other processes, and ``wrap``
-    returns the module that the loop calls. Three parts do the rest. Those of this class change nothing:
+    returns the module that the loop calls. Three parts do the rest. This class changes nothing:
 
     - ``sharding``: where parameters are, and how their values get to and from checkpoints;
     - ``engine``: backward, clipping, the step of an optimizer, ``zero_grad``;
@@ -54,7 +55,7 @@ class Strategy(ProgramMethods, ABC):
 
     # The name users write, for instance "ddp".
     name: str = ""
-    # What runs the operations of a device that records them, once a step; None where they run at once.
+    # Runs the operations of a device that records them, once a step; None if operations run at once.
     steps: RecordedSteps | None = None
 
     def __init__(
@@ -66,7 +67,7 @@ class Strategy(ProgramMethods, ABC):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
-        # What a program gives here and not to the Trainer or Fabric.
+        # Arguments that a program passes here and not to the Trainer or Fabric.
         self.given: dict[str, Any] = {
             name: value
             for name, value in {
@@ -90,7 +91,7 @@ class Strategy(ProgramMethods, ABC):
         return Sharding(self), StepEngine(self), StateIO(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The Runtime, which holds this strategy, sets itself again.
+        # The Runtime, which holds this strategy, sets these again.
         return {**self.__dict__, "_runtime": None}
 
     def attach(
@@ -106,7 +107,7 @@ class Strategy(ProgramMethods, ABC):
 
     @property
     def copies_this_process(self) -> bool:
-        """Whether other processes are copies of this one as it is, which must not have used CUDA."""
+        """Whether other processes are forked from this one, which must not have used CUDA."""
         return False
 
     @property
@@ -178,8 +179,8 @@ class Strategy(ProgramMethods, ABC):
         Args:
             function: called in every process.
             args: for the function.
-            owner: an object whose state after the call is wanted in this process, also where the call ran in
-                other processes. See ``machine.spawn``.
+            owner: an object whose state after the call is needed in this process, even if the call ran in other
+                processes. See ``machine.spawn``.
             kwargs: for the function.
 
         """
@@ -191,9 +192,11 @@ class Strategy(ProgramMethods, ABC):
             ValueError: the strategy cannot.
 
         """
-        raise ValueError(
-            f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data. Plan with "
-            "strategy='fsdp2', 'ddp_sharded' or 'ddp', or ModelParallelStrategy."
+        raise make_error(
+            ValueError,
+            f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data.",
+            fix="Plan with strategy='fsdp2', 'ddp_sharded' or 'ddp', or ModelParallelStrategy.",
+            argument="strategy",
         )
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
@@ -201,7 +204,7 @@ class Strategy(ProgramMethods, ABC):
 
         Args:
             module: the user's module, changed in place.
-            stored: names of weights that a checkpoint is going to bring: they need no initial values.
+            stored: names of weights that a checkpoint will provide: they need no initial values.
 
         """
         self.sharding.shard(module, stored)
@@ -215,7 +218,7 @@ class Strategy(ProgramMethods, ABC):
         """Prepare an optimizer of the run, in place; called before its first step, possibly several times."""
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward leaves the gradients of this process alone."""
+        """Return a context in which backward does not exchange gradients with other processes."""
         raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")
 
     # -- files and number format
@@ -245,7 +248,7 @@ class Strategy(ProgramMethods, ABC):
             self.given["precision"] = precision
 
     def set_precision(self, precision: Precision) -> None:
-        """Take the number format that was chosen for the run.
+        """Receive the number format that was chosen for the run.
 
         Raises:
             ValueError: the strategy cannot compute in it.
@@ -268,7 +271,7 @@ class Strategy(ProgramMethods, ABC):
         """Called when an exception ends the run, before ``on_exception`` of the callbacks."""
 
     def teardown(self) -> None:
-        """Give back what the strategy holds."""
+        """Release what the strategy holds."""
         self.model = None
 
     # -- between processes
@@ -314,7 +317,7 @@ class Strategy(ProgramMethods, ABC):
         return [obj]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all processes (or any) decided so."""
+        """Return whether all processes (or any) have decided for it."""
         return decision
 
 
@@ -333,12 +336,9 @@ class StrategyPart:
 class Sharding(StrategyPart):
     """Where parameters are: whole in each process."""
 
-    # Whether ``shard`` replaces parameters by parts of them, which compute in a forward of the whole module only.
-    shards_parameters: bool = False
-
     @property
     def shares_batches(self) -> bool:
-        """Whether some processes must read the same batches: those over which layers are split."""
+        """Whether some processes must read the same batches, because layers are split over them."""
         return False
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
@@ -350,10 +350,12 @@ class Sharding(StrategyPart):
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
         if (name := sharded_parameter(module)) is not None:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"strategy={self.strategy.name!r}: the parameter {name!r} is a DTensor, of which this process has a "
                 "part. After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
-                "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
+                "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards.",
+                argument="strategy",
             )
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -362,8 +364,35 @@ class Sharding(StrategyPart):
         device = strategy.root_device
         return module.to(device) if strategy.steps is None else strategy.steps.place(module, device)
 
+    def check_devices(self, module: nn.Module, owner: str) -> None:
+        """Check that ``place`` can move ``module``.
+
+        Args:
+            module: the user's module.
+            owner: who moves it, for messages.
+
+        Raises:
+            ValueError: a parameter is on the meta device.
+
+        """
+        placed: dict[torch.device, str] = {}
+        for name, parameter in module.named_parameters():
+            placed.setdefault(parameter.device, name)
+        if (empty := placed.get(torch.device("meta"))) is not None:
+            raise make_error(
+                ValueError,
+                f"{owner}: the parameter {empty!r} is on the meta device and has no values to move.",
+                fix="Fill the module first: module.to_empty(device=fabric.device), then load its weights.",
+            )
+        if len(placed) > 1:
+            rank_zero_warn(
+                f"{owner}: the module has parameters on {', '.join(map(str, placed))}, and all are moved to one "
+                "device.",
+                fix="Pass move_to_device=False to leave them where they are.",
+            )
+
     def to_host(self, module: nn.Module) -> bool:
-        """Move ``module`` to the host, in place, when a run is over; return whether it was somewhere else."""
+        """Move ``module`` to the host, in place, when a run is over; return whether it was on another device."""
         strategy = self.strategy
         if is_host(strategy.root_device):
             return False
@@ -372,11 +401,11 @@ class Sharding(StrategyPart):
         module.cpu()
         return True
 
-    def require_whole(self, owner: str, why: str) -> None:
-        """Raise where processes have parts of parameters, with which ``owner`` cannot work.
+    def require_whole(self, owner: str, why: str, fix: str) -> None:
+        """Raise if processes hold parts of parameters, with which ``owner`` cannot work.
 
         Args:
-            owner: what needs whole parameters.
+            owner: the feature that needs whole parameters, for the message.
             why: why, and what to write.
 
         Raises:
@@ -391,6 +420,10 @@ class Sharding(StrategyPart):
         alone = self.strategy.world_size == 1 and self.strategy.steps is None
         return torch.inference_mode() if alone else torch.no_grad()
 
+    def compile_units(self, whole: T, by_block: Callable[[], T]) -> T:
+        """Return how a module is compiled: ``whole``, or ``by_block()`` if parameters are gathered inside of a step."""
+        return whole
+
     def advice_on_optimizers(self) -> str:
         """Return a sentence for optimizers with parameters that the module does not have; empty without shards."""
         return ""
@@ -399,19 +432,19 @@ class Sharding(StrategyPart):
         """Raise MisconfigurationException if torch's anomaly mode cannot watch a step."""
 
     def wrap_for_evaluation(self, module: nn.Module) -> nn.Module:
-        """Return the module to call where nothing trains."""
+        """Return the module to call when nothing trains."""
         return module
 
     def layer_table(self, module: nn.Module) -> type[LayerTable] | None:
-        """Return the table of layers that shows what this process has of each; None where it has all of them."""
+        """Return the table of layers that shows the parts of this process; None if it has whole layers."""
         return None
 
     def forward_order(self, module: nn.Module) -> tuple[str, ...]:
-        """Return what a step exchanges with other processes, in its order; nothing where processes compute alone."""
+        """Return what a step exchanges with other processes, in order; an empty result if processes compute alone."""
         return ()
 
     def compute_along(self, module: nn.Module) -> None:
-        """Take part in a step of an evaluation on other processes, without a batch."""
+        """Take part in an evaluation step of other processes, without a batch."""
 
     def reshard(self) -> None:
         """Free copies of the weights that forwards have left gathered; called when the weights have changed."""
@@ -420,16 +453,16 @@ class Sharding(StrategyPart):
         """Called before each pass over data, on all processes."""
 
     def check_batch(self, batch: object) -> None:
-        """Raise RuntimeError if the first batch of a pass differs from those of processes that must read the same.
+        """Raise RuntimeError if the first batch of a pass differs between processes that must read the same.
 
-        All processes call it, with None where there is no batch.
+        All processes call it, with None if there is no batch.
         """
 
     def checked(self, batches: Iterator[T], batch_of: Callable[[T], object] | None = None) -> Iterator[T]:
-        """Return ``batches``, with a check of the first one where several processes must read the same.
+        """Return ``batches``, with a check of the first batch if several processes must read the same.
 
         Args:
-            batches: batches, or what contains them.
+            batches: batches, or items that contain them.
             batch_of: returns the batch of an item; the item itself by default.
 
         """
@@ -445,15 +478,15 @@ class Sharding(StrategyPart):
     # -- values between a run and a checkpoint
 
     def to_checkpoint(self, value: object) -> Any:
-        """Return a tensor as a checkpoint holds it; all processes call it."""
+        """Return a tensor in the form that a checkpoint holds; all processes call it."""
         return value
 
     def states_to_checkpoint(self, states: T) -> T:
-        """Return a collection with its tensors as a checkpoint holds them; all processes call it."""
+        """Return a collection with its tensors in the form that a checkpoint holds; all processes call it."""
         return states
 
     def from_checkpoint(self, value: object, target: object) -> Any:
-        """Return a tensor of a checkpoint as ``target`` is sharded."""
+        """Return a tensor of a checkpoint, sharded like ``target``."""
         return value.full() if isinstance(value, StoredTensor) else value
 
 
@@ -461,16 +494,16 @@ _END: Any = object()
 
 
 class StepEngine(StrategyPart):
-    """What computes a step: backward by torch's autograd, and the optimizers of the user.
+    """Computes a step: backward by torch's autograd, and the user's optimizers.
 
-    ``set_precision`` chooses the functions once. Where nothing has to be added, they are those of torch.
+    ``set_precision`` chooses the functions once. Where nothing has to be added, they are torch's.
     """
 
     # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
     syncs_gradients: bool = False
     # Whether an optimizer may step inside backward, before gradients are exchanged.
     steps_in_backward: bool = True
-    # Whether a process computes alone until gradients are exchanged: after running out of memory it may begin again.
+    # Whether a process computes alone until gradients are exchanged, so that it may retry after running out of memory.
     computes_alone: bool = True
     # Whether this computes backward, accumulates, clips and steps by itself, in place of autograd and optimizers.
     owns_step: bool = False
@@ -489,18 +522,18 @@ class StepEngine(StrategyPart):
         """Choose the functions of a step for a precision."""
         self.precision = precision
         self.scaler = precision.scaler
-        # Ids of the optimizers whose gradients are unscaled already in this step.
+        # Ids of the optimizers whose gradients have been unscaled in this step.
         self.unscaled: set[int] = set()
         # Whether a scaled backward is running; Fabric refuses loss.backward() without scaling.
         self.in_backward = False
-        # Compute gradients of a loss, which is scaled where the precision has a scaler.
+        # Compute gradients of a loss, which is scaled if the precision has a scaler.
         self.backward: Callable[..., None] = fast_step.backward if self.scaler is None else self._scaled_backward
         self.unscale: Callable[[Optimizer], None] | None = None if self.scaler is None else self._unscale
 
     # -- before the first step
 
     def prepare(self, *, owner: str, accumulation: int | None, clip_norm: float | None) -> None:
-        """Take what ``owner`` ("Trainer" or "Fabric") says about a step; None where it says nothing.
+        """Receive the settings of ``owner`` ("Trainer" or "Fabric") for a step; None where there are none.
 
         Args:
             owner: for the messages.
@@ -517,7 +550,7 @@ class StepEngine(StrategyPart):
         return optimizers, schedulers
 
     def see_loaders(self, loaders: Sequence[Any]) -> None:
-        """Take the training loaders of a run, before its first batch."""
+        """Receive the training loaders of a run, before its first batch."""
 
     def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
         """Raise ValueError if the strategy cannot train with an optimizer; ``owner`` is "Trainer" or "Fabric"."""
@@ -525,25 +558,58 @@ class StepEngine(StrategyPart):
     def check_in_backward(self, owner: str, optimizer_name: str) -> None:
         """Raise unless an optimizer may step each parameter in backward; ``owner`` is "Trainer" or "Fabric"."""
         if self.scaler is not None:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"in_backward({optimizer_name}) and {owner}(precision={self.precision.precision!r}): whether a scaled "
-                "gradient is finite is known when backward is over. Use precision='bf16-mixed', which scales nothing."
+                "gradient is finite is known when backward is over.",
+                fix="Use precision='bf16-mixed', which scales nothing.",
             )
         processes = self.strategy.world_size
         if processes > 1 and not self.steps_in_backward:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"in_backward({optimizer_name}) and {processes} processes: each parameter would step before its "
-                f"gradients are averaged over them. Use one process, or torch.optim.{optimizer_name} as it is."
+                "gradients are averaged over them.",
+                fix=f"Use one process, or torch.optim.{optimizer_name} as it is.",
             )
 
     def check_compile(self, owner: str) -> None:
         """Raise ValueError if steps cannot be compiled by torch; ``owner`` is "Trainer" or "Fabric"."""
 
-    def require_alone(self, owner: str, advice: str) -> None:
-        """Raise where processes wait for each other inside of a forward: one that runs out of memory would not come.
+    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
+        """Raise MisconfigurationException for what an engine that computes and steps by itself cannot do.
 
         Args:
-            owner: what begins steps again, for the message.
+            conflicts: returns (whether it is so, what is asked for, why not) of each.
+
+        """
+
+    def require_parameters(self, optimizer: Optimizer) -> None:
+        """Raise MisconfigurationException if an optimizer has nothing to train."""
+        if not parameters_of(optimizer):
+            raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
+
+    def refuse_outside(self, problem: str, advice: str) -> None:
+        """Raise where gradients are averaged over processes, and only those of the module.
+
+        Args:
+            problem: which parameters of an optimizer are outside of the module.
+            advice: what to write.
+
+        Raises:
+            MisconfigurationException: gradients are averaged.
+
+        """
+        if self.exchanges:
+            raise MisconfigurationException(
+                f"{problem}, so their gradients would not be averaged over the processes.", fix=advice
+            )
+
+    def require_alone(self, owner: str, advice: str) -> None:
+        """Raise if processes wait for each other in a forward: one that runs out of memory would not reach it.
+
+        Args:
+            owner: the feature that repeats steps, for the message.
             advice: what to write.
 
         Raises:
@@ -553,22 +619,24 @@ class StepEngine(StrategyPart):
         if not self.computes_alone:
             raise MisconfigurationException(
                 f"{owner}: with strategy={self.strategy.name!r} the processes exchange parts of the model inside a "
-                f"forward, and one that runs out of memory would leave the others waiting. {advice}"
+                "forward, and one that runs out of memory would leave the others waiting.",
+                fix=advice,
             )
 
-    def require_own_parameters(self, owner: str, why: str) -> None:
-        """Raise where an engine steps copies of the parameters, so that ``owner`` cannot work.
+    def require_own_parameters(self, owner: str, why: str, fix: str) -> None:
+        """Raise if an engine steps copies of the parameters, with which ``owner`` cannot work.
 
         Args:
-            owner: what is refused.
-            why: why, and what to write.
+            owner: the feature that is refused, for the message.
+            why: why.
+            fix: what to write.
 
         Raises:
             MisconfigurationException: an engine steps.
 
         """
         if self.owns_step:
-            raise MisconfigurationException(f"{owner} and strategy={self.strategy.name!r}: {why}")
+            raise MisconfigurationException(f"{owner} and strategy={self.strategy.name!r}: {why}", fix=fix)
 
     # -- forward
 
@@ -586,7 +654,7 @@ class StepEngine(StrategyPart):
     # -- backward
 
     def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return what computes gradients with ``function``, a method of the module, in place of ``backward``."""
+        """Return a function that computes gradients with ``function`` of the module in place of ``backward``."""
         return function
 
     def prepare_backward(self, loss: Tensor, wrapped: nn.Module) -> None:
@@ -607,9 +675,31 @@ class StepEngine(StrategyPart):
 
     # -- gradients
 
-    def without_communication(self) -> AbstractContextManager[Any]:
-        """Return a context in which each process steps alone: one that fails leaves no other waiting."""
-        return nullcontext()
+    @contextmanager
+    def without_communication(self) -> Iterator[None]:
+        """Have each process step alone within the context: one that fails leaves no other waiting."""
+        before, self.syncs_gradients = self.syncs_gradients, False
+        try:
+            yield
+        finally:
+            self.syncs_gradients = before
+
+    def wrap_late(self, module: nn.Module, wrapped: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return the module to call in training: ``wrap(module)`` if it was not wrapped yet.
+
+        A module without parameters to train exchanges nothing; a callback may unfreeze some.
+
+        Args:
+            module: the user's module.
+            wrapped: what ``wrap`` returned for it before.
+            wrap: see ``Strategy.wrap``.
+
+        """
+        return wrap(module) if wrapped is module and self.exchanges else wrapped
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not exchange gradients."""
+        return self.strategy.no_sync(wrapped) if self.exchanges else nullcontext()
 
     def sync_gradients(self, module: nn.Module) -> None:
         """Exchange gradients that ``no_sync`` holds back outside of the parameters; all processes call it."""
@@ -630,6 +720,11 @@ class StepEngine(StrategyPart):
             zero_loss: returns a loss that depends on the parameters and adds nothing to their gradients.
 
         """
+        return self._make_exchange(module, wrapped, zero_loss) if self.exchanges else _nothing
+
+    def _make_exchange(
+        self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
+    ) -> Callable[[], None]:
         routed = self.route(zero_loss, wrapped)
 
         def exchange() -> None:
@@ -647,7 +742,7 @@ class StepEngine(StrategyPart):
             torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
 
     def drop_gradients(self, optimizer: Optimizer) -> None:
-        """Have ``optimizer`` step next without gradients."""
+        """Make ``optimizer`` take its next step without gradients."""
         for parameter in parameters_of(optimizer):
             parameter.grad = None
 
@@ -668,20 +763,19 @@ class StepEngine(StrategyPart):
 
     def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
         """Limit each element of the gradients to ``clip_val`` in size."""
-        # torch raises if there are no gradients, as after batches that were all skipped.
+        # torch raises if there are no gradients, for instance after batches that were all skipped.
         if parameters := [parameter for parameter in parameters if parameter.grad is not None]:
             nn.utils.clip_grad_value_(parameters, clip_val)
 
     # -- step
 
     def make_clip(self, algorithm: str) -> Callable[..., Any] | None:
-        """Return what clips gradients between backward and step, called as ``clip(parameters, max_value)``.
+        """Return a function that clips gradients between backward and step, called as ``clip(parameters, max_value)``.
 
         Args:
             algorithm: "norm" or "value".
 
-        Returns:
-            None where the step clips.
+        Returns: the function; None if the step clips.
 
         """
         return self.clip_value if algorithm == "value" else self.clip_norm
@@ -696,9 +790,12 @@ class StepEngine(StrategyPart):
         if scaler is None:
             return fast_step.make_step(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient "
-                "scaler cannot follow. Use precision='bf16-mixed' or another optimizer."
+            raise make_error(
+                ValueError,
+                "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient scaler "
+                "cannot follow.",
+                fix="Use precision='bf16-mixed' or another optimizer.",
+                argument="precision",
             )
         unscaled = self.unscaled
 
@@ -717,13 +814,21 @@ class StepEngine(StrategyPart):
         """Return ``zero_grad()`` for ``optimizer``."""
         return fast_step.make_zero_grad(optimizer)
 
+    def clears_gradients(self, optimizer: object) -> bool:
+        """Return whether ``zero_grad`` of an optimizer leaves no gradient."""
+        return fast_step.clears_gradients(optimizer)
+
+
+def _nothing() -> None:
+    """Exchange nothing."""
+
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 class StateIO(StrategyPart):
-    """What a checkpoint holds of weights and optimizers, and how it is written: one file, by the first process."""
+    """Weights and optimizers in checkpoints, and how checkpoints are written: one file, by the first process."""
 
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False
@@ -759,7 +864,7 @@ class StateIO(StrategyPart):
     # -- gradients of an accumulation that is not complete
 
     def collect_gradients(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> Any:
-        """Return the gradients of all processes, once where they are the same on each; None where there are none."""
+        """Return the gradients of all processes, once if they are the same on each; None if there are none."""
         strategy = self.strategy
         return contents.collect_gradients(module, optimizers, strategy.gather_objects, world_size=strategy.world_size)
 
@@ -777,8 +882,9 @@ class StateIO(StrategyPart):
             kind = type(io).__name__
             raise MisconfigurationException(
                 f"plugins={kind}(): {type(self.strategy).__name__} saves sharded checkpoints, which are folders, and "
-                f"{kind} writes files only. Leave it out, use AsyncCheckpointIO(), or have the strategy save whole "
-                "files."
+                f"{kind} writes files only.",
+                fix="Leave it out, use AsyncCheckpointIO(), or have the strategy save whole files.",
+                argument="plugins",
             )
 
     def write(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:

@@ -8,8 +8,8 @@ import itertools
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
+from hasten._lib.errors import Parts, make_error
 from hasten._lib.names import did_you_mean
 from hasten.machine import agreement, collectives
 from hasten.strategies.base import Sharding, StateIO, StepEngine
@@ -84,7 +85,7 @@ class _CurrentDDP:
 
     def __init__(self, module: nn.Module, make: Callable[[], DistributedDataParallel]) -> None:
         self._module, self._make = module, make
-        # Which of these objects, and which DDP of it: the same on all processes.
+        # Numbers of this object and of its present DDP, the same on all processes.
         self._number, self._made = next(_numbers), 0
         self._exchanged: list[nn.Parameter] = []
         self.ddp: DistributedDataParallel | None = None
@@ -105,7 +106,7 @@ class _CurrentDDP:
         return self.ddp
 
     def _follow(self) -> None:
-        """Exchange the parameters that train now."""
+        """Exchange the gradients of the parameters that train now."""
         assert self.ddp is not None
         training = [parameter for parameter in self._parameters if parameter.requires_grad]
         exchanged, now = set(map(id, self._exchanged)), set(map(id, training))
@@ -114,7 +115,7 @@ class _CurrentDDP:
             self._agree(now)
             for parameter in self._exchanged:
                 if id(parameter) not in now and parameter.grad is not None:
-                    # An open accumulation has added to it on each process alone, and steps with it.
+                    # Each process has added its own gradients to an open accumulation, and would step with them.
                     parameter.grad = collectives.all_reduce(parameter.grad, "mean", device=parameter.grad.device)
             self._renew()
         else:
@@ -133,9 +134,10 @@ class _CurrentDDP:
         for rank, trained in enumerate(by_rank):
             if trained != by_rank[0]:
                 different = sorted(set(trained) ^ set(by_rank[0])) or trained
-                raise RuntimeError(
-                    f"Rank 0 and rank {rank} train different parameters of {kind}: {', '.join(different[:5])}. "
-                    "Change requires_grad alike on all processes."
+                raise make_error(
+                    RuntimeError,
+                    f"Rank 0 and rank {rank} train different parameters of {kind}: {', '.join(different[:5])}.",
+                    fix="Change requires_grad alike on all processes.",
                 )
 
     def exchanged_names(self) -> list[str]:
@@ -148,13 +150,13 @@ class _CurrentDDP:
         """Stop the exchange of gradients, whatever still refers to the DDP."""
         if self.ddp is not None:
             torch_private.remove_ddp_hooks(self.ddp)
-            # They refer to each other: neither would be freed before the garbage collector runs.
+            # The two refer to each other, so neither would be freed before the garbage collector runs.
             self.ddp.__dict__.pop("live", None)
 
     def _renew(self) -> None:
         held: list[nn.Parameter] = []
         if self.ddp is not None:
-            # Something may still refer to the old one, which must not exchange gradients any more.
+            # Other objects may still refer to the old DDP, which must not exchange gradients any more.
             torch_private.remove_ddp_hooks(self.ddp)
             if self.ddp.find_unused_parameters:
                 # Parameters that train in turns (a generator and its critic) are exchanged from their first turn on.
@@ -197,7 +199,7 @@ class DDPStrategy(ParallelStrategy):
         ddp_comm_wrapper: wraps the hook.
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
         timeout: how long the others wait for a process within a step, 10 minutes by default; then the run ends, with
-            the place of each rank. Checkpoints, ``prepare_data`` and barriers may take three times as long.
+            a report of where each rank is. Checkpoints, ``prepare_data`` and barriers may take three times as long.
         start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
             copies of this one.
         shard_optimizer: divide the optimizers' states over the processes (ZeRO-1). Each process steps its part of the
@@ -244,9 +246,11 @@ class DDPStrategy(ParallelStrategy):
         )  # fmt: skip
         known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
         if unknown := next((name for name in kwargs if name not in known), None):
-            raise TypeError(
-                f"DDPStrategy({unknown}=...): unknown argument.{did_you_mean(unknown, known)} "
-                f"torch's DistributedDataParallel takes: {', '.join(known)}."
+            raise make_error(
+                TypeError,
+                f"DDPStrategy({unknown}=...): unknown argument.",
+                fix=f"{did_you_mean(unknown, known)} torch's DistributedDataParallel takes: {', '.join(known)}.",
+                argument=unknown,
             )
         self._ddp_kwargs = kwargs
         self._comm_hook = ddp_comm_hook
@@ -265,7 +269,7 @@ class DDPStrategy(ParallelStrategy):
         self._simulate_collectives()
 
     def exchange_with(self, hook: Callable[..., Any]) -> float | None:
-        """Have DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
+        """Make DDP exchange gradients by ``hook`` alone, and nothing when it is made (``hasten plan``).
 
         Returns:
             the size of a bucket in MiB; None for torch's.
@@ -275,8 +279,11 @@ class DDPStrategy(ParallelStrategy):
 
         """
         if self._comm_hook is not None:
-            raise ValueError(
-                "DDPStrategy(ddp_comm_hook=...): what it sends is not known before it runs. Plan without it."
+            raise make_error(
+                ValueError,
+                "DDPStrategy(ddp_comm_hook=...): what it sends is not known before it runs.",
+                fix="Plan without it.",
+                argument="ddp_comm_hook",
             )
         # These two read tensors, to find out which gradients to wait for.
         reads = ("find_unused_parameters", "static_graph")
@@ -292,9 +299,12 @@ class DDPStrategy(ParallelStrategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         if self._shards_optimizers and getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 "strategy='ddp_sharded': the module has _ddp_params_and_buffers_to_ignore, parameters that each "
-                "process trains alone, and here one process steps a parameter for all. Use strategy='ddp'."
+                "process trains alone, and here one process steps a parameter for all.",
+                fix="Use strategy='ddp'.",
+                argument="strategy",
             )
         kwargs = self._ddp_kwargs
         if _is_manual(module) and not kwargs.get("static_graph"):
@@ -338,12 +348,12 @@ class DDPStrategy(ParallelStrategy):
                 rank=self.global_rank,
                 world_size=self.world_size,
                 device=self._collective_device,
-                exchanges=lambda: self.engine.steps_together,
+                exchanges=lambda: self.engine.exchanges,
             )
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         if not isinstance(wrapped, DistributedDataParallel):
-            # With nothing to train there was nothing to wrap.
+            # If nothing trains, nothing was wrapped.
             return nullcontext()
         ddp = _current(wrapped)
         if ddp.static_graph and "has_seen_graph" not in ddp.__dict__:
@@ -360,8 +370,6 @@ class DDPEngine(StepEngine):
     strategy: DDPStrategy
     syncs_gradients = True
     steps_in_backward = False
-    # False while each process trains alone.
-    steps_together: bool = True
 
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` inside the forward of DDP, which prepares its backward."""
@@ -382,7 +390,7 @@ class DDPEngine(StepEngine):
             except RuntimeError as error:
                 if (text := self._unused(error, holder)) is None:
                     raise
-                raise RuntimeError(text) from None
+                raise make_error(RuntimeError, text.what, fix=text.fix) from None
 
         def routed_manual(*args: Any, **kwargs: Any) -> Any:
             wrapped = holder.current()
@@ -391,7 +399,7 @@ class DDPEngine(StepEngine):
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    # Each backward has prepared itself and is over: DDP must not wait for another one.
+                    # Each backward has been prepared and is over: DDP must not wait for another one.
                     wrapped.require_backward_grad_sync = False
 
             wrapped.module.__dict__["function"] = unprepared
@@ -402,8 +410,8 @@ class DDPEngine(StepEngine):
 
         return routed_manual if _is_manual(inner.module) else routed
 
-    def _unused(self, error: RuntimeError, holder: _CurrentDDP) -> str | None:
-        """Return which parameters a step has left without a gradient, where torch gives their indices."""
+    def _unused(self, error: RuntimeError, holder: _CurrentDDP) -> Parts | None:
+        """Return which parameters a step has left without a gradient, where torch gives their indices, and the fix."""
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if indices is None:
             return None
@@ -417,9 +425,10 @@ class DDPEngine(StepEngine):
         advice += "requires_grad_(False)."
         if self.strategy._ddp_kwargs.get("find_unused_parameters"):
             advice = "What the step returns depends on them, and its loss does not: return only what the loss needs."
-        return (
+        return Parts(
             f"strategy={self.strategy.name!r}: in the last step, {', '.join(names[:5])}{more} got no gradient, and the "
-            f"processes exchange the gradients of all parameters that train. {advice}"
+            "processes exchange the gradients of all parameters that train.",
+            advice,
         )
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:
@@ -435,14 +444,6 @@ class DDPEngine(StepEngine):
         if isinstance(wrapped, DistributedDataParallel) and _current(wrapped).broadcast_buffers:
             for buffer in wrapped.buffers():
                 torch.distributed.broadcast(buffer, source)
-
-    @contextmanager
-    def without_communication(self) -> Iterator[None]:
-        before, self.steps_together = self.steps_together, False
-        try:
-            yield
-        finally:
-            self.steps_together = before
 
 
 class DDPState(StateIO):

@@ -17,11 +17,12 @@ from torch import nn
 
 from hasten._lib import check, torch_private
 from hasten._lib.device import is_host
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.memory import recomputed_blocks, repeated_blocks
 from hasten.precision.base import Precision
-from hasten.precision.builtin import HalfPrecision, MixedPrecision
+from hasten.precision.builtin import HalfPrecision, MixedPrecision, is_mixed
 from hasten.precision.fsdp import FSDPPrecision
 from hasten.strategies.sharded import ShardedStrategy, keep_class_name
 
@@ -51,7 +52,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a module was divided.
+    """The result of dividing a module: its blocks, the rest, and the mesh.
 
     Args:
         blocks: names of the parts whose parameters are gathered together, each by itself.
@@ -72,7 +73,7 @@ class FSDPStrategy(ShardedStrategy):
     """Fully sharded data parallelism: each process holds a part of parameters, gradients and optimizer states.
 
     The engine is torch's ``fully_shard`` (FSDP2). Parameters are ``DTensor``; the parameters of a block are gathered
-    when it computes. Weights, losses and gradient norms are those of one process up to rounding.
+    when it computes. Weights, losses and gradient norms equal those of one process up to rounding.
 
     Args:
         accelerator: in place of ``Trainer(accelerator=...)``.
@@ -84,8 +85,8 @@ class FSDPStrategy(ShardedStrategy):
         timeout: see ``ParallelStrategy``.
         cpu_offload: keep parameters, gradients and optimizer states in host memory, and step there: True or torch's
             ``CPUOffloadPolicy``.
-        mixed_precision: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``). By default what
-            ``precision`` says: "bf16-mixed" computes in bfloat16 and reduces gradients in 32 bits.
+        mixed_precision: torch's ``MixedPrecisionPolicy`` (or FSDP1's ``MixedPrecision``). By default it follows
+            ``precision``: "bf16-mixed" computes in bfloat16 and reduces gradients in 32 bits.
         auto_wrap_policy: which parts are gathered by themselves: a set of module classes, or a function of FSDP1's
             form. By default every repeated block; ``strategy.plan`` shows the choice.
         activation_checkpointing: classes of modules to recompute in backward.
@@ -149,9 +150,12 @@ class FSDPStrategy(ShardedStrategy):
         self.mixed_precision: Any = _mixed_precision(mixed_precision)
         self._auto_wrap_policy = _checked_policy("auto_wrap_policy", auto_wrap_policy)
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 "FSDPStrategy(activation_checkpointing=..., activation_checkpointing_policy=...): both say which "
-                "modules to recompute. Leave one out."
+                "modules to recompute.",
+                fix="Leave one out.",
+                argument="activation_checkpointing",
             )
         recomputes: Any = activation_checkpointing_policy
         if activation_checkpointing is not None:
@@ -168,13 +172,19 @@ class FSDPStrategy(ShardedStrategy):
             return None
         given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={self.shard_mode!r})"
         if not self._hybrid or self.shard_mode == "NO_SHARD":
-            raise ValueError(f"{given}: a mesh is for 'HYBRID_SHARD'. Leave it out, or use that.")
+            raise make_error(ValueError, f"{given}: a mesh is for 'HYBRID_SHARD'.", fix="Leave it out, or use that.")
         dimensions = len(mesh) if isinstance(mesh, tuple) else getattr(mesh, "ndim", None)
         if dimensions is None:
-            raise TypeError(f"{given}: use (replicas, shards) or a DeviceMesh, not {type(mesh).__name__}.")
+            raise make_error(
+                TypeError, f"{given}:", fix=f"use (replicas, shards) or a DeviceMesh, not {type(mesh).__name__}."
+            )
         whole = not isinstance(mesh, tuple) or all(isinstance(size, int) and size > 0 for size in mesh)
         if dimensions != 2 or not whole:
-            raise ValueError(f"{given}: use two whole numbers, (replicas, shards), or a DeviceMesh of two dimensions.")
+            raise make_error(
+                ValueError,
+                f"{given}:",
+                fix="use two whole numbers, (replicas, shards), or a DeviceMesh of two dimensions.",
+            )
         return mesh
 
     # -- facts
@@ -195,35 +205,47 @@ class FSDPStrategy(ShardedStrategy):
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         if isinstance(self._mesh_given, tuple) and math.prod(self._mesh_given) != self.world_size:
             count = math.prod(self._mesh_given)
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"FSDPStrategy(device_mesh={self._mesh_given}): a mesh of {count} processes, and the run has "
-                f"{self.world_size}. Give two numbers whose product is devices * num_nodes."
+                f"{self.world_size}.",
+                fix="Give two numbers whose product is devices * num_nodes.",
+                argument="device_mesh",
             )
         if self.offloads and is_host(self.root_device):
-            warn_once("fsdp-cpu-offload", "FSDPStrategy(cpu_offload=...) changes nothing on the CPU. Leave it out.")
+            warn_once(
+                "fsdp-cpu-offload", "FSDPStrategy(cpu_offload=...) changes nothing on the CPU.", fix="Leave it out."
+            )
 
     def precision_of(self, name: str, device: str) -> Precision | None:
-        return FSDPPrecision(name, device=device) if name.endswith("-mixed") else None  # type: ignore[arg-type]
+        return FSDPPrecision(name, device=device) if is_mixed(name) else None
 
     def set_precision(self, precision: Precision) -> None:
         if isinstance(precision, MixedPrecision):
             name = precision.precision
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"strategy='fsdp', plugins=[MixedPrecision({name!r})]: sharded parameters are converted when they are "
-                f"gathered, without autocast. Write precision={name!r}, or plugins=[FSDPPrecision({name!r})]."
+                "gathered, without autocast.",
+                fix=f"Write precision={name!r}, or plugins=[FSDPPrecision({name!r})].",
+                argument="strategy",
             )
         if isinstance(precision, FSDPPrecision):
             self.param_dtype = precision.param_dtype
         elif isinstance(precision, HalfPrecision) and precision.keep_small_updates:
             name = precision.precision
-            raise ValueError(
-                f"precision={name!r}, strategy='fsdp': the 32-bit copies of its parameters are not divided. "
-                f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)]."
+            raise make_error(
+                ValueError,
+                f"precision={name!r}, strategy='fsdp': the 32-bit copies of its parameters are not divided.",
+                fix=f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)].",
+                argument="precision",
             )
         elif not precision.can_be_sharded:
-            raise ValueError(
-                f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes. Use "
-                "'bf16-mixed', or strategy='ddp'."
+            raise make_error(
+                ValueError,
+                f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes.",
+                fix="Use 'bf16-mixed', or strategy='ddp'.",
+                argument="precision",
             )
         super().set_precision(precision)
 
@@ -259,7 +281,7 @@ class FSDPStrategy(ShardedStrategy):
         )
         if self._policy.param_dtype is not None:
             for part in module.modules():
-                # Running statistics of 32 bits need parameters of 32 bits.
+                # Running statistics in 32 bits need parameters in 32 bits.
                 if (
                     isinstance(part, torch_private.NormBase)
                     and part.track_running_stats
@@ -274,10 +296,10 @@ class FSDPStrategy(ShardedStrategy):
             shard(block, reshard_after_forward=self._reshards)
             made.insert(0, block)
         rest: list[nn.Module] = [module]
-        # Kept gathered between forward and backward, which begins with it.
+        # The rest stays gathered between forward and backward, because backward begins with it.
         after_forward = None if self._reshards else False
         if is_manual(module):
-            # Each backward of manual optimization ends a forward: that of one of the parts. Parts that a toggled
+            # Each backward of manual optimization ends the forward of one of the parts. Parts that a toggled
             # optimizer does not train may have no backward.
             rest = children_apart(module, self.name)
             after_forward = True
@@ -325,17 +347,22 @@ class FSDPStrategy(ShardedStrategy):
         present = set(map(id, module.modules()))
         for part in self._options.get("ignored_modules", ()):
             if id(part) not in present:
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"FSDPStrategy(ignored_modules=[{type(part).__name__}]): {_name_of(module)} does not contain that "
-                    "module. Pass modules of the model that is trained."
+                    "module.",
+                    fix="Pass modules of the model that is trained.",
+                    argument="ignored_modules",
                 )
             ignored |= set(part.parameters())
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         trains = next((names.get(id(parameter), "") for parameter in ignored if parameter.requires_grad), None)
         if trains is not None and self.world_size > 1:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"FSDPStrategy(ignored_modules or ignored_parameters): {trains!r} trains, and gradients of ignored "
-                "parameters stay on each process. Freeze it with requires_grad_(False), or do not ignore it."
+                "parameters stay on each process.",
+                fix="Freeze it with requires_grad_(False), or do not ignore it.",
             )
         return ignored or None
 
@@ -369,9 +396,9 @@ def is_manual(module: nn.Module) -> bool:
 
 
 def gathered_apart(module: nn.Module, found: Collection[nn.Module]) -> list[nn.Module]:
-    """Return those of the parts ``found`` that can be gathered by themselves, outer ones before those inside of them.
+    """Return the parts of ``found`` that can be gathered by themselves, outer parts before the parts inside of them.
 
-    A parameter is gathered in one place: a part with one that is used elsewhere too is left out.
+    A parameter is gathered in one place: a part that shares a parameter with other parts is left out.
     """
     order = {id(part): place for place, part in enumerate(module.modules())}
     users = _users(module)
@@ -400,10 +427,12 @@ def children_apart(module: nn.Module, strategy: str) -> list[nn.Module]:
         shared = [key for key, p in child.named_parameters() if users[id(p)] != _users(child)[id(p)]]
         own += [f"{name}.{key}" for key in shared]
     if own:
-        raise ValueError(
-            f"strategy={strategy!r} with manual optimization: the parameter {own[0]!r} does not belong to one child of "
-            f"{_name_of(module)}, and each child is gathered by itself. Move it into the child that uses it, or use "
-            "automatic optimization."
+        raise make_error(
+            ValueError,
+            f"strategy={strategy!r} with manual optimization: the parameter {own[0]!r} does not belong to one child "
+            f"of {_name_of(module)}, and each child is gathered by itself.",
+            fix="Move it into the child that uses it, or use automatic optimization.",
+            argument="strategy",
         )
     found = [child for child in module.children() if any(True for _ in child.parameters())]
     # A list of modules has no forward of its own.
@@ -428,15 +457,20 @@ def _users(module: nn.Module) -> dict[int, int]:
 
 
 def _checked_policy(argument: str, policy: Any) -> Any:
-    # Some objects of torch.distributed.fsdp.wrap are no functions.
+    # Some objects of torch.distributed.fsdp.wrap are not functions.
     if policy is None or torch_private.has_policy(policy) or (callable(policy) and not isinstance(policy, type)):
         return policy
     given = [policy] if isinstance(policy, type) else policy
     is_listed = isinstance(given, (set, frozenset, list, tuple))
     if not is_listed or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in given):
-        raise TypeError(
-            f"FSDPStrategy({argument}={policy!r}): use a set of module classes, such as "
-            "{nn.TransformerEncoderLayer}, or a function of torch.distributed.fsdp.wrap."
+        raise make_error(
+            TypeError,
+            f"FSDPStrategy({argument}={policy!r}):",
+            fix=(
+                "use a set of module classes, such as {nn.TransformerEncoderLayer}, or a function of "
+                "torch.distributed.fsdp.wrap."
+            ),
+            argument=argument,
         )
     return frozenset(given)
 
@@ -449,9 +483,11 @@ def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
         for kind in classes:
             if not any(isinstance(part, kind) for part in found):
                 present = sorted({type(part).__name__ for part in module.modules()})
-                raise ValueError(
-                    f"FSDPStrategy({argument}={{{kind.__name__}}}): {_name_of(module)} has no such module."
-                    f"{did_you_mean(kind.__name__, present)} It has: {', '.join(present[:12])}."
+                raise make_error(
+                    ValueError,
+                    f"FSDPStrategy({argument}={{{kind.__name__}}}): {_name_of(module)} has no such module.",
+                    fix=f"{did_you_mean(kind.__name__, present)} It has: {', '.join(present[:12])}.",
+                    argument=argument,
                 )
         return found
     if torch_private.has_policy(policy):
@@ -460,7 +496,7 @@ def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
 
 
 def _by_function(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Return what a function of FSDP1's form chooses: children first, with the elements they have left over."""
+    """Return the parts that a function of FSDP1's form chooses: children first, with their remaining elements."""
     found: list[nn.Module] = []
 
     def visit(part: nn.Module, is_root: bool) -> int:
@@ -488,20 +524,29 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         given = f"FSDPStrategy({name}={value!r})"
         if name in _REFUSED:
-            raise TypeError(f"FSDPStrategy({name}=...): FSDP2 does not take it; {_REFUSED[name]}.")
+            raise make_error(
+                TypeError, f"FSDPStrategy({name}=...): FSDP2 does not take it; {_REFUSED[name]}.", argument=name
+            )
         if name not in known:
             named = [*inspect.signature(FSDPStrategy.__init__).parameters][1:-1]
-            raise TypeError(f"{given}: unknown argument.{did_you_mean(name, [*named, *known])}")
+            raise make_error(TypeError, f"{given}: unknown argument.", fix=did_you_mean(name, [*named, *known]))
         if name in _ALWAYS and value is not _ALWAYS[name]:
-            raise ValueError(f"{given}: FSDP2 always has {name}={_ALWAYS[name]}. Leave it out.")
+            raise make_error(ValueError, f"{given}: FSDP2 always has {name}={_ALWAYS[name]}.", fix="Leave it out.")
         if name == "backward_prefetch" and getattr(value, "name", value) != "BACKWARD_PRE":
-            raise ValueError(f"{given}: FSDP2 gathers the next block before backward needs it. Leave it out.")
+            raise make_error(
+                ValueError, f"{given}: FSDP2 gathers the next block before backward needs it.", fix="Leave it out."
+            )
     taken = dict(options)
     for argument in ("ignored_states", "ignored_modules", "ignored_parameters"):
         value = taken.get(argument)
         # A module or a tensor may be iterable, too.
         if value is not None and (isinstance(value, (nn.Module, torch.Tensor)) or not isinstance(value, Iterable)):
-            raise TypeError(f"FSDPStrategy({argument}={type(value).__name__}(...)): use a list.")
+            raise make_error(
+                TypeError,
+                f"FSDPStrategy({argument}={type(value).__name__}(...)):",
+                fix="use a list.",
+                argument=argument,
+            )
     states = list(taken.pop("ignored_states", None) or ())
     modules = [*(taken.pop("ignored_modules", None) or ()), *(one for one in states if isinstance(one, nn.Module))]
     parameters = [
@@ -514,7 +559,12 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
     ):
         wrong = [value for value in values if not isinstance(value, kind)]
         if wrong:
-            raise TypeError(f"FSDPStrategy({argument}=[{wrong[0]!r}]): use a list of {kind.__name__} objects.")
+            raise make_error(
+                TypeError,
+                f"FSDPStrategy({argument}=[{wrong[0]!r}]):",
+                fix=f"use a list of {kind.__name__} objects.",
+                argument=argument,
+            )
     prefetch = check.boolean("FSDPStrategy", "forward_prefetch", taken.pop("forward_prefetch", False))
     return {"ignored_modules": modules, "ignored_parameters": parameters, "forward_prefetch": prefetch}
 
@@ -527,9 +577,11 @@ def _offload_policy(cpu_offload: Any) -> Any:
     if isinstance(cpu_offload, CPUOffload):
         cpu_offload = cpu_offload.offload_params
     if cpu_offload is not None and not isinstance(cpu_offload, bool):
-        raise TypeError(
-            f"FSDPStrategy(cpu_offload={cpu_offload!r}): use True, False or torch's CPUOffloadPolicy, not "
-            f"{type(cpu_offload).__name__}."
+        raise make_error(
+            TypeError,
+            f"FSDPStrategy(cpu_offload={cpu_offload!r}):",
+            fix=f"use True, False or torch's CPUOffloadPolicy, not {type(cpu_offload).__name__}.",
+            argument="cpu_offload",
         )
     return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
 
@@ -549,14 +601,19 @@ def _mixed_precision(given: Any) -> Any:
     if isinstance(given, MixedPrecisionPolicy):
         return given
     if not isinstance(given, FirstMixedPrecision):
-        raise TypeError(
-            f"FSDPStrategy(mixed_precision={given!r}): use torch.distributed.fsdp.MixedPrecisionPolicy, or leave it "
-            "out and write precision='bf16-mixed'."
+        raise make_error(
+            TypeError,
+            f"FSDPStrategy(mixed_precision={given!r}):",
+            fix="use torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out and write precision='bf16-mixed'.",
+            argument="mixed_precision",
         )
     if given.keep_low_precision_grads:
-        raise ValueError(
+        raise make_error(
+            ValueError,
             "FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True)): FSDP2 steps with gradients "
-            "in the type of the parameters. Leave it out."
+            "in the type of the parameters.",
+            fix="Leave it out.",
+            argument="mixed_precision",
         )
     return MixedPrecisionPolicy(
         param_dtype=given.param_dtype,

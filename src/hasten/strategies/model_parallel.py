@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
 from hasten._lib.device import is_host
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import is_sharded, leaves
@@ -64,8 +64,8 @@ class ModelParallelStrategy(ShardedStrategy):
       ``self.device_mesh["tensor_parallel"]`` and ``self.device_mesh["data_parallel"]``;
     - ``parallelize_fn``, in programs with Fabric.
 
-    What is not sharded over the groups by then, hasten shards with ``fully_shard``. All processes of a tensor-parallel
-    group read the same batches, and their random generators start equal.
+    hasten shards with ``fully_shard`` whatever is not sharded over the groups by then. All processes of a
+    tensor-parallel group read the same batches, and their random generators start equal.
 
     Args:
         parallelize_fn: called as ``parallelize_fn(module, device_mesh)``; divides the module in place and returns it.
@@ -128,11 +128,12 @@ class ModelParallelStrategy(ShardedStrategy):
     ) -> None:
         owner = type(self).__name__
         for name, given in unknown.items():
-            raise TypeError(f"{owner}({name}={given!r}): {_problem_of_argument(name)}")
+            raise make_error(TypeError, f"{owner}({name}={given!r}): {_problem_of_argument(name)}", argument=name)
         if parallelize_fn is not None and not callable(parallelize_fn):
-            raise TypeError(
-                f"{owner}({parallelize_fn!r}): the first argument is parallelize_fn, a function of module and mesh. "
-                f"Write data_parallel_size={parallelize_fn!r}."
+            raise make_error(
+                TypeError,
+                f"{owner}({parallelize_fn!r}): the first argument is parallelize_fn, a function of module and mesh.",
+                fix=f"Write data_parallel_size={parallelize_fn!r}.",
             )
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto":
@@ -144,12 +145,14 @@ class ModelParallelStrategy(ShardedStrategy):
             raise check.wrong(owner, "plan", plan, "'auto', a dict {name pattern: ParallelStyle}, or None")
         if plan is not None and parallelize_fn is not None:
             raise MisconfigurationException(
-                f"{owner}(parallelize_fn, plan=...): both divide the module. Leave one out."
+                f"{owner}(parallelize_fn, plan=...): both divide the module.", fix="Leave one out."
             )
         if plan is None and (sequence_parallel or loss_parallel):
             given = "sequence_parallel" if sequence_parallel else "loss_parallel"
             raise MisconfigurationException(
-                f"{owner}({given}=True): it belongs to a plan. Pass plan='auto' or plan={{...}}, or leave it out."
+                f"{owner}({given}=True): it belongs to a plan.",
+                fix="Pass plan='auto' or plan={...}, or leave it out.",
+                argument=given,
             )
         super().__init__(
             state_dict_type="sharded" if save_distributed_checkpoint else "full",
@@ -186,9 +189,10 @@ class ModelParallelStrategy(ShardedStrategy):
 
         """
         if self._mesh is None:
-            raise RuntimeError(
-                "ModelParallelStrategy.device_mesh: the processes have not started. Use it in configure_model(), or "
-                "after fabric.launch()."
+            raise make_error(
+                RuntimeError,
+                "ModelParallelStrategy.device_mesh: the processes have not started.",
+                fix="Use it in configure_model(), or after fabric.launch().",
             )
         return self._mesh
 
@@ -221,7 +225,8 @@ class ModelParallelStrategy(ShardedStrategy):
 
             logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
             self._mesh = init_device_mesh(self.root_device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
-            # Modules refer to the mesh, and it to its groups: those that outlive the program's end may abort it.
+            # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
+            # end.
             atexit.register(torch_private.registered_groups(self._mesh).clear)
         return function(*args, **kwargs)
 
@@ -241,14 +246,15 @@ class ModelParallelStrategy(ShardedStrategy):
             self._call_function(module)
         elif self._parallelize_fn is None and self.world_size > 1 and not any(map(is_sharded, parameters)):
             raise MisconfigurationException(
-                f"ModelParallelStrategy(): nothing divides {type(module).__name__}. Pass plan='auto' or "
-                "plan={name: style}, or divide it in configure_model() with self.device_mesh."
+                f"ModelParallelStrategy(): nothing divides {type(module).__name__}.",
+                fix="Pass plan='auto' or plan={name: style}, or divide it in configure_model() with self.device_mesh.",
             )
         if self.tensor_parallel_size > 1 and not any(map(_is_on_group, module.parameters())):
             rank_zero_warn(
                 f"ModelParallelStrategy(tensor_parallel_size={self.tensor_parallel_size}): nothing divides the layers "
                 f"of {type(module).__name__} over a group, so its {self.tensor_parallel_size} processes compute the "
-                "same. Pass plan={name: style}, or use strategy='fsdp'."
+                "same.",
+                fix="Pass plan={name: style}, or use strategy='fsdp'.",
             )
         if self.data_parallel_size > 1:
             self._shard_over_groups(module)
@@ -266,17 +272,18 @@ class ModelParallelStrategy(ShardedStrategy):
                 if mesh is not None and name in (mesh.mesh_dim_names or ()) and mesh[name].size() != size:
                     raise MisconfigurationException(
                         f"ModelParallelStrategy({name}_size={size}): an earlier run has divided "
-                        f"{type(module).__name__} with {name}_size={mesh[name].size()}. Use the same sizes, or a new "
-                        "module and a checkpoint."
+                        f"{type(module).__name__} with {name}_size={mesh[name].size()}.",
+                        fix="Use the same sizes, or a new module and a checkpoint.",
                     )
 
     def _call_function(self, module: nn.Module) -> None:
         assert self._parallelize_fn is not None
         returned = self._parallelize_fn(module, self.device_mesh)
         if returned is not module:
-            raise TypeError(
-                f"ModelParallelStrategy(parallelize_fn): it returned {type(returned).__name__}. Divide the module in "
-                "place, as parallelize_module and fully_shard do, and return the same module."
+            raise make_error(
+                TypeError,
+                f"ModelParallelStrategy(parallelize_fn): it returned {type(returned).__name__}.",
+                fix="Divide the module in place, as parallelize_module and fully_shard do, and return the same module.",
             )
 
     def _apply_plan(self, module: nn.Module) -> None:
@@ -284,7 +291,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
         assert self._plan is not None
         if self.tensor_parallel_size == 1:
-            # Nothing to split, but a name that is wrong here is wrong on more processes, too.
+            # There is nothing to split, but a name that is wrong here is also wrong with more processes.
             resolve(module, self._plan, 1, **self._options)
         else:
             self.styles = apply_plan(module, self.device_mesh[TENSOR], self._plan, **self._options)
@@ -292,7 +299,7 @@ class ModelParallelStrategy(ShardedStrategy):
             self._warn_of_little(module)
 
     def _warn_of_little(self, module: nn.Module) -> None:
-        """Warn if the plan of a model leaves most of it whole, as those of some models name their output layer only."""
+        """Warn if a model's plan leaves most of it whole: the plans of some models name the output layer only."""
         parameters = list(module.parameters())
         split = sum(p.numel() for p in parameters if any(place.is_shard() for place in getattr(p, "placements", ())))
         total = sum(p.numel() for p in parameters)
@@ -301,18 +308,20 @@ class ModelParallelStrategy(ShardedStrategy):
                 f"model parallel auto {type(module).__name__}",
                 f"ModelParallelStrategy(plan='auto') splits {split / total:.0%} of the parameters of "
                 f"{type(module).__name__}; the others are whole in each process of a group. trainer.strategy.styles "
-                "names what is split. To split more, pass plan={name: style}.",
+                "names what is split.",
+                fix="To split more, pass plan={name: style}.",
             )
 
     def _shard_over_groups(self, module: nn.Module) -> None:
-        """Shard over the groups what the user has not."""
+        """Shard over the groups the parameters that the user has not sharded."""
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         whole = [name for name, parameter in module.named_parameters() if not _is_sharded_over_groups(parameter)]
         if whole and isinstance(module, FSDPModule):
             raise MisconfigurationException(
                 f"ModelParallelStrategy(): {type(module).__name__} was sharded before {whole[0]!r} was made, whose "
-                "gradient would be that of one group. Make all layers first, or a new module."
+                "gradient would be that of one group.",
+                fix="Make all layers first, or a new module.",
             )
         if not whole:
             return
@@ -323,7 +332,7 @@ class ModelParallelStrategy(ShardedStrategy):
             parts = gathered_apart(module, repeated_blocks(module))[::-1]
         for part in parts:
             fully_shard(part, mesh=mesh)
-        # Each backward of manual optimization ends a forward: that of one of the children.
+        # Each backward of manual optimization ends the forward of one of the children.
         rest = children_apart(module, self.name) if is_manual(module) else [module]
         for part in rest:
             if not isinstance(part, FSDPModule):
@@ -332,26 +341,32 @@ class ModelParallelStrategy(ShardedStrategy):
             keep_class_name(part)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        # Something may have drawn numbers on one process only.
+        # Code may have drawn random numbers on one process only.
         self.equal_generators()
         return super().wrap(module)
 
     def set_precision(self, precision: Precision) -> None:
         name = precision.precision
         if precision.scaler is not None:
-            raise ValueError(
-                f"precision={name!r}, strategy='model_parallel': a gradient scaler sees the gradients of one process. "
-                "Use 'bf16-mixed'."
+            raise make_error(
+                ValueError,
+                f"precision={name!r}, strategy='model_parallel': a gradient scaler sees the gradients of one process.",
+                fix="Use 'bf16-mixed'.",
+                argument="precision",
             )
         if isinstance(precision, HalfPrecision) and precision.keep_small_updates:
-            raise ValueError(
-                f"precision={name!r}, strategy='model_parallel': the 32-bit copies of its parameters are not divided. "
-                f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)]."
+            raise make_error(
+                ValueError,
+                f"precision={name!r}, strategy='model_parallel': the 32-bit copies of its parameters are not divided.",
+                fix=f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)].",
+                argument="precision",
             )
         if not precision.can_be_sharded or isinstance(precision, FSDPPrecision):
-            raise ValueError(
-                f"precision={name!r}, strategy='model_parallel': its layers cannot be divided over processes. Use "
-                "'bf16-mixed'."
+            raise make_error(
+                ValueError,
+                f"precision={name!r}, strategy='model_parallel': its layers cannot be divided over processes.",
+                fix="Use 'bf16-mixed'.",
+                argument="precision",
             )
         super().set_precision(precision)
 
@@ -395,11 +410,13 @@ class ShardsOverGroups(Shards):
         if self.shares_batches:
             raise MisconfigurationException(
                 f"Trainer(detect_anomaly=True, strategy={self.strategy.name!r}): torch's anomaly mode does not know "
-                "tensors that are split over processes. Leave it out, or use on_bad_loss='stop'."
+                "tensors that are split over processes.",
+                fix="Leave it out, or use on_bad_loss='stop'.",
+                argument="detect_anomaly",
             )
 
     def begin_epoch(self) -> None:
-        """Have the processes of a tensor-parallel group read and drop out alike."""
+        """Give the processes of a tensor-parallel group the same batches and dropout masks."""
         self.strategy.equal_generators()
 
     def check_batch(self, batch: object) -> None:
@@ -416,9 +433,13 @@ class ShardsOverGroups(Shards):
         if len(set(found)) > 1:
             first = self.strategy.data_parallel_rank * self.strategy.tensor_parallel_size
             other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
-            raise RuntimeError(
-                f"Processes {first} and {other} of one tensor-parallel group read different batches. Give both the "
-                "same seeds. A dataset that divides itself must do so by trainer.strategy.data_parallel_rank and size."
+            raise make_error(
+                RuntimeError,
+                f"Processes {first} and {other} of one tensor-parallel group read different batches.",
+                fix=(
+                    "Give both the same seeds. A dataset that divides itself must do so by "
+                    "trainer.strategy.data_parallel_rank and size."
+                ),
             )
 
 
@@ -432,9 +453,11 @@ class EngineOverGroups(ShardedEngine):
         for group in optimizer.param_groups:
             asked = next((name for name in ("fused", "foreach") if group.get(name)), None)
             if asked is not None and on_several_meshes(group["params"]):
-                raise ValueError(
-                    f"{type(optimizer).__name__}({asked}=True) and strategy='model_parallel': torch updates parameters "
-                    f"together only if all are split over the same processes, and some are not. Pass {asked}=False."
+                raise make_error(
+                    ValueError,
+                    f"{type(optimizer).__name__}({asked}=True) and strategy='model_parallel': torch updates "
+                    "parameters together only if all are split over the same processes, and some are not.",
+                    fix=f"Pass {asked}=False.",
                 )
 
 
@@ -453,13 +476,14 @@ def _sizes(data: Size, tensor: Size, *, num_nodes: int, per_node: int) -> tuple[
     if found_data * found_tensor != world:
         raise MisconfigurationException(
             f"ModelParallelStrategy(data_parallel_size={data!r}, tensor_parallel_size={tensor!r}): multiplied, they "
-            f"must be the number of processes, which is {world} (devices={per_node}, num_nodes={num_nodes})."
+            f"must be the number of processes, which is {world} (devices={per_node}, num_nodes={num_nodes}).",
+            argument="data_parallel_size",
         )
     return found_data, found_tensor
 
 
 def _problem_of_argument(name: str) -> str:
-    """Return what is wrong with an argument that there is not."""
+    """Return the message for an unknown argument."""
     if re.match("pipeline|pp(_|$)", name):
         return f"{PIPELINE_IN_FABRIC}."
     if re.match("context|cp(_|$)", name):
@@ -469,7 +493,7 @@ def _problem_of_argument(name: str) -> str:
 
 
 def _digest(batch: object) -> str:
-    """Return a text that is the same for equal batches."""
+    """Return a string that is the same for equal batches."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.contents import load_optimizer
@@ -24,7 +25,7 @@ from hasten.machine import collectives
 from hasten.optim.fused import unwrapped
 from hasten.precision.small_updates import full_precision, leave_steps_to_caller
 
-# Each element is updated by itself, so that a parameter can be divided anywhere.
+# These optimizers update each element by itself, so that a parameter can be divided anywhere.
 _ELEMENTWISE = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adadelta,
     optim.Adamax, optim.ASGD, optim.Rprop,
@@ -40,7 +41,7 @@ class _Piece(NamedTuple):
     owner: int
     start: int
     stop: int
-    # What the optimizer steps in place of the parameter: the parameter itself if it is not divided.
+    # The tensor that the optimizer steps in place of the parameter: the parameter itself if it is not divided.
     stepped: Tensor
 
     @property
@@ -71,7 +72,7 @@ class _Piece(NamedTuple):
             self.stepped.grad = grad.detach().reshape(-1)[self.start : self.stop]
 
     def hide(self) -> None:
-        """Let go of the parameter's memory, which may be moved between two steps."""
+        """Release the parameter's memory, which may be moved between two steps."""
         if not self.is_whole:
             self.stepped.grad = None
             self.stepped.data = self.stepped.data.new_empty(0)
@@ -89,7 +90,7 @@ class OptimizerShard:
         rank: the index of this process.
         world_size: the number of processes.
         device: where the backend communicates.
-        exchanges: whether the processes exchange what they stepped; asked in each step.
+        exchanges: returns whether the processes exchange the parts that they stepped; called in each step.
 
     Raises:
         ValueError: the optimizer computes with all parameters at once.
@@ -120,7 +121,7 @@ class OptimizerShard:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             return self.step(closure, **kwargs)
 
-        # Hooks of the user around it see all parameters, before and after the step.
+        # The user's step hooks see all parameters, before and after the step.
         hooked: Any = Optimizer.profile_hook_step(step)
         torch_private.mark_as_wrapped_by_scheduler(hooked)
         leave_steps_to_caller(optimizer)
@@ -131,7 +132,7 @@ class OptimizerShard:
             load_state_dict=self.load,
         )
 
-    # -- which process steps what
+    # -- which process steps which parameters
 
     def _follow(self) -> None:
         """Assign parameters that are new in the groups, or train from now on."""
@@ -184,7 +185,7 @@ class OptimizerShard:
 
     @contextmanager
     def own_parts(self, *, gradients: bool = False) -> Iterator[list[_Piece]]:
-        """Have the groups hold only what this process steps; yield it, in their order."""
+        """Let the groups hold only what this process steps, inside the block; yield it, in their order."""
         # In place: some optimizers keep a reference to the list.
         before = [(group["params"], list(group["params"])) for group in self._optimizer.param_groups]
         by_group = [self._own_pieces(parameters) for _, parameters in before]
@@ -210,7 +211,7 @@ class OptimizerShard:
         optimizer = self._optimizer
         torch_private.note_step(optimizer)
         if closure is not None:
-            # It needs all parameters, and their gradients are there when it returns.
+            # The closure needs all parameters, and computes their gradients.
             with torch.enable_grad():
                 kwargs["closure"] = _computed_once(closure(), type(optimizer).__name__)
         self._follow()
@@ -228,7 +229,7 @@ class OptimizerShard:
             for piece in self._pieces.get(parameter, ()):
                 parts[piece.owner].append(piece.elements())
         collectives.broadcast_parts(parts)
-        # Detached tensors have been written to, which autograd has not seen.
+        # Autograd has not seen that detached tensors were written to.
         increment_version(parameters)
 
     # -- state
@@ -236,7 +237,7 @@ class OptimizerShard:
     def collect(self) -> dict[str, Any]:
         """Return the state of the whole optimizer, on the CPU, in process 0, and an empty dict in the others.
 
-        The format is that of ``optimizer.state_dict()`` without a strategy. All processes call it together.
+        The format is the same as of ``optimizer.state_dict()`` without a strategy. All processes call it together.
         """
         local: dict[str, Any] = {}
         entries: list[_PieceState] = []
@@ -245,7 +246,7 @@ class OptimizerShard:
             local, entries = self._local_state()
         except Exception as caught:
             error = caught
-        # Before anything is sent: nobody waits for a process that failed.
+        # Before anything is sent, so that no process waits for one that failed.
         said = f"{type(error).__name__}: {error}" if error is not None else None
         by_rank = collectives.gather_objects((said, [entry.announced() for entry in entries]))
         if error is not None:
@@ -306,7 +307,7 @@ class OptimizerShard:
         if [len(group["params"]) for group in saved] != sizes:
             self._inside = True
             try:
-                # An error that says what does not fit.
+                # Raises an error that says what does not fit.
                 load_optimizer(optimizer, state)
             finally:
                 self._inside = False
@@ -342,9 +343,11 @@ class OptimizerShard:
         if self._inside:
             state: dict[str, Any] = type(self._optimizer).state_dict(self._optimizer)
             return state
-        raise RuntimeError(
+        raise make_error(
+            RuntimeError,
             f"{type(self._optimizer).__name__}.state_dict() with strategy='ddp_sharded': this process has only its "
-            "part of the state. Call trainer.save_checkpoint(path) or fabric.save(path, ...) on all processes."
+            "part of the state.",
+            fix="Call trainer.save_checkpoint(path) or fabric.save(path, ...) on all processes.",
         )
 
 
@@ -361,11 +364,11 @@ class _PieceState(NamedTuple):
     start: int
     key: Any
     value: Any
-    # Whether the value is a tensor that travels by itself.
+    # Whether the value is a tensor, which is sent separately.
     is_sent: bool
 
     def announced(self) -> _PieceState:
-        """Return the entry with what it takes to receive the value."""
+        """Return the entry with everything needed to receive the value."""
         return self._replace(value=(tuple(self.value.shape), self.value.dtype)) if self.is_sent else self
 
 
@@ -381,9 +384,12 @@ def _computed_once(loss: Any, optimizer: str) -> Callable[[], Any]:
 
     def closure() -> Any:
         if not losses:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"strategy='ddp_sharded' and {optimizer}: its step computes the loss again, with parameters that the "
-                "other processes have not stepped. Use strategy='ddp'."
+                "other processes have not stepped.",
+                fix="Use strategy='ddp'.",
+                argument="strategy",
             )
         return losses.pop()
 
@@ -393,24 +399,33 @@ def _computed_once(loss: Any, optimizer: str) -> Callable[[], Any]:
 def _check(optimizer: Any) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"strategy='ddp_sharded': {kind.__name__} is not a torch.optim.Optimizer, whose groups and state it "
-            "divides. Use strategy='ddp'."
+            "divides.",
+            fix="Use strategy='ddp'.",
+            argument="strategy",
         )
     if isinstance(optimizer, optim.LBFGS):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             "strategy='ddp_sharded': a step of LBFGS computes with all parameters at once, and each process has the "
-            "state of its part only. Use strategy='ddp' or another optimizer."
+            "state of its part only.",
+            fix="Use strategy='ddp' or another optimizer.",
+            argument="strategy",
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"strategy='ddp_sharded': {kind.__name__} computes the weights to evaluate with from its state, and each "
-            "process has only its part of that. Use strategy='ddp'."
+            "process has only its part of that.",
+            fix="Use strategy='ddp'.",
+            argument="strategy",
         )
     if not (is_builtin(kind) or comes_from(kind, "torch")):
         warn_once(
             f"ddp_sharded {kind.__name__}",
             f"strategy='ddp_sharded' and {kind.__name__}: each process steps its own parameters, which is right for "
-            "optimizers that update each parameter by itself. If this one computes a value from all of them, such as "
-            "a norm, use strategy='ddp'.",
+            "optimizers that update each parameter by itself.",
+            fix="If this one computes a value from all of them, such as a norm, use strategy='ddp'.",
         )

@@ -44,7 +44,7 @@ TIMEOUT = timedelta(minutes=10)
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-# What only a loop of the user's own can do, and where one is.
+# Features that need a loop of the user's own, and where to find an example.
 PIPELINE_IN_FABRIC = (
     "A pipeline schedule runs forward and backward of all micro-batches itself. Write the loop with Fabric, as "
     "examples/pipeline_parallel.py does (docs/model_parallel.md)"
@@ -61,7 +61,7 @@ def is_of_pipeline(value: object) -> bool:
 
 
 def _check_backend(owner: str, given: str) -> None:
-    """Refuse what is no backend of ``torch.distributed``, also in "cpu:gloo,cuda:nccl"."""
+    """Refuse names that are not a backend of ``torch.distributed``, also in "cpu:gloo,cuda:nccl"."""
     if not torch.distributed.is_available():
         return
     known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
@@ -80,7 +80,7 @@ def _check_backend(owner: str, given: str) -> None:
 class LayerSync(ABC):
     """Changes layers so that the processes of a run compute them together: ``Trainer(plugins=MyLayerSync())``.
 
-    Without effect where one process trains alone.
+    Without effect if one process trains alone.
     """
 
     @abstractmethod
@@ -202,7 +202,8 @@ class ParallelStrategy(Strategy):
         if timeout is not None and timeout <= timedelta(0):
             raise check.wrong(type(self).__name__, "timeout", timeout, "a positive one, such as timedelta(minutes=10)")
         if process_group_backend is not None and not conventions.current().backends_are_registered_late:
-            # Lightning leaves it to torch, when the group is made: a program may register one until then.
+            # Under Lightning's names torch checks it when the group is made: a program may register a backend until
+            # then.
             _check_backend(type(self).__name__, process_group_backend)
         self._backend = process_group_backend
         self._timeout = timeout if timeout is not None else TIMEOUT
@@ -210,9 +211,9 @@ class ParallelStrategy(Strategy):
         self._launcher: Launcher = RunScriptAgain() if start_method == "popen" else StartCopies(start_method)
         self._global_rank = 0
         self._local_rank = 0
-        # Through which the processes find each other, while they join.
+        # The store through which the processes find each other while they join.
         self._store: Any = None
-        # What changes layers so that the processes compute them together.
+        # Changes layers so that the processes compute them together.
         self.layer_sync: LayerSync | None = None
 
     @abstractmethod
@@ -232,7 +233,7 @@ class ParallelStrategy(Strategy):
         self._local_rank = local_rank
         cluster.set_global_rank(cluster.node_rank() * self.num_processes + local_rank)
         self._global_rank = cluster.global_rank()
-        rank_zero_only.rank = self._global_rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = self._global_rank
 
     # -- facts
 
@@ -272,7 +273,7 @@ class ParallelStrategy(Strategy):
     # -- once
 
     def _simulate_collectives(self) -> None:
-        """Start and join no other process, and take what this one says for what they would say."""
+        """Start and join no other process, and assume that the others would say the same as this one."""
         own: Any = self
         own._in_process = lambda function, args, kwargs, *_: function(*args, **kwargs)
         own.broadcast = lambda obj, src=0: obj
@@ -319,14 +320,14 @@ class ParallelStrategy(Strategy):
                 Party(
                     self.global_rank,
                     self.world_size,
-                    # A short one is for steps: processes may need longer to start, on a busy machine.
+                    # A short timeout is meant for steps: processes may need longer to start on a busy machine.
                     max(self._timeout, TIMEOUT),
                     per_machine=self.num_processes,
                     started_by_hasten=store is not None and self.num_nodes == 1,
                 ),
                 backend=self.process_group_backend,
                 device=self.root_device,
-                # What watches the run comes first, and says more.
+                # The watchdog acts first, and reports more.
                 timeout=watchdog.LONG_FACTOR * self._timeout + timedelta(minutes=1),
                 store=store,
             )

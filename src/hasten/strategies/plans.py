@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors
 
@@ -40,7 +41,7 @@ _SEQUENCE = Shard(1)
 class _SplitDropout(ParallelStyle):
     """Dropout of features that are split: each process draws the mask of all features and takes its part.
 
-    So the masks are those of one process, and the generators of the group stay equal.
+    So the masks equal those of one process, and the generators of the group stay equal.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -203,8 +204,8 @@ class Part:
     Args:
         name: of the module in the model.
         module: the module.
-        style: how torch splits it.
-        pattern: what the plan calls it.
+        style: torch's style for it.
+        pattern: its name pattern in the plan.
         owner: the module that holds it.
 
     """
@@ -247,7 +248,7 @@ def apply_plan(
         if part.module in _split or any(map(_is_split, part.module.parameters())):
             # An earlier run or the program itself has split it.
             continue
-        # Values are equal everywhere: nothing has to be sent.
+        # Values are equal on all processes, so nothing has to be sent.
         style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
         parallelize_module(part.module, mesh, style, src_data_rank=None)
         for parameter in part.module.parameters():
@@ -258,7 +259,7 @@ def apply_plan(
     _tie(tied)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoder) and any(part.owner in layer.layers for part in parts):
-            # Its nested tensors are for a kernel that takes whole weights.
+            # Nested tensors are for a kernel that takes whole weights.
             layer.use_nested_tensor = False
     return {part.name: part.style for part in parts}
 
@@ -283,7 +284,7 @@ def _output(
     if output.placements != layouts:
         output = output.redistribute(placements=layouts)
     if layouts == (_SEQUENCE,) and isinstance(module, nn.Embedding):
-        # Of unequal parts torch returns views with gaps, which the next layer may not take.
+        # For unequal parts torch returns views with gaps, which the next layer may not accept.
         output = output.clone(memory_format=torch.contiguous_format)  # type: ignore[assignment]
     return output.to_local() if local else output
 
@@ -306,7 +307,7 @@ def resolve(
             (``"colwise"``, ``"rowwise"``, ...). "auto" takes the plan that the model has.
         size: the number of processes of a group.
         sequence_parallel: split the activations between blocks along the sequence; with "auto" only.
-        loss_parallel: leave the logits split over the classes; with "auto", that of the output layer.
+        loss_parallel: leave the logits split over the classes; with "auto", the logits of the output layer.
 
     Raises:
         ValueError: the plan does not fit the model or the size of the group; the message names the module.
@@ -328,15 +329,20 @@ def resolve(
             _split_loss(model, named, sequence_parallel)
     else:
         if sequence_parallel:
-            raise ValueError(
-                f"{OWNER}(plan={{...}}, sequence_parallel=True): it completes plan='auto'. In a plan of your own, give "
-                "the norms SequenceParallel() and the layers beside them input_layouts and output_layouts of Shard(1)."
+            raise make_error(
+                ValueError,
+                f"{OWNER}(plan={{...}}, sequence_parallel=True): it completes plan='auto'. In a plan of your own, "
+                "give the norms SequenceParallel() and the layers beside them input_layouts and output_layouts of "
+                "Shard(1).",
+                argument="plan",
             )
         named = _written(model, plan)
         if loss_parallel and not any(_returns_split_logits(style) for style, _ in named.values()):
-            raise ValueError(
-                f"{OWNER}(plan={{...}}, loss_parallel=True): no layer returns logits that are split over the classes. "
-                "Give the output layer ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)."
+            raise make_error(
+                ValueError,
+                f"{OWNER}(plan={{...}}, loss_parallel=True): no layer returns logits that are split over the classes.",
+                fix="Give the output layer ColwiseParallel(output_layouts=Shard(-1), use_local_output=False).",
+                argument="plan",
             )
     modules = dict(model.named_modules())
     parts = [
@@ -348,7 +354,7 @@ def resolve(
     return parts
 
 
-# Module name -> its style, and what the plan calls it.
+# Module name -> its style, and its name pattern in the plan.
 _Named = dict[str, tuple[ParallelStyle, str]]
 
 
@@ -359,14 +365,19 @@ def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Name
         found = list(_matching(pattern, names))
         if not found:
             generic = sorted({_generic(name) for name in names if name})
-            raise ValueError(
-                f"{OWNER}(plan={{{pattern!r}: ...}}): {type(model).__name__} has no module of this name."
-                f"{did_you_mean(pattern, generic) or f' Its modules are, among others: {_some(generic)}.'}"
+            raise make_error(
+                ValueError,
+                f"{OWNER}(plan={{{pattern!r}: ...}}): {type(model).__name__} has no module of this name.",
+                fix=f"{did_you_mean(pattern, generic) or f' Its modules are, among others: {_some(generic)}.'}",
+                argument="plan",
             )
         for name in found:
             if name in named:
-                raise ValueError(
-                    f"{OWNER}(plan={{...}}): {named[name][1]!r} and {pattern!r} both name {name!r}. Leave one out."
+                raise make_error(
+                    ValueError,
+                    f"{OWNER}(plan={{...}}): {named[name][1]!r} and {pattern!r} both name {name!r}.",
+                    fix="Leave one out.",
+                    argument="plan",
                 )
             if style != _WHOLE:
                 named[name] = (_style(style, pattern), pattern)
@@ -383,7 +394,7 @@ def _automatic(model: nn.Module) -> _Named:
             full = ".".join(filter(None, (prefix, pattern)))
             for name in _matching(pattern, inner):
                 whole = ".".join(filter(None, (prefix, name)))
-                # Outer plans hold those of their parts, and come first.
+                # Outer plans contain the plans of their parts, and come first.
                 if style != _WHOLE and whole not in named:
                     named[whole] = (_style(style, full), full)
             # Experts are parameters, not modules.
@@ -394,9 +405,12 @@ def _automatic(model: nn.Module) -> _Named:
                 named.setdefault(f"{prefix}.{pattern}".lstrip("."), (make(), pattern))
     if not named:
         ready = ", ".join(_READY)
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{OWNER}(plan='auto'): {type(model).__name__} has no plan: it holds neither a Hugging Face model with a "
-            f"tp_plan (or {ready}) nor an nn.TransformerEncoderLayer. Pass plan={{pattern: style}}."
+            f"tp_plan (or {ready}) nor an nn.TransformerEncoderLayer.",
+            fix="Pass plan={pattern: style}.",
+            argument="plan",
         )
     return named
 
@@ -429,20 +443,20 @@ def _style(style: object, pattern: str) -> ParallelStyle:
     given = f"{OWNER}(plan=...): the style {style!r} of {pattern!r}"
     if isinstance(style, str):
         known = [*_STYLES, _WHOLE]
-        raise ValueError(
-            f"{given} has no counterpart in torch.distributed.tensor.parallel. hasten knows {', '.join(known)}."
-            f"{did_you_mean(style, known)}"
+        raise make_error(
+            ValueError,
+            f"{given} has no counterpart in torch.distributed.tensor.parallel. hasten knows {', '.join(known)}.",
+            fix=did_you_mean(style, known),
         )
-    is_class = isinstance(style, type) and issubclass(style, ParallelStyle)
-    hint = f" Write {style.__name__}()." if is_class else ""  # type: ignore[attr-defined]
-    raise TypeError(f"{given} is not a torch ParallelStyle or the name of one.{hint}")
+    hint = f" Write {style.__name__}()." if isinstance(style, type) and issubclass(style, ParallelStyle) else ""
+    raise make_error(TypeError, f"{given} is not a torch ParallelStyle or the name of one.", fix=hint)
 
 
 def _matching(pattern: str, names: list[str]) -> Iterator[str]:
     tokens = pattern.split(".")
     for name in names:
         own = name.split(".")
-        # The model itself, whose name is empty, is meant only by an empty pattern.
+        # Only an empty pattern matches the model itself, whose name is empty.
         if len(own) == len(tokens) and all(map(fnmatchcase, own, tokens)) and bool(name) == bool(pattern):
             yield name
 
@@ -462,18 +476,21 @@ def _check(part: Part, size: int) -> None:
     module, style = part.module, part.style
     where = f"{OWNER}(plan=...): {part.name!r}"
     if isinstance(module, nn.MultiheadAttention) or isinstance(part.owner, nn.MultiheadAttention):
-        raise TypeError(
+        raise make_error(
+            TypeError,
             f"{where} is (in) an nn.MultiheadAttention, which computes with one parameter that holds the heads of "
-            "query, key and value. Leave it out of the plan: attention then computes whole in each process."
+            "query, key and value.",
+            fix="Leave it out of the plan: attention then computes whole in each process.",
         )
     if isinstance(style, _SplitDropout) and type(module) is not nn.Dropout:
         raise TypeError(f"{where} is a {type(module).__name__}, and 'split_dropout' is for nn.Dropout only.")
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         return
     if not (isinstance(module, (nn.Linear, nn.Embedding)) or _is_conv1d(module)):
-        raise TypeError(
-            f"{where} is a {type(module).__name__}, and {type(style).__name__} splits nn.Linear and nn.Embedding only. "
-            "Name the layers inside it."
+        raise make_error(
+            TypeError,
+            f"{where} is a {type(module).__name__}, and {type(style).__name__} splits nn.Linear and nn.Embedding only.",
+            fix="Name the layers inside it.",
         )
     if isinstance(style, ColwiseParallel):
         # A layer between DTensors may be split into unequal parts, as the words of a vocabulary are.
@@ -482,9 +499,10 @@ def _check(part: Part, size: int) -> None:
         splits, field = style.input_layouts != (Replicate(),), "in_features"
     width = getattr(module, {"out_features": "nf", "in_features": "nx"}[field] if _is_conv1d(module) else field, size)
     if splits and width % size:
-        raise ValueError(
-            f"{where} has {field}={width}, which {size} processes cannot share equally. Choose a tensor_parallel_size "
-            f"that divides {width}, or leave this layer out of the plan."
+        raise make_error(
+            ValueError,
+            f"{where} has {field}={width}, which {size} processes cannot share equally.",
+            fix=f"Choose a tensor_parallel_size that divides {width}, or leave this layer out of the plan.",
         )
     if splits and isinstance(style, ColwiseParallel):
         _check_heads(part, size)
@@ -503,9 +521,11 @@ def _check_heads(part: Part, size: int) -> None:
         if part.name.rpartition(".")[2][:1] in "kv":
             fields.reverse()
         field = next((field for field in fields if getattr(config, field, None) == heads), "heads")
-        raise ValueError(
-            f"{OWNER}(plan=...): {part.name!r} has {field}={heads}, which {size} processes cannot share equally. "
-            f"Choose a tensor_parallel_size that divides {heads}."
+        raise make_error(
+            ValueError,
+            f"{OWNER}(plan=...): {part.name!r} has {field}={heads}, which {size} processes cannot share equally.",
+            fix=f"Choose a tensor_parallel_size that divides {heads}.",
+            argument="plan",
         )
 
 
@@ -531,9 +551,12 @@ def _tie(tied: list[_Places]) -> None:
             if own is shared:
                 continue
             if getattr(own, "placements", None) != getattr(shared, "placements", None):
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"{OWNER}(plan=...): {first_full!r} and {full!r} are one parameter, and the plan splits them "
-                    "differently. Name both with styles that split the same dimension, or leave both out."
+                    "differently.",
+                    fix="Name both with styles that split the same dimension, or leave both out.",
+                    argument="plan",
                 )
             module.register_parameter(name, shared)
 
@@ -546,13 +569,16 @@ def _returns_split_logits(style: ParallelStyle) -> bool:
 
 
 def _split_loss(model: nn.Module, named: _Named, sequence_parallel: bool) -> None:
-    """Have the output layer leave its logits split, as ``loss_parallel`` needs them."""
+    """Make the output layer leave its logits split, as ``loss_parallel`` needs them."""
     output = _output_layers(model, named)
     if len(output) != 1:
         found = _some(output) if output else "none"
-        raise ValueError(
-            f"{OWNER}(plan='auto', loss_parallel=True): it needs one output layer that the plan splits by columns, and "
-            f"{type(model).__name__} has {found}. Leave out loss_parallel, or pass plan={{...}}."
+        raise make_error(
+            ValueError,
+            f"{OWNER}(plan='auto', loss_parallel=True): it needs one output layer that the plan splits by columns, "
+            f"and {type(model).__name__} has {found}.",
+            fix="Leave out loss_parallel, or pass plan={...}.",
+            argument="plan",
         )
     layout = _SEQUENCE if sequence_parallel else Replicate()
     style = ColwiseParallel(input_layouts=layout, output_layouts=Shard(-1), use_local_output=False)
@@ -630,7 +656,9 @@ def _is_norm(module: object) -> bool:
 
 
 def _no_sequence(model: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"{OWNER}(plan='auto', sequence_parallel=True): {type(model).__name__}: {reason}. Leave out sequence_parallel, "
-        "or pass plan={...} with SequenceParallel() styles."
+    return make_error(
+        ValueError,
+        f"{OWNER}(plan='auto', sequence_parallel=True): {type(model).__name__}: {reason}.",
+        fix="Leave out sequence_parallel, or pass plan={...} with SequenceParallel() styles.",
+        argument="plan",
     )

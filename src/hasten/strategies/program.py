@@ -1,7 +1,7 @@
-"""What a program may call and override in a strategy and a precision, under Lightning's names.
+"""Methods that a program may call and override in a strategy and a precision, under Lightning's names.
 
 ``ProgramMethods`` has those methods of a strategy. ``ProgramEngine`` computes a step with the ones that a program has
-overridden; ``detect_overrides`` finds them once a run, and a run without any never meets this module again.
+overridden; ``detect_overrides`` finds them once a run, and a run without overrides does not use this module again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class ProgramMethods:
-    """Methods that a strategy has under Lightning's names: loops call those that a program overrides."""
+    """Methods of a strategy under Lightning's names: loops call the ones that a program overrides."""
 
     if TYPE_CHECKING:
         accelerator: Accelerator | None
@@ -64,17 +64,17 @@ class ProgramMethods:
     restore_checkpoint_after_setup: bool = False
     # Whether a Trainer restores optimizers and schedulers when it resumes.
     lightning_restore_optimizer: bool = True
-    # The module as the last ``wrap`` returned it.
+    # The module that the last ``wrap`` returned.
     model: nn.Module | None = None
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None
-    # A module that a program has given it outside of a run.
+    # A module that a program has connected outside of a run.
     connected_module: Any = None
-    # With which the methods of a step compute; None for a strategy that a program drives itself.
+    # The engine with which the methods of a step compute; None for a strategy that a program drives itself.
     _runtime: Runtime | None = None
 
     def join_run(self, runtime: Runtime | None = None, trainer: Trains | None = None) -> None:
-        """Take the Runtime and the Trainer of a run, for methods that a program calls."""
+        """Receive the Runtime and the Trainer of a run, for methods that a program calls."""
         if runtime is not None:
             self._runtime = runtime
         if trainer is not None:
@@ -106,10 +106,10 @@ class ProgramMethods:
         return None if self._trainer is None else self._trainer.lightning_module
 
     def connect(self, model: Any) -> None:
-        """Have ``Trainer.save_checkpoint`` save a module that takes part in no run yet.
+        """Let ``Trainer.save_checkpoint`` save a module that is not in a run yet.
 
         Args:
-            model: the module; None for that of the run, as when a run begins.
+            model: the module; None for the module of the run, as when a run begins.
 
         """
         self.connected_module = model
@@ -136,7 +136,7 @@ class ProgramMethods:
         """Called by a Trainer when the module is on the device, before the first hook of a fit."""
 
     def batch_to_device(self, batch: T, device: torch.device | None = None, dataloader_idx: int = 0) -> T:
-        """Return a batch with its tensors on ``device``, by default that of this process."""
+        """Return a batch with its tensors on ``device``, by default the device of this process."""
         moved: T = move_to(batch, self.root_device if device is None else device)
         return moved
 
@@ -168,7 +168,7 @@ class ProgramMethods:
 
         Args:
             closure_loss: the loss.
-            optimizer: a Trainer gives the optimizer, None with manual optimization; Fabric gives the module.
+            optimizer: a Trainer passes the optimizer, or None with manual optimization; Fabric passes the module.
             args: for ``Tensor.backward``.
             kwargs: for ``Tensor.backward``.
 
@@ -193,7 +193,7 @@ class ProgramMethods:
 
         Args:
             optimizer: the optimizer.
-            closure: what computes loss and gradients and clips them, if that is still to be done.
+            closure: computes loss and gradients and clips them, if that has not been done.
             model: the module; a Trainer's module by default.
             kwargs: for ``optimizer.step``.
 
@@ -260,7 +260,7 @@ class ProgramMethods:
 # -- which methods a program has overridden
 
 _OF_PRECISION = ("pre_backward", "backward", "post_backward", "optimizer_step", "clip_gradients")
-_OF_STRATEGY = ("backward", "optimizer_step", "reduce")
+_OF_STRATEGY = ("backward", "optimizer_step", "reduce", "save_checkpoint", "load_checkpoint")
 
 
 def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bool, ...]:
@@ -292,10 +292,10 @@ else:
 
 
 class ProgramEngine(_Engine):
-    """An engine that calls methods of a program's strategy or precision; the rest is that of another engine.
+    """An engine that calls methods of a program's strategy or precision, and another engine for everything else.
 
     Args:
-        inner: what computes where nothing is overridden.
+        inner: computes everything that is not overridden.
         strategy: the strategy of the run.
         precision: the precision of the run.
 
@@ -303,7 +303,7 @@ class ProgramEngine(_Engine):
 
     def __init__(self, inner: StepEngine, strategy: ProgramMethods, precision: Precision) -> None:
         self._inner, self._owner, self._precision = inner, strategy, precision
-        # What computes gradients if neither strategy nor precision does.
+        # Computes gradients if neither strategy nor precision does.
         self.inner_backward: Callable[..., None] = inner.backward
         self.overrides_precision = defined_by_program(precision, *_OF_BACKWARD)
         self._overrides_backward = self.overrides_precision or defined_by_program(strategy, "backward")
@@ -326,7 +326,7 @@ class ProgramEngine(_Engine):
             self.in_backward = False
 
     def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return what computes gradients with ``function`` inside of the overridden methods."""
+        """Return a function that computes gradients with ``function`` inside the overridden methods."""
         if not self._overrides_backward:
             return function
         self.inner_backward = function
@@ -352,7 +352,7 @@ class ProgramEngine(_Engine):
         return step_of_program
 
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """Return the step of the inner engine; None where the precision steps."""
+        """Return the step of the inner engine; None if the precision steps."""
         return None if defined_by_program(self._precision, "optimizer_step") else self._steps.get(id(optimizer))
 
 

@@ -1,4 +1,4 @@
-"""What a strategy says of a device that records operations, and runs what it has recorded once a step."""
+"""The protocol of strategies for devices that record operations and run them once a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 class RecordedSteps(Protocol):
     """Runs what a device has recorded, once a step, and moves batches, modules and totals to it and back.
 
-    A total or a parameter that is made on such a device is part of what it records: the first step would be compiled
-    to another graph than the second one. What comes from the host is data.
+    A total or a parameter that is made on such a device becomes part of the recorded graph: the first step would be
+    compiled to another graph than the second one. Values from the host are data.
     """
 
     def end_step(self, stage: str, batch: object = None, is_last: bool = False) -> None:
@@ -23,7 +23,7 @@ class RecordedSteps(Protocol):
 
         Args:
             stage: "train", "validate", "test" or "predict".
-            batch: of this step; by default the last one of ``feed``.
+            batch: the batch of this step; by default the last one of ``feed``.
             is_last: whether it is the last one of its epoch.
 
         """

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.torch_private import ShardedPart
 from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
 from hasten.checkpoint import contents
@@ -79,7 +79,7 @@ class ShardedStrategy(ParallelStrategy):
 
     sharding: Shards
     engine: ShardedEngine
-    # A part of torch's message, and what usually mends it.
+    # A part of torch's message, and the usual fix.
     _advice: ClassVar[dict[str, str]] = ADVICE
 
     def __init__(
@@ -136,12 +136,15 @@ class ShardedStrategy(ParallelStrategy):
         """
         lazy = next((name for name, tensor in _tensors(module) if is_lazy(tensor)), None)
         if lazy is not None:
-            raise ValueError(
-                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided. Write the "
-                "layer with its input size, or run a batch through the module in configure_model()."
+            raise make_error(
+                ValueError,
+                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided.",
+                fix="Write the layer with its input size, or run a batch through the module in configure_model().",
+                argument="strategy",
             )
         _refuse_hooks(module, self.name)
-        # ``fully_shard`` and ``parallelize_module`` make new parameters: what the program has noted on one is kept.
+        # ``fully_shard`` and ``parallelize_module`` make new parameters: attributes that the program has set on one are
+        # kept.
         notes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
         tensors = [*module.parameters(), *module.buffers()]
         with torch.no_grad():
@@ -161,7 +164,7 @@ class ShardedStrategy(ParallelStrategy):
                 vars(parameter).setdefault(attribute, value)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add what usually mends an error of torch, and have the module begin its next step anew.
+        """Add the usual fix to an error of torch, and let the module begin its next step from a clean state.
 
         The exception may have ended a forward or backward half-way.
         """
@@ -170,14 +173,14 @@ class ShardedStrategy(ParallelStrategy):
         if advice is None and collectives.lost_partner(exception):
             advice = _ALL_CALL
         if advice is not None:
-            exception.add_note(f"strategy={self.name!r}: {advice}")
+            add_note(exception, f"strategy={self.name!r}:", fix=advice)
         for part in self._parts:
             state = ShardedPart(part)
             if state.is_root:
                 state.begin_anew()
 
     def teardown(self) -> None:
-        # Another run may go on with the same module.
+        # Another run may continue with the same module.
         self.engine.drop_all_held_gradients()
         self._parts = []
         super().teardown()
@@ -198,7 +201,7 @@ class ShardedStrategy(ParallelStrategy):
     # -- modules made on the meta device
 
     def _fill(self, module: nn.Module, stored: Container[str]) -> None:
-        """Give a divided module on the meta device memory, and initial values where no checkpoint brings them.
+        """Give a divided module on the meta device memory, and initial values that no checkpoint provides.
 
         The values are drawn in the first process, part by part and in the order in which the constructors draw them,
         and sent to the others: ``reset_parameters`` on shards would draw other numbers than one process does.
@@ -219,7 +222,7 @@ class ShardedStrategy(ParallelStrategy):
             for prefix, part in _units(module, missing):
                 self._fill_unit(prefix, part)
         if len(set(before)) == 1:
-            # As if this process had drawn them, too.
+            # The generators advance as if this process had drawn the values, too.
             RandomGenerators().load_state_dict(self.broadcast(RandomGenerators().state_dict()))
 
     def _fill_unit(self, prefix: str, part: nn.Module) -> None:
@@ -272,21 +275,26 @@ class ShardedStrategy(ParallelStrategy):
 
 
 class PartialSharding(Sharding):
-    """Processes have parts of parameters."""
-
-    shards_parameters = True
+    """Sharding for strategies whose processes have parts of parameters."""
 
     def place(self, module: nn.Module) -> nn.Module:
         """Return ``module``: parts are where the strategy has put them."""
         return module
 
+    def check_devices(self, module: nn.Module, owner: str) -> None:
+        """Accept parameters on any device: the strategy places them."""
+
     def to_host(self, module: nn.Module) -> bool:
-        """Leave ``module`` where it is: the device of a mesh is that of its shards."""
+        """Leave ``module`` where it is: its shards are on the device of the mesh already."""
         return False
 
     def without_gradients(self) -> torch.no_grad:
         """Return ``torch.no_grad``: views of parts need tensors that may change outside of inference mode."""
         return torch.no_grad()
+
+    def compile_units(self, whole: T, by_block: Callable[[], T]) -> T:
+        """Return ``by_block()``: gathering parameters between the layers of a whole module would break its graph."""
+        return by_block()
 
     def advice_on_optimizers(self) -> str:
         return (
@@ -294,9 +302,9 @@ class PartialSharding(Sharding):
             "make optimizers and lists of parameters there, not in __init__()."
         )
 
-    def require_whole(self, owner: str, why: str) -> None:
+    def require_whole(self, owner: str, why: str, fix: str) -> None:
         raise MisconfigurationException(
-            f"{owner}: with strategy={self.strategy.name!r} each process has a part of a parameter, and {why}"
+            f"{owner}: with strategy={self.strategy.name!r} each process has a part of a parameter, and {why}", fix=fix
         )
 
 
@@ -365,7 +373,7 @@ class Shards(PartialSharding):
         return self.order or tuple(_sharded_parts(module))
 
     def compute_along(self, module: nn.Module) -> None:
-        """Take part in a step of an evaluation on other processes, without a batch: gather the same parameters."""
+        """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
         parts = _sharded_parts(module)
         for name in self.forward_order(module):
             self.strategy.engine.route(_nothing, parts[name])()
@@ -384,7 +392,7 @@ class Shards(PartialSharding):
         """Return a value in the first process as a whole tensor on the host; for a shard, None in the others."""
         if not is_sharded(value):
             return value
-        full = value.full_tensor()  # type: ignore[attr-defined]
+        full = value.full_tensor()
         return full.cpu() if self.strategy.is_global_zero else None
 
     def from_checkpoint(self, value: object, target: object) -> Any:
@@ -394,7 +402,7 @@ class Shards(PartialSharding):
         if not is_sharded(like) or getattr(kept, "shape", None) != like.shape:
             if hasattr(kept, "read_into"):
                 return kept.full()
-            # A copy: what a file holds may be mapped into memory.
+            # A copy: the contents of a file may be mapped into memory.
             return kept.clone() if isinstance(kept, Tensor) else kept
         if hasattr(kept, "read_into"):
             empty = torch.empty_like(like, dtype=kept.dtype)
@@ -424,16 +432,21 @@ class ShardedEngine(StepEngine):
         """Refuse an optimizer that needs whole parameters."""
         for kind in type(optimizer).__mro__:
             if kind.__name__ in _NEEDS_WHOLE and (is_builtin(kind) or comes_from(kind, "torch.optim")):
-                raise ValueError(
-                    f"{kind.__name__} and strategy={self.strategy.name!r}: it computes with whole parameters, and each "
-                    f"process has a part of them. Use torch.optim.AdamW, or {owner}(strategy='ddp')."
+                raise make_error(
+                    ValueError,
+                    f"{kind.__name__} and strategy={self.strategy.name!r}: it computes with whole parameters, and "
+                    "each process has a part of them.",
+                    fix=f"Use torch.optim.AdamW, or {owner}(strategy='ddp').",
                 )
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if fused and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             name = type(optimizer).__name__
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{name}(fused=True) and strategy={self.strategy.name!r}: torch has no fused {name} for sharded "
-                "parameters. Leave fused out; Adam and AdamW have one."
+                "parameters.",
+                fix="Leave fused out; Adam and AdamW have one.",
+                argument="fused",
             )
 
     # -- forward
@@ -479,7 +492,7 @@ class ShardedEngine(StepEngine):
     # -- gradients
 
     def drop_held_gradients(self, optimizer: Optimizer) -> None:
-        """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees those of the shards alone."""
+        """Forget gradients that ``no_sync`` holds back: ``zero_grad`` sees only the gradients of the shards."""
         if self.has_held_gradients:
             self.drop_all_held_gradients(set(map(id, parameters_of(optimizer))))
 
@@ -501,10 +514,10 @@ class ShardedEngine(StepEngine):
             if state.is_root is not None:  # None before the first forward.
                 state.end_backward()
 
-    def make_exchange(
+    def _make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
     ) -> Callable[[], None]:
-        """Return a function that reduces the gradients that ``no_sync`` has held back so far."""
+        # What ``no_sync`` has held back so far is reduced.
         return lambda: self.sync_gradients(module)
 
     def clip_norm(
@@ -512,16 +525,19 @@ class ShardedEngine(StepEngine):
     ) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before, a plain tensor.
 
-        The norm is that of all gradients together, whatever meshes they are divided over: those of each mesh are
-        reduced over it.
+        The norm covers all gradients together, over all meshes: gradients of each mesh are reduced over it.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         total = total_norm(gradients, norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
+                "clipped.",
+                fix=(
+                    "To disable this error and scale the gradients by the non-finite norm anyway, set "
+                    "`error_if_nonfinite=False`"
+                ),
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for alike in by_kind(map(local_part, gradients)):
@@ -541,7 +557,7 @@ class ShardedEngine(StepEngine):
 
         def step_and_reshard(closure: Callable[[], Any] | None = None) -> Any:
             result = step(closure)
-            # A forward that no backward followed has left the old weights gathered.
+            # A forward without a backward has left the old weights gathered.
             reshard()
             return result
 
@@ -656,7 +672,7 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
         return torch.tensor(0.0)
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None  # type: ignore[attr-defined]
+        key = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
         groups.setdefault(key, []).append(gradient)
     norms: list[Tensor] = []
     for alike in groups.values():
@@ -707,7 +723,7 @@ def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Compute nothing, in a forward that gathers parameters for others."""
+    """Compute nothing in a forward that gathers parameters for other processes."""
 
 
 def keep_class_name(module: nn.Module) -> None:
@@ -716,7 +732,7 @@ def keep_class_name(module: nn.Module) -> None:
     made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
 
 
-# -- what a program has noted on its parameters
+# -- attributes and hooks of a program's parameters
 
 
 def _refuse_hooks(module: nn.Module, strategy: str) -> None:
@@ -725,10 +741,12 @@ def _refuse_hooks(module: nn.Module, strategy: str) -> None:
         if is_sharded(parameter):
             continue
         if torch_private.has_gradient_hooks(parameter):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"strategy={strategy!r}: the parameter {name!r} has a hook (register_hook), which would not run: its "
-                "gradient is computed on parts of it. Change gradients in on_after_backward or "
-                "on_before_optimizer_step, or use strategy='ddp'."
+                "gradient is computed on parts of it.",
+                fix="Change gradients in on_after_backward or on_before_optimizer_step, or use strategy='ddp'.",
+                argument="strategy",
             )
 
 
@@ -753,8 +771,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     for name in ("reset_parameters", "_reset_parameters"):
-        if callable(method := getattr(module, name, None)):
-            return method  # type: ignore[no-any-return]
+        method: Callable[[], None] | None = getattr(module, name, None)
+        if callable(method):
+            return method
     return None
 
 
@@ -769,9 +788,13 @@ def _units(module: nn.Module, missing: set[str], prefix: str = "") -> Iterator[t
     direct = {*module._parameters, *module._buffers}
     if bare := next((name for name in own if name[len(prefix) :] in direct), None):
         kind = _user_class(module).__name__
-        raise ValueError(
-            f"{bare!r} is on the meta device, and {kind} has no reset_parameters() that gives it a value. Write "
-            f"{kind}.reset_parameters(), or make the module outside of torch.device('meta') and empty_init=True."
+        raise make_error(
+            ValueError,
+            f"{bare!r} is on the meta device, and {kind} has no reset_parameters() that gives it a value.",
+            fix=(
+                f"Write {kind}.reset_parameters(), or make the module outside of torch.device('meta') and "
+                "empty_init=True."
+            ),
         )
     for name, child in module.named_children():
         yield from _units(child, missing, f"{prefix}{name}.")

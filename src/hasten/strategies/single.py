@@ -1,4 +1,4 @@
-"""One process."""
+"""Strategies with one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class OneProcess(Strategy):
-    """The base of strategies with one process, which has nobody to exchange anything with."""
+    """The base of strategies with one process, which exchanges nothing."""
 
     # Whether the process computes on all devices of the run, and not on one.
     takes_all_devices: bool = False

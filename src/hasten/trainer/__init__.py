@@ -1,4 +1,7 @@
-"""The Trainer: its arguments as attributes, what it shows of a run, and the calls that start one."""
+"""The Trainer: its arguments as attributes, what it shows of a run, and the calls that start one.
+
+It must not import ``hasten.fabric``, ``hasten_tools`` or ``hasten_lightning``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a few steps that leave Trainer, module and data as they were: for tools that try something out."""
+"""Runs of a few steps that do not change Trainer, module and data: for tools that try something out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from hasten._lib.errors import make_error
 from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
-from hasten.loops.prepare import take_optimizers
+from hasten.loops.prepare import set_optimizers
 from hasten.loops.progress import TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.run import Progress, Run
 from hasten.loops.saved_state import SavedObjects
@@ -46,8 +47,7 @@ def prepared_run(
 ) -> Result:
     """Set up a run without the Trainer's callbacks and loggers, and return ``body(run)``.
 
-    Afterwards module, datamodule, optimizers, loaders, counters and random numbers are restored, even after an
-    error.
+    Afterwards module, datamodule, optimizers, loaders, counters and random numbers are restored, also after an error.
 
     Args:
         stage: the call that the run is like.
@@ -64,7 +64,7 @@ def prepared_run(
         trainer._callbacks.extend(callbacks)
         speed = trainer._arguments.speed
         if speed.resident in (True, "auto"):
-            # A few steps do not pay for holding all data in memory.
+            # Holding all data in memory does not pay for a few steps.
             speed = dataclasses.replace(speed, resident=False)
             trainer._arguments = dataclasses.replace(trainer._arguments, speed=speed)
         return trainer._call(TrainerFn(stage), model, datamodule, dict(data), None, None, body)
@@ -81,7 +81,7 @@ def limited_run(
     keep_limit: bool = False,
     batch_size: int | None = None,
 ) -> Iterator[Run]:
-    """Return a context with a run of a few steps inside the present run; afterwards all is as before.
+    """Return a context with a run of a few steps inside the present run; afterwards everything is restored.
 
     The steps use the module, optimizers, epoch and data of the present run, without its callbacks and loggers.
 
@@ -89,10 +89,10 @@ def limited_run(
         stage: what to run.
         steps: optimizer steps, or batches of each loader of an evaluation.
         callbacks: what watches the steps.
-        exchange_gradients: False to train each process alone: one that fails leaves no other waiting.
+        exchange_gradients: False to train each process alone, so that no process waits for one that fails.
         keep_limit: read as many batches of an epoch as ``limit_train_batches`` says; all of them by default. Under
-            Lightning's names as many epochs as ``max_epochs`` says, too.
-        batch_size: samples of a batch; that of the present run by default.
+            Lightning's names also as many epochs as ``max_epochs`` says.
+        batch_size: samples of a batch; by default as in the present run.
 
     Raises:
         RuntimeError: called outside of a run.
@@ -101,12 +101,14 @@ def limited_run(
     trainer = self
     outer, fits = trainer._run, stage == "fit"
     if outer is None:
-        raise RuntimeError("Trainer.limited_run() outside of a run: call it within one, or use prepared_run().")
+        raise make_error(
+            RuntimeError, "Trainer.limited_run() outside of a run:", fix="call it within one, or use prepared_run()."
+        )
     module = outer.module
     outer.runtime.engine.require_own_parameters(
         "A search for a learning rate or batch size",
-        "it trains some steps and takes them back, which the engine cannot. Search with strategy='ddp', and write the "
-        "value.",
+        "it trains some steps and takes them back, which the engine cannot.",
+        "Search with strategy='ddp', and write the value.",
     )
     with _restored_afterwards(trainer, module, trainer._datamodule) as saved:
         trainer._callbacks.extend(callbacks)
@@ -136,11 +138,11 @@ def limited_run(
             limit_predict_batches=limit,
         )
         several = outer.runtime.several_processes
-        # Several processes look for a signal at steps they agree on, and these are not steps of the outer run.
+        # Several processes check for signals at steps that they agree on, and these are not steps of the outer run.
         stop = StopRequests(outer.runtime.all_reduce) if several else outer.limits.stop
         data = {source.stage: source.given for source in outer.data.all()}
         run = trainer._make_run(module, data, stop)
-        # Programs see the arguments they gave.
+        # Programs see the arguments that they passed.
         trainer._arguments, trainer._run = arguments, run
         log_into(module, trainer._logged)
         try:
@@ -161,14 +163,11 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
     saved.save(outer.optimizers)
     saved.save([config.scheduler for config in schedulers])
     if run.module.automatic_optimization:
-        # They are there for programs that read the learning rate, and never step.
+        # Schedulers exist for programs that read the learning rate, and never step.
         schedulers = [dataclasses.replace(config, frequency=sys.maxsize) for config in schedulers]
-    if run.runtime.syncs_gradients and not exchange_gradients:
-        run.runtime = copy.copy(run.runtime)
-        run.runtime.syncs_gradients = False
-    else:
+    if exchange_gradients or not run.runtime.several_processes:
         run.wrapped = outer.wrapped
-    take_optimizers(run, outer.optimizers, schedulers)
+    set_optimizers(run, outer.optimizers, schedulers)
     run.averages.resume_with(None)
 
 
@@ -178,7 +177,7 @@ def show_run(self: Trainer, stage: Stage, run: Run, datamodule: LightningDataMod
     Args:
         stage: the call that the run was like.
         run: the run.
-        datamodule: the one that has provided the data.
+        datamodule: the datamodule that has provided the data.
 
     """
     trainer = self
@@ -192,7 +191,7 @@ def show_run(self: Trainer, stage: Stage, run: Run, datamodule: LightningDataMod
 
 
 def redirect_fit(self: Trainer, take: Callable[[Run], None], body: Callable[[Run], None]) -> None:
-    """Have the calls of ``fit`` of this Trainer run ``body`` in place of the loop, without a checkpoint.
+    """Make the calls of ``fit`` of this Trainer run ``body`` instead of the loop, without a checkpoint.
 
     Args:
         take: called with the run before it is prepared.
@@ -215,7 +214,7 @@ def redirect_fit(self: Trainer, take: Callable[[Run], None], body: Callable[[Run
 
 @contextmanager
 def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: Any) -> Iterator[SavedObjects]:
-    """Take callbacks and loggers off, and restore Trainer, module, data and random numbers afterwards.
+    """Detach callbacks and loggers, and restore Trainer, module, data and random numbers afterwards.
 
     Yields what is restored, to which more can be added.
     """
@@ -233,7 +232,7 @@ def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: 
             trainer._arguments, enable_autolog_hparams=False, num_sanity_val_steps=0, max_epochs_assumed=False
         ),
         _callbacks=WatchedList([], lambda: None),
-        # There is a logger where the program expects one.
+        # If the program expects a logger, there is one.
         _loggers=[DummyLogger() for _ in trainer._loggers],
         _logged=LoggedValues(trainer._runtime),
         _progress=copy.copy(trainer._progress),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def loggers(arguments: Arguments, default: Callable[[str], Logger]) -> list[Any]:
-    """Return the loggers of ``Trainer(logger=...)``; ``default`` makes the one of ``logger=True`` in a folder."""
+    """Return the loggers of ``Trainer(logger=...)``; ``default`` makes the logger of ``logger=True`` in a folder."""
     if arguments.logger is False:
         return []
     if arguments.logger is True:
@@ -41,7 +41,7 @@ def loggers(arguments: Arguments, default: Callable[[str], Logger]) -> list[Any]
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
-    """Give the loggers of all processes the identity of those of the first: one folder for the run."""
+    """Give the loggers of all processes the identity of the first process's loggers: one folder for the run."""
     if runtime.several_processes:
         identities = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
         for logger, identity in zip(loggers, runtime.broadcast(identities), strict=False):
@@ -68,15 +68,19 @@ def callbacks(arguments: Arguments) -> list[Callback]:
 
     bars, checkpoints = names_of(ProgressBar), names_of(Checkpoint)
     if len(bars) > 1:
-        raise MisconfigurationException(f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.")
+        raise MisconfigurationException(
+            f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.",
+            argument="callbacks",
+        )
     for argument, given, enabled in (
         ("enable_progress_bar", bars, arguments.enable_progress_bar),
         ("enable_checkpointing", checkpoints, arguments.enable_checkpointing or arguments.fast_dev_run),
     ):
         if given and not enabled:
             raise MisconfigurationException(
-                f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other. "
-                "Leave out one of them."
+                f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other.",
+                fix="Leave out one of them.",
+                argument=argument,
             )
     if arguments.enable_progress_bar and not bars:
         callbacks.append(TQDMProgressBar())
@@ -104,7 +108,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     if added:
         check_signatures(module, datamodule, added)
         kinds = tuple(type(callback) for callback in added)
-        # One that is of the same class, or of a derived one, replaces a callback of the Trainer.
+        # A callback of the same class, or of a derived one, replaces a callback of the Trainer.
         kept = [
             callback
             for callback in trainer.callbacks
@@ -115,7 +119,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
 
 
 def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> None:
-    """Tell callbacks the module whose ``log`` is theirs during a run; None when it is over."""
+    """Give callbacks the module whose ``log`` they use during a run; None when it is over."""
     for callback in callbacks:
         if module is None:
             callback.__dict__.pop("_module", None)
@@ -143,16 +147,16 @@ def weights_for(
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if best:
             rank_zero_warn(
-                f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call "
-                f'will be used, {best}. Say ckpt_path="best" to be explicit, or pass the model for the weights '
-                "in memory."
+                f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call will "
+                f"be used, {best}.",
+                fix='Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.',
             )
             return str(best)
     return ckpt_path
 
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks with checkpoints last: they save what all others did."""
+    """Return the callbacks, those that save checkpoints last: they save the states of all others."""
     return sorted(callbacks, key=_saves)
 
 
@@ -164,7 +168,7 @@ def folder_of_logs(trainer: Trainer) -> str:
 
 
 def position(run: Run) -> watchdog.Position:
-    """Return how far a run has come; called in another thread while it goes on."""
+    """Return how far a run has come; called in another thread during the run."""
     progress, state = run.progress, run.state
     text = str(state.fn)
     if state.stage is not None and state.stage.value != text:
@@ -177,7 +181,7 @@ def position(run: Run) -> watchdog.Position:
 
 
 def saved_as(trainer: Trainer, path: PathLike) -> dict[str, Any]:
-    """Return what a checkpoint callback saves a file for: the value it monitors, and whether it is the best so far."""
+    """Return why a checkpoint callback saves a file: the value it monitors, and whether it is the best so far."""
     for callback in trainer.checkpoint_callbacks:
         scores = getattr(callback, "best_k_models", {})
         if path in scores:
@@ -195,7 +199,7 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
 
 
 def failed_in_copies(trainer: Trainer, error: BaseException) -> None:
-    """Note in the process that started the others that their run has failed."""
+    """Record, in the process that started the others, that their run has failed."""
     trainer.state.status, trainer.state.stage = TrainerStatus.INTERRUPTED, None
     for callback in trainer.callbacks:
         if not _saves(callback):

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: each part of it reported to a profiler, by the names that Lightning's reports use.
+"""Report each part of a run to a profiler, by the names that Lightning's reports use.
 
 The functions that a run calls are wrapped once, before it begins, and restored when it is over. Without a profiler
 nothing is wrapped.
@@ -53,8 +53,8 @@ _OF_LOGGING = ("publish_step", "publish_bar", "publish_evaluation_step", "close_
 
 @contextmanager
 def profiled(run: Run, profiler: Profiler, log_dir: Callable[[], str | None]) -> Iterator[None]:
-    """Report what ``run`` does inside to ``profiler``, and print the report at the end; nothing where it is off."""
-    # A run within a run, as some callbacks start: its time belongs to the outer one.
+    """Report what ``run`` does in the block to ``profiler``, and print the report at the end, unless it is off."""
+    # Some callbacks start a run within a run: its time belongs to the outer run.
     if is_off(profiler) or profiler in _in_use:
         yield
         return
@@ -150,7 +150,7 @@ def _wrap(run: Run, profiler: Profiler, undo: ExitStack) -> None:
     for source in run.data.all():
         for name in ("start_epoch", "batches"):
             replace(source, name, _read(profiler, source, getattr(source, name)))
-    # One object may be both.
+    # Module and datamodule may be the same object.
     for holder in {id(found): found for found in (module, run.data.train.datamodule)}.values():
         kind = "LightningModule" if holder is module else "LightningDataModule"
         for name in _OF_THE_DATA:
@@ -190,5 +190,5 @@ def _read(profiler: Profiler, source: StageData, batches: Call) -> Call:
             if close is not None:
                 close()
 
-    # Not a generator itself: what opens a loader does so now, as without a profiler.
+    # This function is not a generator itself, so that loaders are opened now, as without a profiler.
     return lambda *args, **kwargs: reads(iter(batches(*args, **kwargs)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 
 from hasten import callbacks
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.observers import WatchedList
 from hasten.elsewhere import conventions
 from hasten.loops.progress import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -108,14 +108,14 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def current_run(self) -> Run:
-        """What the current call works on, or the last one.
+        """The run of the current call, or of the last one.
 
         Raises:
             RuntimeError: nothing has been run yet.
 
         """
         if self._run is None:
-            raise RuntimeError("Trainer.current_run: call fit, validate, test or predict first.")
+            raise make_error(RuntimeError, "Trainer.current_run:", fix="call fit, validate, test or predict first.")
         return self._run
 
     # -- progress
@@ -322,8 +322,8 @@ class TrainerView(RuntimeView, TrainerSettings):
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of everything logged, by name; converting one to a number may wait.
 
-        With several processes, the value of a step logged with ``sync_dist=True`` is that of the last logging
-        interval; ``sync_step_values`` updates it.
+        With several processes, the value of a step logged with ``sync_dist=True`` comes from the last logging interval;
+        ``sync_step_values`` updates it.
         """
         return self._logged.callback_metrics()
 
@@ -353,7 +353,7 @@ class TrainerView(RuntimeView, TrainerSettings):
         self._history = history
 
     def note_row(self, values: Mapping[str, float], step: int) -> None:
-        """Add values that a callback sends to the loggers itself to the history; nothing outside of a fit.
+        """Add to the history values that a callback sends to the loggers itself; do nothing outside of a fit.
 
         Args:
             values: numbers by name.
@@ -373,7 +373,7 @@ class TrainerView(RuntimeView, TrainerSettings):
         """The values for the progress bar that have arrived on the host."""
         self._logged.deliver()
         if self.training:
-            # A bar that a program wrote for Lightning finds the values of each batch.
+            # A progress bar written for Lightning expects the values of each batch.
             now = conventions.current().bars_have_counters
             loss = None if now or self._run is None else self._run.window.loss
             self._logged.publish_bar(self._progress.epoch, now=now, loss=loss)
@@ -384,7 +384,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def callbacks(self) -> list[Callback]:
-        """All callbacks in the order they run; the hooks of one added later run from then on."""
+        """All callbacks in the order in which they run; the hooks of one that is added later run from then on."""
         return self._callbacks
 
     @callbacks.setter
@@ -406,7 +406,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     def ckpt_path(self, path: str | None) -> None:
         self._ckpt_path = path
 
-    # -- inside
+    # -- internal functions
 
     def _source(self, name: str) -> StageData | None:
         return None if self._run is None else getattr(self._run.data, name)
@@ -416,7 +416,7 @@ class TrainerView(RuntimeView, TrainerSettings):
         if source is None or source.is_off(loads=False):
             return []
         if not source.loaded and (self.state.fn is None or source not in self.current_run.data.of(self.state.fn.value)):
-            # Of another call: looking must not make loaders.
+            # The data of another call: reading a property must not make loaders.
             return []
         return [] if source.is_off() else [_whole(limit) for limit in source.all_limits()]
 

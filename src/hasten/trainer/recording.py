@@ -1,4 +1,4 @@
-"""What a fit keeps of itself: its history, and ``run.jsonl`` in the folder of the first logger's run."""
+"""The records of a fit: its history, and ``run.jsonl`` in the folder of the first logger's run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten.trainer.trainer import Trainer
 
-# Longer texts of arguments and hyper-parameters are cut.
+# Longer strings in arguments and hyper-parameters are cut.
 _LONGEST = 300
 
 
 @contextmanager
 def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
-    """Keep the history of a fit and write its record; other runs and tries of some steps have neither.
+    """Keep the history of a fit and write its record; other runs and trials have neither.
 
-    Yields:
-        a function to be called when the fit is prepared: what is known by then is the first line of the record.
+    Yields: a function to call when the fit is prepared; it writes what is known by then as the first line of the
+        record.
 
     """
     logged = run.logged
@@ -40,7 +40,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         yield _nothing
         return
     if run.progress.total_batches:
-        # A fit that goes on where the last one ended keeps its history.
+        # A fit that continues where the last one ended keeps its history.
         run.observers.history = trainer.history
     else:
         trainer.history = run.observers.history
@@ -50,7 +50,7 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         run.observers.record.add("row", step=step, epoch=epoch, values=values)
 
     def take_history() -> None:
-        # A fit that continues has that of the checkpoint by now.
+        # A fit that resumes has the checkpoint's history by now.
         trainer.history = run.observers.history
 
     logged.on_row = on_row
@@ -109,7 +109,7 @@ def _writes(trainer: Trainer) -> bool:
 
 
 def _path(trainer: Trainer) -> str | None:
-    """Return where the record is written; None where files cannot grow, and for loggers that have no folder."""
+    """Return where the record is written; None if files cannot grow there, and for loggers without a folder."""
     if getattr(trainer.loggers[0], "save_dir", None) is None and getattr(trainer.loggers[0], "log_dir", None) is None:
         return None
     folder = os.path.dirname(default_folder(trainer))
@@ -176,7 +176,7 @@ def _default_arguments(kind: Hashable) -> dict[str, Any]:
 
 
 def _equal(value: object, default: object) -> bool:
-    # An array or a tensor has no truth.
+    # Comparing an array or a tensor does not give a bool.
     return isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default
 
 
@@ -186,7 +186,7 @@ def _hparams(module: Any) -> dict[str, Any] | None:
 
 
 def _shown(value: Any) -> Any:
-    """Return ``value`` as JSON has it, or else its text; objects without a text of their own by their class."""
+    """Return ``value`` as JSON, or else as a string; objects without their own ``__repr__`` by their class."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

@@ -1,10 +1,11 @@
-"""Runs that a cluster interrupts, queues again and continues."""
+"""Save and resume runs that a cluster interrupts and queues again."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.checkpoint.files import present
 from hasten.loops.progress import TrainerFn
@@ -38,7 +39,7 @@ def own_path(trainer: Trainer) -> str | None:
 
 
 def save(trainer: Trainer, run: Run) -> None:
-    """Save a fit that is to go on in the requeued job; all processes call it, after the same batch."""
+    """Save a fit that is to continue in the requeued job; all processes call it, after the same batch."""
     path = own_path(trainer)
     if path is not None and run.state.fn == TrainerFn.FITTING and trainer.total_batch_idx >= 0:
         trainer.save_checkpoint(path)
@@ -52,15 +53,18 @@ def requeue(trainer: Trainer) -> None:
     if trainer.is_global_zero:
         if failure := cluster.requeue():
             rank_zero_warn(
-                f"The job could not be requeued ({failure}). Submit it again and continue with ckpt_path='hpc', or "
-                "switch this off: plugins=SLURMEnvironment(auto_requeue=False)."
+                f"The job could not be requeued ({failure}).",
+                fix=(
+                    "Submit it again and continue with ckpt_path='hpc', or switch this off: "
+                    "plugins=SLURMEnvironment(auto_requeue=False)."
+                ),
             )
         else:
             rank_zero_info(f"Requeued job {cluster.requeued_job}.")
 
 
 def resumed_path(trainer: Trainer, ckpt_path: PathLike | None) -> str | None:
-    """Return the checkpoint from which a fit goes on because its job was requeued; None if there is none."""
+    """Return the checkpoint from which a fit continues because its job was requeued; None if there is none."""
     own = own_path(trainer)
     if trainer.state.fn != TrainerFn.FITTING or own is None or not present(own):
         return None
@@ -86,9 +90,11 @@ def newest(trainer: Trainer) -> str:
         names = [name for name in os.listdir(folder) if name.startswith(_NAME) and name.endswith(".ckpt")]
         found = [path for name in names if present(path := os.path.join(folder, name))]
     if not found:
-        raise NoCheckpoint(
-            f"ckpt_path='hpc': there is no {_NAME}*.ckpt in {folder}, which a job that is requeued leaves there. Leave "
-            "ckpt_path out, or write ckpt_path='last'."
+        raise make_error(
+            NoCheckpoint,
+            f"ckpt_path='hpc': there is no {_NAME}*.ckpt in {folder}, which a job that is requeued leaves there.",
+            fix="Leave ckpt_path out, or write ckpt_path='last'.",
+            argument="ckpt_path",
         )
     return max(found, key=os.path.getmtime)
 

@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """An argument as an attribute of a Trainer or of a view of it; what is assigned is checked as in ``Trainer(...)``.
+    """An argument as an attribute of a Trainer or a view of it; assigned values are checked as in ``Trainer(...)``.
 
     Args:
         doc: what the argument means.
         settable: allow assignment.
-        convert: makes the value that is shown from the one in use.
+        convert: converts the value in use to the value that is shown.
 
     """
 
@@ -70,10 +70,10 @@ def _time_if_any(interval: Any) -> Any:
 
 
 class TrainerSettings:
-    """The arguments; one that is assigned is checked as in ``Trainer(...)``.
+    """The arguments as attributes; assigned values are checked as in ``Trainer(...)``.
 
-    During fit it counts from the next batch on; only how much data there is (``limit_..._batches``,
-    ``overfit_batches``, ``num_sanity_val_steps``, ``fast_dev_run``) is settled when a call begins.
+    During fit an assignment takes effect at the next batch; only the amount of data (``limit_..._batches``,
+    ``overfit_batches``, ``num_sanity_val_steps``, ``fast_dev_run``) is fixed when a call begins.
     """
 
     _arguments: Arguments
@@ -122,7 +122,7 @@ class TrainerSettings:
 
     @property
     def val_check_batch(self) -> float:
-        """Batches between two validations; infinite where the interval is not in batches."""
+        """Batches between two validations; infinite if the interval is not in batches."""
         run = self._run
         if run is None or not run.data.train.loaded:
             return math.inf

@@ -1,4 +1,4 @@
-"""What the Trainer has from other packages, by entry points: ``advise``, ``check``, ``eject``, ``speed=`` and loops."""
+"""What other packages implement for the Trainer: ``advise``, ``check``, ``eject``, ``speed=`` and the loops."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def choose_speed(
     datamodule: LightningDataModule | None,
     ckpt_path: PathLike | None,
 ) -> AbstractContextManager[None]:
-    """Return the block within which the levers are on that ``Trainer(speed=...)`` has chosen, in this fit or before."""
+    """Return a context in which the levers are on that ``Trainer(speed=...)`` has chosen, in this fit or before."""
     speed = trainer._given["speed"]
     if speed is None and trainer.chosen_levers is None:
         return nullcontext()
@@ -95,9 +95,9 @@ def advise(
     """Measure which switches make this training faster, and recommend the line to write.
 
     Each switch trains a copy of the model in its own process, in turns with the fastest line so far, until it is
-    certain what it gains; its losses must be those of that line within the noise. Model, data, random numbers and
-    Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data cannot be
-    sent to other processes, use ``hasten advise program.py``.
+    certain what it gains; its losses must equal the losses of that line within the noise. Model, data, random numbers
+    and Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data
+    cannot be sent to other processes, use ``hasten advise program.py``.
 
     Args:
         trainer: the Trainer.
@@ -107,7 +107,7 @@ def advise(
         levers: switches by name, by the Trainer's argument or as ``hasten_tools.speed.levers.Lever``; all by default.
         rounds: how long a comparison may last: at most 16 times as many turns of each.
         steps: steps of a turn; about half a second's worth by default, 1 to 50.
-        warm_up: steps of each before the clock; one if they take long.
+        warm_up: steps of each before timing; one if they take long.
         seeds: runs with other seeds, if losses can only be compared by how much they differ by chance.
         combine: put switches on top of one another; else each is compared with the unchanged program.
         budget_seconds: how long everything may take: then it stops, the most promising switches first. None for no
@@ -141,14 +141,14 @@ def check(
 ) -> CheckReport:
     """Check model, data and arguments in seconds, before a long fit.
 
-    Three batches are trained on and one of each other loader is evaluated, in this process. Afterwards model,
-    data, random numbers and Trainer are what they were, and nothing was written. See docs/check.md.
+    Three batches are trained on and one of each other loader is evaluated, in this process. Afterwards model, data,
+    random numbers and Trainer are restored, and nothing was written. See docs/check.md.
 
     Args:
         model: the module.
         train_dataloaders: as for ``fit``; or a datamodule.
         val_dataloaders: as for ``fit``.
-        datamodule: provides the data instead, also that of test and predict.
+        datamodule: provides the data instead, also for test and predict.
 
     Returns:
         What was found: print it for the table, or call its ``raise_if_failed()``.
@@ -188,7 +188,7 @@ def eject(
         output: a file to write the program to.
 
     Raises:
-        EjectError: something has no short equivalent; the message names it, and the line where there is one.
+        EjectError: something has no short equivalent; the message names it, with its line if there is one.
 
     Example::
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from hasten._lib.errors import MisconfigurationException, shorten
+from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
 from hasten._lib.names import refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
@@ -115,7 +115,7 @@ class Trainer(TrainerView):
         inference_mode: evaluate in inference mode instead of ``no_grad``.
         use_distributed_sampler: give each process its own part of the data.
         uneven: what to do if the processes have different numbers of training batches. "stop" (default) ends every
-            epoch on all of them where the one with the fewest batches does, "error" raises. See docs/processes.md.
+            epoch on all processes when the first has no more batches, "error" raises. See docs/processes.md.
         detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a NaN gradient raises an error that names
             the function and, if known, the layer. Steps take several times as long.
         on_bad_loss: what to do if the loss is NaN or infinite. "warn" (default) warns at the next logging interval
@@ -133,7 +133,7 @@ class Trainer(TrainerView):
         enable_autolog_hparams: pass hyper-parameters to the loggers.
         profiler: "simple", "advanced", "pytorch" or a Profiler, to report where the time goes; None for none.
         model_registry: must be None; it belongs to a hosted product.
-        speed: use those of the arguments below that make this training faster, up to a class of changes: "exact" for
+        speed: switch on the arguments below that make this training faster, up to a class of changes: "exact" for
             rounding at most, "auto" for other random draws as well (as if from another seed), "same samples in other
             batches" or "lower precision" to go further; "same bits" for nothing that changes a number. Choosing takes
             at most 3 % of the expected training, and is remembered; see docs/speed.md.
@@ -231,7 +231,11 @@ class Trainer(TrainerView):
     ) -> None:
         given = locals()
         if model_registry is not None:
-            raise MisconfigurationException("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
+            raise MisconfigurationException(
+                "Trainer(model_registry=...): not in this version of hasten.",
+                fix="Leave it out.",
+                argument="model_registry",
+            )
         self._given = {name: value for name, value in given.items() if name != "self"}
         self._arguments = check_arguments(self._given)
         self.profiler = resolve_profiler(profiler)
@@ -274,7 +278,7 @@ class Trainer(TrainerView):
     def with_arguments(self, **changes: object) -> Trainer:
         """Return a new Trainer with the same callbacks, loggers and arguments, except for those changed.
 
-        The new Trainer has its own counters, metrics and run; this one stays as it is. Callbacks and loggers are
+        The new Trainer has its own counters, metrics and run; this one does not change. Callbacks and loggers are
         the same objects, also those added to this Trainer since it was made. Callbacks that a Trainer adds by itself
         (progress bar, model summary, checkpoints, timer) follow the new arguments and are made again.
 
@@ -295,7 +299,7 @@ class Trainer(TrainerView):
         """
         own = set(map(id, self._default_callbacks))
         callbacks = [callback for callback in self._callbacks if id(callback) not in own]
-        # A copy, for the attributes that a subclass adds; __init__ of the subclass may have other arguments.
+        # Copied, because a subclass may add attributes and its __init__ may have other arguments.
         new = copy.copy(self)
         Trainer.__init__(new, **{**self._given, "callbacks": callbacks, **changes})
         if not {"logger", "barebones", "fast_dev_run", "default_root_dir"} & changes.keys():
@@ -322,7 +326,11 @@ class Trainer(TrainerView):
         if unknown := {name: value for name, value in changes.items() if name not in self._given}:
             refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if self.state.status == TrainerStatus.RUNNING:
-            raise RuntimeError("Trainer.change_arguments(): a call is running. Change arguments before or after it.")
+            raise make_error(
+                RuntimeError,
+                "Trainer.change_arguments(): a call is running.",
+                fix="Change arguments before or after it.",
+            )
         given = {**self._given, **changes}
         arguments = check_arguments(given)
         runtime = _runtime_for(given) if set(_MACHINE) & changes.keys() else None
@@ -390,10 +398,10 @@ class Trainer(TrainerView):
         """Evaluate on the validation data.
 
         Args:
-            model: the module; the one of the last call by default.
+            model: the module; by default the module of the last call.
             dataloaders: one or several loaders, or a datamodule.
-            ckpt_path: weights to use: a path or URL, "best" or "last"; by default those of ``model``, or of the best
-                checkpoint of the last fit without ``model``.
+            ckpt_path: weights to use: a path or URL, "best" or "last"; by default the weights of ``model``, or without
+                ``model`` of the best checkpoint of the last fit.
             verbose: print the values.
             datamodule: provides the data instead.
             weights_only: see ``fit``.
@@ -434,7 +442,7 @@ class Trainer(TrainerView):
         """Call ``predict_step`` on every batch.
 
         Args:
-            model: the module; the one of the last call by default.
+            model: the module; by default the module of the last call.
             dataloaders: one or several loaders, or a datamodule.
             datamodule: provides the data instead.
             return_predictions: False not to keep the outputs, for instance where a callback writes them.
@@ -475,9 +483,10 @@ class Trainer(TrainerView):
         """
         run = self._run
         if run is None:
-            raise AttributeError(
-                "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached. Call fit, "
-                "validate, test or predict first."
+            raise make_error(
+                AttributeError,
+                "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached.",
+                fix="Call fit, validate, test or predict first.",
             )
         off = type(self.profiler) is PassThroughProfiler
         aside = run.observers.pace.pause() if run.observers.pace.measures else None
@@ -492,7 +501,7 @@ class Trainer(TrainerView):
         if aside is not None:
             run.observers.pace.end_checkpoint(aside, filepath, functools.partial(parts.saved_as, self, filepath))
 
-    # To try something out.
+    # Runs for tools that try something out.
     prepared_run = limited_runs.prepared_run
     limited_run = limited_runs.limited_run
     show_run = limited_runs.show_run
@@ -605,7 +614,7 @@ class Trainer(TrainerView):
             if stop.signal in also:
                 rank_zero_info("The signal to requeue the job came when the run was over: the program goes on.")
             elif stop.signal is not None:
-                # It came when the run was over, and still ends the program.
+                # A signal that came when the run was over still ends the program.
                 parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
         return result
 
@@ -640,7 +649,7 @@ class Trainer(TrainerView):
             observers=Observers(levers=self.chosen_levers),
         )  # fmt: skip
         if before is not None and fn != TrainerFn.FITTING and before.module is module:
-            # A checkpoint saved after an evaluation still holds the state that the last fit left.
+            # A checkpoint saved after an evaluation still holds the state of the last fit.
             run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
             run.schedulers, run.data.train, run.averages = before.schedulers, before.data.train, before.averages
             if fn != TrainerFn.VALIDATING:
@@ -664,7 +673,9 @@ class Trainer(TrainerView):
         elif self._module is not None:
             module = self._module
         else:
-            raise TypeError(f"`Trainer.{fn.value}()` requires a `LightningModule`: pass one, or call fit first.")
+            raise make_error(
+                TypeError, f"`Trainer.{fn.value}()` requires a `LightningModule`:", fix="pass one, or call fit first."
+            )
         check_call(self._arguments, fn.value, module, datamodule, dataloaders, None)
         path = parts.weights_for(self, fn, model, ckpt_path)
         return self._call(fn, module, datamodule, {fn.value: dataloaders}, path, weights_only, body)
@@ -717,7 +728,7 @@ class Trainer(TrainerView):
             for logger in self._called_loggers():
                 logger.finalize(status)
             run.undo.close()
-            run.window.loss = None  # It holds the graph of the step.
+            run.window.loss = None  # The loss holds the graph of the step.
             parts.to_host(run, failed=status != "success")
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
@@ -753,12 +764,12 @@ class Trainer(TrainerView):
         self._ckpt_path = path
         if path is None:
             return None, None
-        # A run does not need the hyper-parameters.
+        # Hyper-parameters are not needed to resume a run.
         with hyper_parameters_left_out():
             checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
         assert self._hooks is not None
         if self._hooks.on_load_checkpoint is nothing:
-            # Otherwise after that hook, which may repair the checkpoint.
+            # Otherwise entries are checked after that hook, which may repair the checkpoint.
             check_entries(checkpoint, path, training=self.state.fn == TrainerFn.FITTING)
         checkpoint = from_lightning(checkpoint, path)
         rank_zero_info(f"Restoring from {path}")
@@ -794,7 +805,8 @@ class Trainer(TrainerView):
                 if given is not None and own is not None and given != own:
                     raise MisconfigurationException(
                         f"Trainer(gradient_clip_{name}={own!r}) and clip_gradients(gradient_clip_{name}={given!r}): "
-                        "both say how to clip. Use one of them."
+                        "both say how to clip.",
+                        fix="Use one of them.",
                     )
         clip_val = own_val if clip_val is None else clip_val
         algorithm = str(algorithm or own_algorithm or "norm")
@@ -809,7 +821,9 @@ class Trainer(TrainerView):
             self._runtime.engine.clip_norm(parameters, float(clip_val))
         else:
             raise MisconfigurationException(
-                f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'."
+                f"clip_gradients(gradient_clip_algorithm={algorithm!r}):",
+                fix="use 'norm' or 'value'.",
+                argument="gradient_clip_algorithm",
             )
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:

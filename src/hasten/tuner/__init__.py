@@ -1,4 +1,7 @@
-"""Find a batch size that fits and a learning rate that learns, by trying them; nothing else changes."""
+"""Find a batch size that fits and a learning rate that learns, by trying them; nothing else changes.
+
+It must not import ``hasten.trainer`` or ``hasten.strategies``.
+"""
 
 from __future__ import annotations
 

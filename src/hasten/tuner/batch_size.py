@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hasten._lib import check
 from hasten._lib.device import free_cached_memory, is_host
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten.data.memory.read import available_bytes
 from hasten.elsewhere import conventions
@@ -73,8 +73,8 @@ def search(run: Run, *, method: Stage, options: BatchSizeOptions) -> int:
     name, source, probe = options.batch_arg_name, run.data.of(method)[0], ProbeRun(run)
     if source.given is not None:
         raise MisconfigurationException(
-            "scale_batch_size: the batch size of a loader that is passed in cannot be changed. Define "
-            f"{HOOK_OF[source.stage]}() in the module or a datamodule, with batch_size=self.{name}."
+            "scale_batch_size: the batch size of a loader that is passed in cannot be changed.",
+            fix=f"Define {HOOK_OF[source.stage]}() in the module or a datamodule, with batch_size=self.{name}.",
         )
     value = probe.value(name)
     before = value.get()
@@ -156,9 +156,10 @@ class Search:
                     break
                 size //= 2
         if not good:
-            raise RuntimeError(
-                f"{self.caller}: no batch size fits into memory; tried from {first} down to {bad}. Use a smaller model "
-                "or init_val, or precision='bf16-mixed'."
+            raise make_error(
+                RuntimeError,
+                f"{self.caller}: no batch size fits into memory; tried from {first} down to {bad}.",
+                fix="Use a smaller model or init_val, or precision='bf16-mixed'.",
             ) from self._probe.error
         return good, bad
 
@@ -207,8 +208,8 @@ class Search:
         elif before[1] == largest:
             name = self._options.batch_arg_name
             raise MisconfigurationException(
-                f"scale_batch_size: with {name}={before[0]} and {name}={size} batches have {largest} samples. "
-                f"Make the loader with batch_size=self.{name} in each call of the hook."
+                f"scale_batch_size: with {name}={before[0]} and {name}={size} batches have {largest} samples.",
+                fix=f"Make the loader with batch_size=self.{name} in each call of the hook.",
             )
         return size
 
@@ -220,13 +221,11 @@ class Search:
         follows = not sizes or size in sizes
         if not follows:
             name = self._options.batch_arg_name
-            message = (
-                f"scale_batch_size: {name} is {size}, and the loader's batch_size is {sizes.pop()}. Make the loader "
-                f"with batch_size=self.{name} in each call of the hook."
-            )
+            what = f"scale_batch_size: {name} is {size}, and the loader's batch_size is {sizes.pop()}."
+            fix = f"Make the loader with batch_size=self.{name} in each call of the hook."
             if not conventions.current().mistakes_are_warnings:
-                raise MisconfigurationException(message)
-            warn_once("a loader without the batch size", message)
+                raise MisconfigurationException(what, fix=fix)
+            warn_once("a loader without the batch size", what, fix=fix)
         counts = [_samples_of(loader) for loader in loaders if not sizes or not follows or _size_of(loader) == size]
         known = [count for count in counts if count is not None]
         if known and len(known) == len(counts):
@@ -277,8 +276,7 @@ def find_batch_size(
         datamodule: of the call, or None.
         ckpt_path: of the call.
 
-    Returns:
-        The size; None to keep that of the loader (``fast_dev_run``), or of the checkpoint of a resumed run.
+    Returns: The size; None to keep the size of the loader (``fast_dev_run``), or of the checkpoint of a resumed run.
 
     Raises:
         ValueError: something else than a loader decides how large its batches are.

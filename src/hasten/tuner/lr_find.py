@@ -1,4 +1,4 @@
-"""Learning rate search: train while the rate grows, and find where the loss falls fastest."""
+"""Search for a learning rate: increase it while training, and find where the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten._lib import check, torch_private
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import log, rank_zero_info
 from hasten.elsewhere import conventions
@@ -151,7 +151,7 @@ class SweepOptions:
         goes_down = 0 < self.max_lr <= self.min_lr < math.inf
         if not in_order and not (goes_down and conventions.current().mistakes_are_warnings):
             given = f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}"
-            raise error(f"{owner}({given}): use 0 < min_lr < max_lr, for instance 1e-8 and 1.")
+            raise make_error(error, f"{owner}({given}):", fix="use 0 < min_lr < max_lr, for instance 1e-8 and 1.")
         check.whole(owner, "num_training", self.num_training, at_least=1, error=error)
         name, allowed = "early_stop_threshold", "a number above 1 (times the best loss), or None"
         threshold = self.early_stop_threshold
@@ -179,8 +179,8 @@ def rate_of(
     if found is None and update:
         raise LearningRateNotFound(
             f"lr_find: {type(module).__name__} has neither self.lr nor self.learning_rate, and should have one of "
-            "these fields. Set one and use it in configure_optimizers(), name another with attr_name, or use "
-            "update_attr=False."
+            "these fields.",
+            fix="Set one and use it in configure_optimizers(), name another with attr_name, or use update_attr=False.",
         )
     return found
 
@@ -219,7 +219,7 @@ def sweep(run: Run, options: SweepOptions) -> LRFinder:
 
 
 class SweepAtStart(Callback):
-    """Sweeps when a fit begins, before its loaders are made: those of the sweep are the first ones."""
+    """Sweeps when a fit begins, before its loaders are made: the loaders of the sweep are the first ones."""
 
     def __init__(self, options: SweepOptions) -> None:
         self._options = options

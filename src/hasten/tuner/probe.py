@@ -1,4 +1,4 @@
-"""What both searches use: a few steps on the user's model and data."""
+"""Run a few steps on the user's model and data, for both searches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProbeRun:
     Each probe reads the data from the beginning.
 
     Attributes:
-        batch_size: samples of a batch in each probe; None for those of the loaders.
+        batch_size: samples of a batch in each probe; None for the loaders' own size.
         error: the latest out-of-memory error of this process.
 
     """

@@ -1,4 +1,4 @@
-"""The attribute that holds the value found, wherever module, datamodule or their hyper-parameters keep it."""
+"""Find and set the attribute that a search tunes, in the module, the datamodule or their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class TunedValue:
         known += [key for owner in self._owners for key in getattr(owner, "hparams", {})]
         raise MisconfigurationException(
             f"Field {self.name!r} not found: neither {type(self._owners[0]).__name__} nor the datamodule nor their "
-            f"hparams have it.{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it."
+            "hparams have it.",
+            fix=f"{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it.",
         )
 
     def set(self, value: object) -> None:
@@ -72,5 +73,5 @@ class TunedValue:
             setattr(holder, self.name, value)
         except AttributeError as error:
             raise MisconfigurationException(
-                f"{type(holder).__name__}.{self.name} cannot be set ({error}). Make it a plain attribute."
+                f"{type(holder).__name__}.{self.name} cannot be set ({error}).", fix="Make it a plain attribute."
             ) from error

@@ -106,8 +106,8 @@ class Tuner:
         if conventions.current().batch_size_on_one_process and self._trainer.runtime.several_processes:
             # Before processes are started: programs may do without.
             raise MisconfigurationException(
-                "Tuner.scale_batch_size(): tuning the batch size is not supported with distributed strategies. Use "
-                "Trainer(devices=1) for it."
+                "Tuner.scale_batch_size(): tuning the batch size is not supported with distributed strategies.",
+                fix="Use Trainer(devices=1) for it.",
             )
         data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         search = _Search(functools.partial(batch_size.search, method=method, options=options), method)
@@ -157,7 +157,10 @@ class Tuner:
 
         """
         if method != "fit":
-            raise MisconfigurationException(f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate.")
+            raise MisconfigurationException(
+                f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate.",
+                argument="method",
+            )
         owner = "Tuner.lr_find"
         options = lr_find.SweepOptions(owner, mode, min_lr, max_lr, num_training, early_stop_threshold)
         if self._skipped("lr_find"):
@@ -175,7 +178,7 @@ class Tuner:
         return found
 
     def _show(self, search: _Search, model: LightningModule, datamodule: LightningDataModule | None) -> None:
-        """Have the Trainer show the module and its data, as after ``fit``."""
+        """Make the Trainer show the module and its data, as after ``fit``."""
         model.trainer = self._trainer
         # None where other processes searched.
         if search.run is not None:
@@ -186,7 +189,8 @@ class Tuner:
         if any(isinstance(each, finder) for each in self._trainer.callbacks):
             raise MisconfigurationException(
                 f"Tuner.{call}(): the Trainer is already configured with a {finder.__name__} callback, which would "
-                "search again. Use one of the two."
+                "search again.",
+                fix="Use one of the two.",
             )
         if self._trainer.fast_dev_run:
             rank_zero_warn(f"Tuner.{call}(): skipped, since the Trainer has fast_dev_run.")
@@ -199,7 +203,7 @@ class _Search:
     Args:
         find: the search; called with the run.
         method: the call whose loaders are made.
-        loaders: how many of its loaders the search has used: that of training, and that of validation.
+        loaders: how many sources of loaders to load again after the search: 1 for training, 2 with validation.
 
     """
 
@@ -232,11 +236,14 @@ def _data(
     check.one_of("Tuner", "method", method, get_args(Method), error=MisconfigurationException)
     if method == "fit" and other is not None:
         raise MisconfigurationException(
-            "Tuner(method='fit', dataloaders=...): for fit, pass train_dataloaders and val_dataloaders."
+            "Tuner(method='fit', dataloaders=...): for fit, pass train_dataloaders and val_dataloaders.",
+            argument="method",
         )
     if method != "fit" and (train is not None or validate is not None):
         raise MisconfigurationException(
-            f"Tuner(method={method!r}): pass dataloaders=..., not train_dataloaders or val_dataloaders."
+            f"Tuner(method={method!r}):",
+            fix="pass dataloaders=..., not train_dataloaders or val_dataloaders.",
+            argument="method",
         )
     data: dict[str, Any] = {"train": train, "validate": validate} if method == "fit" else {method: other}
     return data, datamodule

@@ -21,7 +21,7 @@ class FabricCSVLogger(loggers.CSVLogger):
 
     Args:
         root_dir: folder under which the runs are kept, or a URL for fsspec.
-        name: this and the others as for ``hasten.loggers.CSVLogger``.
+        name: this and the other arguments as for ``hasten.loggers.CSVLogger``.
         version: see there.
         prefix: see there.
         flush_logs_every_n_steps: see there.
@@ -59,7 +59,7 @@ class FabricTensorBoardLogger(loggers.TensorBoardLogger):
 
     Args:
         root_dir: folder under which the runs are kept.
-        name: this and the others as for ``hasten.loggers.TensorBoardLogger``.
+        name: this and the other arguments as for ``hasten.loggers.TensorBoardLogger``.
         version: see there.
         default_hp_metric: see there.
         prefix: see there.

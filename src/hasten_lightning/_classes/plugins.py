@@ -57,7 +57,7 @@ _BY_ORIGINAL: dict[type, Any] = {
 }
 
 
-def dress_precision(precision: base.Precision) -> None:
+def precision_as_facade(precision: base.Precision) -> None:
     """Make a precision that was chosen by its name one of these classes, as if the program had made it."""
     facade = _BY_ORIGINAL.get(type(precision))
     if facade is not None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.strategies import base, ddp, fsdp, model_parallel, parallel, single
 from hasten_deepspeed import strategy as deepspeed
-from hasten_lightning.facades import Facade, accepted, exactly
+from hasten_lightning.facades import Facade, accepted, exactly, show_signature
 from hasten_lightning.machine.strategy_methods import TrainerFolderMethods, TrainerMethods, TrainerShardedMethods
 from hasten_xla import strategies as xla
 
@@ -32,8 +32,8 @@ def options_of_ddp(**kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in known or value != known[name].default}
 
 
-options_of_ddp.__signature__ = _DDP.replace(  # type: ignore[attr-defined]
-    parameters=[each for each in _DDP.parameters.values() if each.name != "module"]
+show_signature(
+    options_of_ddp, _DDP.replace(parameters=[each for each in _DDP.parameters.values() if each.name != "module"])
 )
 
 
@@ -81,7 +81,7 @@ class XLAStrategy(TrainerMethods, xla.XLAStrategy, metaclass=Facade):
 FACADES = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
-def dress(strategy: base.Strategy, facades: Iterable[Facade] = FACADES) -> None:
+def as_facade(strategy: base.Strategy, facades: Iterable[Facade] = FACADES) -> None:
     """Make a strategy that was chosen by its name one of these classes, as if the program had made it.
 
     Its processes then wait for each other half an hour, as in Lightning.

@@ -1,4 +1,4 @@
-"""``hasten migrate``: rewrite the imports of Lightning in programs, after a question."""
+"""``hasten migrate``: rewrite the imports of Lightning in programs, after asking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hasten run``: a program written for Lightning, unchanged, on hasten."""
+"""``hasten run``: run a program written for Lightning, unchanged, on hasten."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from types import ModuleType, TracebackType
 
 from hasten._lib.names import did_you_mean_file
 from hasten.commands.parser import Parser
+from hasten.extend.frames import file_of
 
 # hasten's own arguments of Trainer and Fabric: name, its values, whether it may stand without one, and what it does.
 OWN_ARGUMENTS = (
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     source = read_source(path, parser)
     hasten_lightning.install()
     sys.argv[:] = [given.program, *rest]
-    # A program imports what lies beside it.
+    # A program can import modules from its own folder.
     if not sys.flags.safe_path:
         sys.path[0] = os.path.abspath(path if source is None else path.parent)
     if source is None:
@@ -134,7 +135,7 @@ def _split(words: list[str], valued: set[str]) -> tuple[list[str], str | None, l
 
 
 def find_module(name: str, parser: Parser) -> str:
-    """Return the file of a module, as `python -m` finds it: those of the working directory come first."""
+    """Return the file of a module, as `python -m` finds it: the working directory comes first."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     try:
@@ -198,6 +199,6 @@ def _explain(error: BaseException) -> None:
 
 def _of_the_program(traceback: TracebackType | None, file: str) -> TracebackType | None:
     """Return the traceback from the program's first line on; None if it did not come so far."""
-    while traceback is not None and os.path.abspath(traceback.tb_frame.f_code.co_filename) != file:
+    while traceback is not None and os.path.abspath(file_of(traceback.tb_frame)) != file:
         traceback = traceback.tb_next
     return traceback

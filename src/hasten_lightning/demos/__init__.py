@@ -1,4 +1,7 @@
-"""Small models and data for experiments and tests."""
+"""Small models and data for experiments and tests, under Lightning's names.
+
+Nothing of hasten uses them. They must not import ``hasten.trainer``, ``hasten.loops`` or ``hasten.data``.
+"""
 
 from __future__ import annotations
 

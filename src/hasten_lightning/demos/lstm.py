@@ -20,7 +20,7 @@ class SimpleLSTM(nn.Module):
     """Embedding, LSTM and a linear layer.
 
     Args:
-        vocab_size: number of words; that of WikiText-2 by default.
+        vocab_size: number of words; by default the size of WikiText-2.
         ninp: width of the embedding.
         nhid: width of the LSTM.
         nlayers: layers of the LSTM.

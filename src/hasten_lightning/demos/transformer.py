@@ -66,7 +66,7 @@ class Transformer(nn.Module):
     """Encoder and decoder for a language model.
 
     Args:
-        vocab_size: number of words; that of WikiText-2 by default.
+        vocab_size: number of words; by default the size of WikiText-2.
         ninp: width of the embedding.
         nhead: attention heads.
         nhid: width of the feed-forward layers.
@@ -84,7 +84,7 @@ class Transformer(nn.Module):
 
     """
 
-    # Beside that of torch's layers, for ModelParallelStrategy(plan="auto").
+    # In addition to the plan for torch's layers, for ModelParallelStrategy(plan="auto").
     tp_plan: ClassVar[dict[str, str]] = {"embedding": "embedding_rowwise", "decoder": "colwise_gather_output"}
 
     def __init__(

@@ -1,4 +1,5 @@
 """Names from inside Lightning that packages import, although its documentation does not have them.
 
-They have Lightning's parameters. Each is written with what hasten does itself, so that it has the same effect.
+They have Lightning's parameters. Each is implemented with hasten's own functions, so that it has the same effect. They
+must not import ``hasten_tools``.
 """

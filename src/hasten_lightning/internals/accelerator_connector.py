@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class AcceleratorConnector:
-    """What a Trainer with these arguments runs on; nothing is started. Packages use it to resolve devices.
+    """The devices, strategy and precision of a Trainer with these arguments; nothing is started.
+
+    Packages use it to resolve devices.
 
     Args:
         devices: this and the others as for ``Trainer``.
@@ -72,7 +74,7 @@ class AcceleratorConnector:
 
     @classmethod
     def of(cls, trainer: Trainer) -> AcceleratorConnector:
-        """Return that of a Trainer: a view of its parts."""
+        """Return the connector of a Trainer: a view of its parts."""
         connector = cls.__new__(cls)
         connector._show(trainer._runtime, trainer._given)
         return connector
@@ -108,7 +110,7 @@ class AcceleratorConnector:
         """Whether the strategy trains with several processes, also where there is only one."""
         return isinstance(self.strategy, ParallelStrategy) or bool(getattr(self.strategy, "is_distributed", False))
 
-    # -- the arguments, as they were understood
+    # -- the arguments, as hasten has resolved them
 
     @property
     def _accelerator_flag(self) -> Accelerator | str:

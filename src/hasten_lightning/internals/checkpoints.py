@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints: what packages import from Lightning for it."""
+"""Functions for reading and writing checkpoints that packages import from Lightning."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import IO, TYPE_CHECKING, Any, Never, TypeVar
 
 import torch
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
@@ -26,7 +27,7 @@ _OF_DEEPSPEED = {
 
 
 class NotYetLoadedTensor:
-    """What Lightning puts in the place of a tensor that it has not read yet.
+    """Lightning's placeholder for a tensor that it has not read yet.
 
     Nothing is an instance: ``lazy_load`` returns tensors, whose values the system reads from the file when they are
     first used.
@@ -106,7 +107,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder = Path(checkpoint_dir)
     latest = folder / "latest"
     if tag is None and not latest.is_file():
-        raise ValueError(f"{folder} has no file 'latest' that names the save to read: pass tag=....")
+        raise make_error(ValueError, f"{folder} has no file 'latest' that names the save to read:", fix="pass tag=....")
     place = folder / (latest.read_text().strip() if tag is None else tag)
     if not place.is_dir():
         raise FileNotFoundError(f"{place} is not a folder.")
@@ -150,21 +151,21 @@ class WrappingCheckpointIO(CheckpointIO):
             self._checkpoint_io = checkpoint_io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
-        """Have the other one write."""
+        """Let the wrapped object write."""
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Have the other one read."""
+        """Let the wrapped object read."""
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Have the other one remove a file."""
+        """Let the wrapped object remove a file."""
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Have the other one finish."""
+        """Let the wrapped object finish."""
         self.checkpoint_io.teardown()
 
 
@@ -175,7 +176,7 @@ WrappingCheckpointIO.register(AsyncCheckpointIO)
 def migrate_checkpoint(
     checkpoint: dict[str, Any], target_version: str | None = None
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the contents of a checkpoint and what had to be changed: nothing, as those of all versions are read.
+    """Return the contents of a checkpoint and the changes made to it: none, because all versions can be read.
 
     Args:
         checkpoint: what was read from the file; it gets the version that it is read as.

@@ -67,7 +67,7 @@ def to_uncompiled(model: nn.Module) -> LightningModule:
 
 
 def maybe_unwrap_optimized(model: object) -> LightningModule:
-    """Return a LightningModule as it is, and a compiled one with compiled steps.
+    """Return a LightningModule unchanged; return a compiled one with compiled steps.
 
     Args:
         model: the module, or what ``torch.compile`` returned for it.

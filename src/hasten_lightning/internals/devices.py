@@ -1,4 +1,4 @@
-"""Which devices a text or number means, and tensors that have no device yet."""
+"""Parse devices from a string or number; tensors that have no device yet."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten._lib.errors import make_error
 from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator
 from hasten.machine.devices import best_accelerator
 from hasten_lightning.utilities import rank_zero_info, rank_zero_warn
@@ -49,7 +50,7 @@ def parse_gpu_ids(gpus: _GPUs, include_cuda: bool = False, include_mps: bool = F
     present = all_available_gpus(include_cuda, include_mps)
     indices = None if wanted is None else normalize_parse_gpu_input_to_list(wanted, include_cuda, include_mps)
     if not indices:
-        raise MisconfigurationException(f"gpus={gpus!r}: GPUs were requested, but none are available.")
+        raise MisconfigurationException(f"gpus={gpus!r}: GPUs were requested, but none are available.", argument="gpus")
     # With torchrun, a process may see only the GPU that it is to use.
     launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
     if launched and len(indices) > 1 and len(present) == 1:
@@ -85,7 +86,7 @@ def _kinds(include_cuda: bool, include_mps: bool) -> list[tuple[Any, bool]]:
 
 
 def normalize_parse_gpu_string_input(s: _GPUs) -> int | list[int] | tuple[int, ...] | None:
-    """Return the number or the list that a text means; other values as they are."""
+    """Return the number or the list that a string means; return other values unchanged."""
     if not isinstance(s, str):
         return s
     return [int(part) for part in s.split(",") if part.strip()] if "," in s else int(s)
@@ -149,14 +150,16 @@ def log_device_info(trainer: Trainer) -> None:
     )
     if has_gpu and not isinstance(used, type(best)):
         rank_zero_warn(
-            "GPU available but not used. Write Trainer(accelerator='gpu') to use it.", category=PossibleUserWarning
+            "GPU available but not used.",
+            fix="Write Trainer(accelerator='gpu') to use it.",
+            category=PossibleUserWarning,
         )
     if XLAAccelerator.is_available() and not on_xla:
-        rank_zero_warn("TPU available but not used. Write Trainer(accelerator='tpu') to use it.")
+        rank_zero_warn("TPU available but not used.", fix="Write Trainer(accelerator='tpu') to use it.")
 
 
 def is_slurm_interactive_mode() -> bool:
-    """Return whether a person works in this job of SLURM, so that its processes are not those of a run."""
+    """Return whether this is an interactive job of SLURM, whose processes do not belong to a run."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
@@ -221,9 +224,10 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device | str) -> N
             continue
         reset = getattr(part, "reset_parameters", None)
         if not callable(reset):
-            raise TypeError(
-                f"{type(part).__name__} has tensors on the meta device: write its reset_parameters(), which gives them "
-                "their initial values."
+            raise make_error(
+                TypeError,
+                f"{type(part).__name__} has tensors on the meta device:",
+                fix="write its reset_parameters(), which gives them their initial values.",
             )
         part.to_empty(device=device, recurse=False)
         reset()

@@ -1,4 +1,4 @@
-"""Calling hooks of a module, a datamodule and callbacks, as packages do that add hooks of their own."""
+"""Call hooks of a module, a datamodule and callbacks, for packages that add hooks of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def call_lightning_module_hook(
         trainer: its profiler measures the call.
         hook_name: the hook.
         args: its arguments.
-        pl_module: the module, by default that of ``trainer``.
+        pl_module: the module, by default the module of ``trainer``.
         kwargs: its keyword arguments.
 
     Raises:

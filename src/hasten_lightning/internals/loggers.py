@@ -1,4 +1,4 @@
-"""Hyper-parameters and checkpoints as loggers write them."""
+"""Convert hyper-parameters and checkpoints to the form that loggers write."""
 
 from __future__ import annotations
 

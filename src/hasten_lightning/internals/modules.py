@@ -64,13 +64,13 @@ def get_short_description(component: object) -> str | None:
 
 
 def register_classes(registry: object, method: str, module: ModuleType, parent: type) -> None:
-    """Have the classes of a module register themselves.
+    """Let the classes of a module register themselves.
 
     Args:
         registry: what they register in.
         method: the classmethod of theirs that does it.
         module: where they are.
-        parent: the class that they inherit from; those that leave its ``method`` as it is do not register.
+        parent: the class that they inherit from; classes that do not override its ``method`` are not registered.
 
     """
     for _, kind in getmembers(module, isclass):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, TypeVar
 
+from hasten._lib.errors import make_error
+
 C = TypeVar("C", bound="Counters")
 
 
@@ -76,7 +78,7 @@ class ReadyCompleted(Counters):
             assigned(name, value)
 
     def tell(self, assigned: Callable[[str, int], None]) -> Self:
-        """Have ``assigned`` called with the name and value of each counter that is assigned from now on."""
+        """Call ``assigned`` with the name and value of each counter that is assigned from now on."""
         object.__setattr__(self, "_assigned", assigned)
         return self
 
@@ -107,16 +109,17 @@ class Processed(Started):
 
 @dataclass
 class LoopCounts(Counters):
-    """The counts of the whole run, and those of the current round (an epoch, or a call)."""
+    """The counts of the whole run, and of the current round (an epoch, or a call)."""
 
     total: ReadyCompleted = field(default_factory=Processed)
     current: ReadyCompleted = field(default_factory=Processed)
 
     def __post_init__(self) -> None:
         if type(self.total) is not type(self.current):
-            raise ValueError(
-                f"{type(self).__name__}(total={type(self.total).__name__}, current={type(self.current).__name__}): use "
-                "the same kind of counters for both."
+            raise make_error(
+                ValueError,
+                f"{type(self).__name__}(total={type(self.total).__name__}, current={type(self.current).__name__}):",
+                fix="use the same kind of counters for both.",
             )
 
     @classmethod

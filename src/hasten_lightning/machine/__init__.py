@@ -1,1 +1,4 @@
-"""Objects around devices and processes in the shape of Lightning's: collectives, methods of strategies, registries."""
+"""Objects for devices and processes with Lightning's interface: collectives, methods of strategies, registries.
+
+They must not import ``hasten.loops``, ``hasten.trainer`` or ``hasten_tools``.
+"""

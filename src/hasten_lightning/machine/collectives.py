@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.names import unknown_word
 
 # A process group, or what a process outside of it has in its place.
@@ -47,7 +48,7 @@ class Collective(ABC):
 
         """
         if self._group is None:
-            raise RuntimeError(f"{type(self).__name__} has no group. Call create_group() first.")
+            raise make_error(RuntimeError, f"{type(self).__name__} has no group.", fix="Call create_group() first.")
         return self._group
 
     @abstractmethod
@@ -125,7 +126,7 @@ class Collective(ABC):
         """Return what the library behind it calls a reduction."""
 
     def setup(self: Self, **kwargs: object) -> Self:
-        """Join the other processes, unless that has happened; arguments are those of ``init_group``."""
+        """Join the other processes, unless that has happened; the arguments are the same as of ``init_group``."""
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self
@@ -138,7 +139,9 @@ class Collective(ABC):
 
         """
         if self._group is not None:
-            raise RuntimeError(f"{type(self).__name__} has a group. Call teardown() before create_group().")
+            raise make_error(
+                RuntimeError, f"{type(self).__name__} has a group.", fix="Call teardown() before create_group()."
+            )
         self._group = self.new_group(**kwargs)
         return self
 
@@ -325,12 +328,15 @@ class TorchCollective(Collective):
         if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return op
         if not isinstance(op, str):
-            raise ValueError(f"op={op!r}: use a name such as 'sum', or torch.distributed.ReduceOp.")
+            raise make_error(
+                ValueError, f"op={op!r}:", fix="use a name such as 'sum', or torch.distributed.ReduceOp.", argument="op"
+            )
         native = getattr(dist.ReduceOp, op.upper(), None)
         if native is None:
             known = [name.lower() for name in dist.ReduceOp.RedOpType.__members__]
             listed = ", ".join(map(repr, known))
-            raise ValueError(f"op={op!r}: {unknown_word(op, known, f'use one of {listed}.')}")
+            what, fix = unknown_word(f"op={op!r}", op, known, f"use one of {listed}.")
+            raise make_error(ValueError, what, fix=fix, argument="op")
         return native
 
 
@@ -347,7 +353,7 @@ def _set(variables: dict[str, str | None]) -> Iterator[None]:
 
 
 class SingleDeviceCollective(Collective):
-    """The collectives of one process, which has nobody to exchange anything with.
+    """The collectives of one process, which exchange nothing.
 
     Example::
 

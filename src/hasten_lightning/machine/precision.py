@@ -1,4 +1,4 @@
-"""Methods that Lightning's precision plugins have, over those of hasten's."""
+"""Methods that Lightning's precision plugins have, implemented with hasten's methods."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class TrainerPrecisionMethods(Precision):
     """Methods of the Trainer's precision plugins: losses are scaled in ``pre_backward``, as in Lightning."""
 
-    # The layout of objects stays that of hasten's classes.
+    # Objects keep the layout of hasten's classes.
     __slots__ = ()
 
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Return the module, optimizers and schedulers as they are trained."""
+        """Return the module, optimizers and schedulers in the form in which they are trained."""
         return model, optimizers, lr_schedulers
 
     def pre_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> torch.Tensor:

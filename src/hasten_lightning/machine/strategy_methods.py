@@ -1,4 +1,4 @@
-"""Methods that Lightning's strategies have and programs call or override, over those of hasten's strategies.
+"""Methods of Lightning's strategies that programs call or override, implemented with methods of hasten's strategies.
 
 The loops call what a program has overridden (``runtime.py``); these are the methods as Lightning names them, for
 programs that drive a strategy themselves or extend it with ``super()``.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.optim import parse
 from hasten.precision.base import Precision
@@ -34,9 +35,9 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 class Methods(Strategy):
-    """What the strategies of Trainer and Fabric share."""
+    """Methods that the strategies of Trainer and Fabric share."""
 
-    # The layout of objects stays that of hasten's classes.
+    # Objects keep the layout of hasten's classes.
     __slots__ = ()
 
     @classmethod
@@ -202,9 +203,10 @@ class FabricMethods(Methods):
             self.state.load_optimizer_state(state, contents)
             return {}
         if strict and (missing := [name for name in state if name not in contents]):
-            raise KeyError(
-                f"{os.fspath(path)} has no {missing[0]!r}. It has {', '.join(map(repr, contents))}. Leave the name out "
-                "of state, or pass strict=False."
+            raise make_error(
+                KeyError,
+                f"{os.fspath(path)} has no {missing[0]!r}. It has {', '.join(map(repr, contents))}.",
+                fix="Leave the name out of state, or pass strict=False.",
             )
         for name in [name for name in state if name in contents]:
             saved, target = contents.pop(name), state[name]
@@ -271,7 +273,7 @@ class TrainerMethods(Methods):
         self.optimizers, self.lr_scheduler_configs = list(parsed[0]), list(parsed[1])
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which layers are wrapped as they are made: none, for parts are chosen afterwards."""
+        """Return a context for making layers; it wraps none, because parts are chosen afterwards."""
         return nullcontext()
 
     def on_train_start(self) -> None:
@@ -288,7 +290,12 @@ def require_fsdp_precision(precision: object) -> None:
     """Raise TypeError for a precision plugin with which Lightning's ``FSDPStrategy`` does not train."""
     if precision is not None and not isinstance(precision, FSDPPrecision):
         name = type(precision).__name__
-        raise TypeError(f"FSDPStrategy(precision={name}()): it trains with FSDPPrecision only. Write precision='...'.")
+        raise make_error(
+            TypeError,
+            f"FSDPStrategy(precision={name}()): it trains with FSDPPrecision only.",
+            fix="Write precision='...'.",
+            argument="precision",
+        )
 
 
 class FullyShardedMethods(Strategy):
@@ -325,7 +332,7 @@ class FullyShardedMethods(Strategy):
 
     @property
     def mixed_precision_config(self) -> object:
-        """The number formats, as ``mixed_precision=`` or the precision of the run say; None for those of the module."""
+        """The number formats of ``mixed_precision=`` or of the run's precision; None for the module's own."""
         if self._given_mixed_precision is not None:
             return self._given_mixed_precision
         precision: Any = self.precision_plugin
@@ -334,21 +341,23 @@ class FullyShardedMethods(Strategy):
     def take_arguments(
         self, precision: object, mixed_precision: object, cpu_offload: object, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Keep arguments as they were given; return the further ones without those that make no difference here."""
+        """Store the arguments; return the further ones, without arguments that make no difference here."""
         require_fsdp_precision(precision)
         self._given_mixed_precision, self._given_cpu_offload = mixed_precision, cpu_offload
         self.kwargs: dict[str, Any] = {"use_orig_params": True, **options}
         if options.get("use_orig_params") is False:
-            rank_zero_warn("FSDPStrategy(use_orig_params=False): parameters stay what they were. Leave it out.")
+            rank_zero_warn("FSDPStrategy(use_orig_params=False): parameters stay what they were.", fix="Leave it out.")
             options = {name: value for name, value in options.items() if name != "use_orig_params"}
         return options
 
 
 def _refuse_storage_options(owner: object, storage_options: object) -> None:
     if storage_options is not None:
-        raise TypeError(
+        raise make_error(
+            TypeError,
             f"{type(owner).__name__}.save_checkpoint(storage_options=...): all processes write the file together, "
-            "without such options. Leave it out."
+            "without such options.",
+            fix="Leave it out.",
         )
 
 
@@ -380,9 +389,10 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
 
         """
         if not _sharded_parts(module):
-            raise TypeError(
-                f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded. Pass the "
-                "module that setup returned."
+            raise make_error(
+                TypeError,
+                f"FSDPStrategy.clip_gradients_norm({type(module).__name__}): its parameters are not sharded.",
+                fix="Pass the module that setup returned.",
             )
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
@@ -415,12 +425,19 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
 
         """
         if not state:
-            raise ValueError(
-                f"FSDPStrategy.load_checkpoint(state={state!r}): give the objects to load into, for instance "
-                "{'model': model}."
+            raise make_error(
+                ValueError,
+                f"FSDPStrategy.load_checkpoint(state={state!r}):",
+                fix="give the objects to load into, for instance {'model': model}.",
+                argument="state",
             )
         if isinstance(state, Optimizer):
-            raise NotImplementedError("FSDPStrategy.load_checkpoint(state=optimizer): give {'optimizer': optimizer}.")
+            raise make_error(
+                NotImplementedError,
+                "FSDPStrategy.load_checkpoint(state=optimizer):",
+                fix="give {'optimizer': optimizer}.",
+                argument="state",
+            )
         if isinstance(state, nn.Module):
             if not Path(path).is_file():
                 raise ValueError(f"FSDPStrategy.load_checkpoint({os.fspath(path)!r}): for a module, give one file.")
@@ -441,7 +458,11 @@ def _require_one_sharded(state: State) -> None:
     found = [name for name, value in state.items() if _sharded_parts(value)]
     if len(found) != 1:
         what = "no module that is sharded" if not found else f"several sharded modules: {', '.join(found)}"
-        raise ValueError(f"FSDPStrategy: the state of a checkpoint has {what}. Give one module that setup returned.")
+        raise make_error(
+            ValueError,
+            f"FSDPStrategy: the state of a checkpoint has {what}.",
+            fix="Give one module that setup returned.",
+        )
 
 
 def _require_checkpoint(path: PathLike) -> None:

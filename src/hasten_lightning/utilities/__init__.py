@@ -1,6 +1,6 @@
 """Helpers under the names that Lightning gives them: data, messages of the first process, gradients, type hints.
 
-Most of them live elsewhere in hasten.
+Most of them live elsewhere in hasten. They must not import ``hasten.trainer`` or ``hasten.fabric``.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def has_len_all_ranks(
         allow_zero_length_dataloader_with_multiple_devices: warn if only some of the loaders are empty.
 
     Raises:
-        RuntimeError: the loader of this process is empty, and that of another process is not.
+        RuntimeError: the loader of this process is empty, and the loader of another process is not.
 
     """
     length = sized_len(dataloader)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum, StrEnum
 from typing import Any, Self
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import unknown_word
 from hasten.extend.entry_points import found
 from hasten.machine.devices import ACCELERATORS, added_accelerators
@@ -43,9 +43,9 @@ class LightningEnum(StrEnum):
             if wanted in [text.replace("-", "_").lower() for text in texts]:
                 return member
         listed = f"use one of {', '.join(repr(m.value) for m in cls)}."
-        raise ValueError(
-            f"{value!r} is not a {cls.__name__}: {unknown_word(str(value), [str(m.value) for m in cls], listed)}"
-        )
+        shown = f"{value!r} is not a {cls.__name__}"
+        what, fix = unknown_word(shown, str(value), [str(m.value) for m in cls], listed)
+        raise make_error(ValueError, what, fix=fix)
 
 
 class GradClipAlgorithmType(LightningEnum):

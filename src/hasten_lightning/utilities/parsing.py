@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import traceback
 import types
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+from hasten.extend import frames
 from hasten.module.hparams import AttributeDict, HyperparametersMixin
 from hasten.module.module import trainer_of
 
@@ -30,7 +30,7 @@ def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
 
 def get_init_args(frame: types.FrameType) -> dict[str, Any]:
     """Return the arguments with which the ``__init__`` of a frame was called."""
-    return _owner_and_arguments(frame)[1]
+    return {} if frames.made_in(frame) is None else frames.arguments_of(frame)
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
@@ -61,10 +61,10 @@ def collect_init_args(
 
     """
     found = list(path_args)
-    for current, _ in traceback.walk_stack(frame):
-        owner, values = _owner_and_arguments(current)
+    for current in frames.outwards(frame):
+        owner = frames.made_in(current)
         if owner is not None and isinstance(owner, classes or object):
-            found.append(values)
+            found.append(frames.arguments_of(current))
         elif found:
             break
     return found
@@ -83,12 +83,11 @@ def save_hyperparameters(
         obj: a module or datamodule.
         *args: what to save; by default all arguments of ``__init__``.
         ignore: names to leave out.
-        frame: of the ``__init__``; by default that of the caller.
+        frame: the frame of the ``__init__``; by default the caller's.
         given_hparams: ignored.
 
     """
-    here = inspect.currentframe()
-    obj.save_hyperparameters(*args, ignore=ignore, frame=frame or (here.f_back if here is not None else None))
+    obj.save_hyperparameters(*args, ignore=ignore, frame=frame or frames.caller())
 
 
 def lightning_hasattr(model: object, attribute: str) -> bool:
@@ -124,18 +123,6 @@ def _holders(model: Any, attribute: str, *, needed: bool = False) -> list[Any]:
             f"neither the {type(model).__name__} nor its hyper-parameters nor its datamodule have {attribute!r}."
         )
     return found
-
-
-def _owner_and_arguments(frame: types.FrameType) -> tuple[Any, dict[str, Any]]:
-    """Return the object of a frame of ``__init__`` and its arguments, those in ``**kwargs`` among the others."""
-    if frame.f_code.co_name != "__init__":
-        return None, {}
-    names, _, keywords, values = inspect.getargvalues(frame)
-    owner = values.get(names[0]) if names else None
-    arguments = {name: values[name] for name in names[1:] if name in values}
-    if keywords is not None:
-        arguments.update(values.get(keywords, {}))
-    return owner, arguments
 
 
 __all__ = [

@@ -53,7 +53,7 @@ def is_folder(fs: AbstractFileSystem, path: PathLike, strict: bool = False) -> b
 
 
 def is_local(fs: AbstractFileSystem) -> bool:
-    """Return whether a file system is that of this machine."""
+    """Return whether a file system is the local one."""
     return "file" in fs.protocol
 
 

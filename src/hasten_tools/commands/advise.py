@@ -1,4 +1,4 @@
-"""``hasten advise``: which switches make a program faster, measured on the program itself."""
+"""``hasten advise``: measure which switches make a program faster, on the program itself."""
 
 from __future__ import annotations
 

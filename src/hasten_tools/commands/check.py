@@ -1,4 +1,4 @@
-"""``hasten check``: a program up to its first fit, and there a check of model, data and arguments."""
+"""``hasten check``: run a program up to its first fit, and check model, data and arguments there."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
         names = ("train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "weights_only")
         given = {**dict(zip(names, args, strict=False)), **given}
         data = (given.get("train_dataloaders"), given.get("val_dataloaders"), given.get("datamodule"))
-        # Not that of a subclass.
+        # Not the method of a subclass.
         found.append(Trainer.check(trainer, model, *data))
         path = given.get("ckpt_path")
         if path not in (None, "last", "best", "hpc") and "://" not in str(path) and not os.path.exists(str(path)):

@@ -1,4 +1,4 @@
-"""``hasten consolidate``: one file of a sharded checkpoint, which is a folder."""
+"""``hasten consolidate``: make one file of a sharded checkpoint, which is a folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten.commands.parser import Parser
 
 # What only training needs; see RunState.collect in loops/resume.py.
@@ -70,8 +71,10 @@ def _allow(names: Sequence[str]) -> None:
         module, _, kind = name.rpartition(".")
         found = getattr(importlib.import_module(module), kind, None) if module else None
         if found is None:
-            raise ValueError(f"--allow {name}: this class was not found. Write package.module.Class.")
-        # By the name in the file, which may differ from that of the class.
+            raise make_error(
+                ValueError, f"--allow {name}: this class was not found.", fix="Write package.module.Class."
+            )
+        # By the name in the file, which may differ from the name of the class.
         allowed.append((found, name))
     torch.serialization.add_safe_globals(allowed)
 
@@ -81,7 +84,7 @@ def consolidate(folder: str, output: Path | None = None, *, weights_only: bool =
 
     Args:
         folder: the checkpoint, or its URL.
-        output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` beside ``folder``.
+        output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` next to ``folder``.
         weights_only: leave out what only training needs.
 
     Returns:
@@ -98,13 +101,13 @@ def consolidate(folder: str, output: Path | None = None, *, weights_only: bool =
 
     if is_url(folder):
         if output is None:
-            raise ValueError(f"{folder}: name the file to write with -o.")
+            raise make_error(ValueError, f"{folder}:", fix="name the file to write with -o.")
         target = output
     else:
         path = _checked(folder)
         folder, target = str(path), output or path.with_name(f"{path.stem}-consolidated.ckpt")
     if target.exists():
-        raise ValueError(f"{target} exists. Remove it, or name another file with -o.")
+        raise make_error(ValueError, f"{target} exists.", fix="Remove it, or name another file with -o.")
     # The weights alone need no hyper-parameters.
     with files.hyper_parameters_left_out() if target.suffix == ".safetensors" else nullcontext():
         checkpoint = files.load(folder)
@@ -134,7 +137,7 @@ def _checked(folder: str) -> Path:
     if not is_checkpoint_folder(path):
         inside = [str(each) for each in sorted(path.iterdir()) if is_checkpoint_folder(each)]
         hint = f" Did you mean {inside[-1]!r}?" if inside else ""
-        raise ValueError(f"{path} is not a sharded checkpoint.{hint}")
+        raise make_error(ValueError, f"{path} is not a sharded checkpoint.", fix=hint)
     return path
 
 
@@ -150,7 +153,9 @@ def _weights(checkpoint: Any, folder: str) -> dict[str, Any]:
 
 def _unknown_weights(checkpoint: Any, folder: str) -> ValueError:
     names = ", ".join(map(repr, checkpoint))
-    return ValueError(f"{folder} has no 'state_dict' (it has {names}): write all of it into a .ckpt file.")
+    return make_error(
+        ValueError, f"{folder} has no 'state_dict' (it has {names}):", fix="write all of it into a .ckpt file."
+    )
 
 
 def _write_safetensors(weights: dict[str, Any], target: Path) -> None:

@@ -9,10 +9,10 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from hasten.commands.parser import Parser
+from hasten.extend.frames import caller, first_outside
 from hasten_lightning.commands import run
 from hasten_tools.eject.source import PACKAGES, EjectError
 
@@ -110,18 +110,14 @@ def _first_fit(path: Path, text: str, arguments: Sequence[str]) -> Any:
 
     @functools.wraps(init)
     def make(trainer: Trainer, *args: Any, **named: Any) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not _is_file(frame.f_code.co_filename, path):
-            frame = frame.f_back
+        frame = first_outside(caller(), lambda file: not _is_file(file, path))
         if frame is not None:
             made_at[id(trainer)] = frame.f_lineno
         init(trainer, *args, **named)
 
     def restore() -> None:
-        Trainer.__init__ = init  # type: ignore[method-assign]
-        Trainer.fit = fit  # type: ignore[method-assign]
-        for verb, method in verbs.items():
-            setattr(Trainer, verb, method)
+        for name, method in ({"__init__": init, "fit": fit} | verbs).items():
+            setattr(Trainer, name, method)
 
     @functools.wraps(fit)
     def look(trainer: Trainer, *args: Any, **named: Any) -> NoReturn:

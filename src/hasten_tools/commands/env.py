@@ -1,4 +1,4 @@
-"""``hasten env``: what a bug report needs to know of this machine and what is installed on it."""
+"""``hasten env``: print the facts about this machine and its packages that a bug report needs."""
 
 from __future__ import annotations
 

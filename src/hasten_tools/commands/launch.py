@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib.errors import make_error
 from hasten.commands.parser import Parser, whole
 from hasten_lightning.commands.run import add_program, check_program, find_module, parse_program, read_source
 
@@ -258,7 +259,9 @@ def _number_of_processes(procs: int | str) -> int:
         return usable_cores()
     accelerator = best_accelerator()
     if procs == "gpu" and isinstance(accelerator, CPUAccelerator):
-        raise SystemExit("hasten launch: error: --procs gpu: torch finds no GPU here. Use --procs with a number.")
+        raise make_error(
+            SystemExit, "hasten launch: error: --procs gpu: torch finds no GPU here.", fix="Use --procs with a number."
+        )
     return accelerator.auto_device_count()
 
 

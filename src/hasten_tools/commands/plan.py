@@ -1,4 +1,4 @@
-"""``hasten plan``: what a program needs on many devices, without using any."""
+"""``hasten plan``: estimate what a program needs on many devices, without using any."""
 
 from __future__ import annotations
 

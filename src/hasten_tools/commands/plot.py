@@ -1,4 +1,4 @@
-"""``hasten plot``: curves of one run, or of several side by side, as a picture."""
+"""``hasten plot``: draw the curves of one run, or compare several runs, as a picture."""
 
 from __future__ import annotations
 

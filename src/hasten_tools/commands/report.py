@@ -1,4 +1,4 @@
-"""``hasten report``: one page about a run, or about several side by side."""
+"""``hasten report``: write one page about a run, or about several runs side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of the processes of ``hasten advise``, ``Trainer.advise`` and ``Trainer(speed="auto")`` run."""
+"""Run the program in a trial process of ``hasten advise``, ``Trainer.advise`` and ``Trainer(speed="auto")``."""
 
 from __future__ import annotations
 

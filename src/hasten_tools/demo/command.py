@@ -1,4 +1,4 @@
-"""``hasten demo``: a real training, row by row faster."""
+"""``hasten demo``: run a real training, made faster row by row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib.errors import make_error
 from hasten._lib.names import unknown_word
 from hasten.commands.parser import Option, Parser, positive, whole
 
@@ -121,9 +122,10 @@ def _run(options: argparse.Namespace, command: str) -> int:
     for name in {name for names in ONLY.values() for name in names}.difference(ONLY[options.task]):
         if getattr(options, name):
             tasks = [task for task, names in ONLY.items() if name in names]
-            raise ValueError(
-                f"--{name.replace('_', '-')} is for {' and '.join(f'the {task} task' for task in tasks)}. Add "
-                f"--task {' or --task '.join(tasks)}, or leave it out."
+            raise make_error(
+                ValueError,
+                f"--{name.replace('_', '-')} is for {' and '.join(f'the {task} task' for task in tasks)}.",
+                fix=f"Add --task {' or --task '.join(tasks)}, or leave it out.",
             )
 
     import torch
@@ -179,7 +181,8 @@ def _rows(rows: list[LadderRow], skip: Sequence[str]) -> list[LadderRow]:
     for name in skip:
         if name not in names:
             listed = f"use one of {', '.join(names)}."
-            raise ValueError(f"--skip {name!r}: {unknown_word(name, names, listed)}")
+            what, fix = unknown_word(f"--skip {name!r}", name, names, listed)
+            raise make_error(ValueError, what, fix=fix)
     return [row for row in rows if row.name not in skip]
 
 
@@ -191,7 +194,7 @@ def _device(accelerator: str) -> torch.device:
     import torch
 
     if accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("--accelerator gpu: this machine has no CUDA device. Use cpu, or auto.")
+        raise make_error(ValueError, "--accelerator gpu: this machine has no CUDA device.", fix="Use cpu, or auto.")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 

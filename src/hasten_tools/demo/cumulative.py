@@ -29,7 +29,7 @@ ROW_TARGET = "hasten_tools.demo.row:run"
 
 @dataclass(eq=False)
 class Result:
-    """What was measured of a row.
+    """The measurements of a row.
 
     Args:
         row: which.
@@ -42,7 +42,7 @@ class Result:
         ready_seconds: from the start of its process to its first step.
         first: its first steps, which pay for memory and for compiling.
         turns: those after them.
-        in_full: whether ``seconds`` are those of the whole training.
+        in_full: whether ``seconds`` cover the whole training.
         full_seconds: of the whole training, of a row that was trained in full.
         refused: why hasten would not train so; such a row has no figures.
         accuracies: on the test samples, 0 to 1, for each seed it was trained in full with.
@@ -122,14 +122,14 @@ class Result:
 
     @property
     def basis(self) -> str:
-        """What the seconds stand on, in words."""
+        """How the seconds were measured, in words."""
         if self.in_full:
             return f"trained in full: {self.steps:,} steps"
         return f"{sum(turn.steps for turn in self.turns):,} of {self.steps:,} steps"
 
 
 class _RowTrial:
-    """A row in its process: trains it and notes its turns in its result."""
+    """A row in its own process: trains it and records its turns in its result."""
 
     def __init__(self, engine: Engine, task: Task, result: Result) -> None:
         began = time.perf_counter()
@@ -268,7 +268,7 @@ def _fastest(results: Sequence[Result]) -> Result:
 
 
 def shorten(task: Task) -> None:
-    """Leave a task with ``full_seconds`` as many samples as the plain loop trains in that time on this machine."""
+    """Reduce a task with ``full_seconds`` to as many samples as the plain loop trains in that time on this machine."""
     if task.full_seconds is None:
         return
     variant = RowVariant()
@@ -305,7 +305,7 @@ def measure(
         full: train every row in full, however long it takes.
         seeds: with how many seeds the first row and the fastest that keeps the maths are trained in full, for
             their accuracy.
-        say: called with a line on what is going on.
+        say: called with a line about the progress.
         keep: called with the results so far after each row, so that an interrupted run is not lost.
 
     """

@@ -1,4 +1,4 @@
-"""Archives of the demo: fetched where they are not yet, checked, and read without unpacking them to disk."""
+"""Archives of the demo: downloaded if they are missing, checked, and read without unpacking them to disk."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten_tools.demo.task import DemoError
 
@@ -64,28 +65,36 @@ def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> 
                 break
             except _CutShort as error:
                 if not tries_left:
-                    raise DemoError(
-                        f"The download of {remote.url} was cut {TRIES} times, last after {error}. What came is kept: "
-                        "run again to continue."
+                    raise make_error(
+                        DemoError,
+                        f"The download of {remote.url} was cut {TRIES} times, last after {error}. What came is kept:",
+                        fix="run again to continue.",
                     ) from error
         if (found := sha256_of(part)) != remote.sha256:
             part.unlink()
-            raise DemoError(
+            raise make_error(
+                DemoError,
                 f"{remote.url} has the right size but another content than expected (sha256 {found}, not "
-                f"{remote.sha256}). Run again, or give a copy you trust with --data."
+                f"{remote.sha256}).",
+                fix="Run again, or give a copy you trust with --data.",
             )
         part.replace(target)
     except urllib.error.HTTPError as error:
-        raise DemoError(
-            f"{remote.url} answered {error.code} {error.reason}. Fetch the archive another way and name it with --data."
+        raise make_error(
+            DemoError,
+            f"{remote.url} answered {error.code} {error.reason}.",
+            fix="Fetch the archive another way and name it with --data.",
         ) from error
     except (urllib.error.URLError, TimeoutError, http.client.HTTPException, ConnectionError) as error:
-        raise DemoError(
-            f"No network, or {remote.url} cannot be reached ({getattr(error, 'reason', None) or error}). Fetch the "
-            f"archive on another machine and name it with --data {remote.name}."
+        raise make_error(
+            DemoError,
+            f"No network, or {remote.url} cannot be reached ({getattr(error, 'reason', None) or error}).",
+            fix=f"Fetch the archive on another machine and name it with --data {remote.name}.",
         ) from error
     except OSError as error:
-        raise DemoError(f"{target} cannot be written: {error}. Choose a folder with --cache-dir.") from error
+        raise make_error(
+            DemoError, f"{target} cannot be written: {error}.", fix="Choose a folder with --cache-dir."
+        ) from error
     return target
 
 
@@ -120,9 +129,11 @@ def _fetch_rest(remote: Remote, part: Path, timeout_seconds: float) -> None:
 
 def _check_size(remote: Remote, size_bytes: int) -> None:
     if size_bytes != remote.size_bytes:
-        raise DemoError(
+        raise make_error(
+            DemoError,
             f"{remote.url} has {size_bytes:,} bytes, expected {remote.size_bytes:,}: it is not the archive of this "
-            "demo. Give a copy you trust with --data."
+            "demo.",
+            fix="Give a copy you trust with --data.",
         )
 
 
@@ -146,7 +157,7 @@ def read_files(data: Path, remote: Remote, wanted: Callable[[str], object]) -> I
     """
     instead = f"Give {remote.name} or the folder it unpacks to."
     if not data.exists():
-        raise DemoError(f"--data {data}: there is no such file or folder. {instead}")
+        raise make_error(DemoError, f"--data {data}: there is no such file or folder.", fix=instead)
     if data.is_dir():
         for path in sorted(path for path in data.rglob("*") if wanted(path.as_posix())):
             yield path.as_posix(), path.read_bytes()
@@ -158,4 +169,4 @@ def read_files(data: Path, remote: Remote, wanted: Callable[[str], object]) -> I
                 if content is not None:
                     yield member.name, content.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DemoError(f"--data {data}: not a whole tar archive ({error}). {instead}") from error
+        raise make_error(DemoError, f"--data {data}: not a whole tar archive ({error}).", fix=instead) from error

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from hasten._lib.device import is_host
+from hasten._lib.errors import make_error
 from hasten._lib.files import cache_folder
 from hasten._lib.optional import need
 from hasten_tools.demo.download import Remote, download, read_files
@@ -73,7 +74,7 @@ class Images(Dataset[dict[str, Tensor]]):
 
 
 class VisionTransformer(nn.Module):
-    """Patches of an image, a learned position for each, transformer blocks, and the mean of them classified.
+    """A Vision Transformer: patches with learned positions, transformer blocks, and a classifier of their mean.
 
     Args:
         side: pixels on each side of the image.
@@ -124,7 +125,7 @@ class VisionTransformer(nn.Module):
 
 
 class ImageTask(Task):
-    """Classify images, of which each has the same number of tokens."""
+    """Classify images, which all have the same number of tokens."""
 
     train_data: Images
     validation_data: Images
@@ -253,9 +254,16 @@ class Vit(ImageTask):
     ) -> None:
         super().__init__(settings)
         if side % PATCH or side < PATCH:
-            raise ValueError(f"side={side}: use a multiple of {PATCH}, such as 224.")
+            raise make_error(
+                ValueError, f"side={side}:", fix=f"use a multiple of {PATCH}, such as 224.", argument="side"
+            )
         if limit is not None and limit < 60:
-            raise ValueError(f"limit={limit}: too few images to split in three. Use 60 or more, or leave it out.")
+            raise make_error(
+                ValueError,
+                f"limit={limit}: too few images to split in three.",
+                fix="Use 60 or more, or leave it out.",
+                argument="limit",
+            )
         self.pretrained, self.side, self.width, self.depth = pretrained, side, width, depth
         self.tokens_per_image = (side // PATCH) ** 2
         if random_images:
@@ -311,15 +319,17 @@ def read_photographs(data: Path) -> tuple[Images, Images]:
     files = read_files(data, ARCHIVE, lambda path: Path(path).name in names)
     found = {Path(path).name: content for path, content in files}
     if missing := [name for name in names if name not in found]:
-        raise DemoError(
-            f"--data {data}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in it. Give "
-            f"{ARCHIVE.name} (the version for C programs, {ARCHIVE.url}) or the folder it unpacks to."
+        raise make_error(
+            DemoError,
+            f"--data {data}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in it.",
+            fix=f"Give {ARCHIVE.name} (the version for C programs, {ARCHIVE.url}) or the folder it unpacks to.",
         )
     for name, content in found.items():
         if not content or len(content) % RECORD_BYTES:
-            raise DemoError(
-                f"--data {data}: {name} has {len(content):,} bytes, not a whole number of images. Fetch the archive "
-                "again."
+            raise make_error(
+                DemoError,
+                f"--data {data}: {name} has {len(content):,} bytes, not a whole number of images.",
+                fix="Fetch the archive again.",
             )
         if max(content[::RECORD_BYTES]) >= CLASSES:
             raise DemoError(f"--data {data}: {name} has a label above 9, which CIFAR-10 does not have.")

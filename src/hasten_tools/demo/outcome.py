@@ -32,7 +32,7 @@ FIGURES = {"seconds": 8, "speed": 8, "all in": 8, "pad": 6, "acc.": 7}
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the model FLOPs utilization of a row is computed from.
+    """The numbers from which the model FLOPs utilization of a row is computed.
 
     Args:
         useful_flops: floating point operations of the whole training, forward and backward, of real tokens only.
@@ -108,8 +108,8 @@ def describe(facts: dict[str, Any]) -> str:
 def lines_to_write(results: Sequence[Result]) -> list[str]:
     """Return the lines of code with which to train as fast as the fastest rows that train the same model.
 
-    The first is that of the fastest row that changes rounding and random draws at most; a second follows where lower
-    precision or other batches are faster still.
+    The first shows the fastest row that changes rounding and random draws at most; a second follows if lower precision
+    or other batches are faster still.
     """
     lines: dict[str, str] = {}
     for within in (Safety.OTHER_DRAWS, Safety.LOWER_PRECISION):
@@ -222,7 +222,7 @@ def _notes_of_row(number: int, result: Result, *, graphs_above: bool) -> Iterato
 
 
 def _marks(numbered: _Numbered) -> Iterator[str]:
-    """Return what the marks beside rows mean, for those that there are."""
+    """Return the meaning of the marks that rows have."""
     run = [(number, result) for number, result in numbered if result.refused is None]
     if sampled := [(number, result.basis) for number, result in run if not result.in_full]:
         yield (
@@ -243,7 +243,7 @@ def _marks(numbered: _Numbered) -> Iterator[str]:
 
 
 def _unsteadiness(numbered: _Numbered) -> Iterator[str]:
-    """Say how differently long the turns of a row took: they cost the same except for what else the machine did."""
+    """Describe how much the times of a row's turns differ: apart from the load of the machine they should be equal."""
     spreads = [(1.0, 0)]
     for number, result in numbered:
         if costs := [turn.cost("tokens") for turn in result.turns]:
@@ -344,7 +344,7 @@ def _as_row(result: Result, first: Result, arithmetic: Arithmetic | None) -> dic
 
 
 def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any]) -> None:
-    """Draw the ladder: a bar for each row, as long as it is fast, with seconds and accuracy beside it."""
+    """Draw the ladder: a bar for each row, whose length is its speed, with seconds and accuracy next to it."""
     bars = []
     for result in results:
         text, *more = _figures(result, results[0])

@@ -1,4 +1,4 @@
-"""Train one row of a ladder in its own process: the loop a good engineer writes by hand, and the same in hasten."""
+"""Train one row of a ladder in its own process: either a hand-written loop, or the same in hasten."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Classifier(L.LightningModule):
 class RowTraining(L.Callback):
     """Report each step to the parent process, and keep the weights that the whole training ends with.
 
-    Steps go on after the whole training, so that rows can be compared for as long as that takes.
+    Steps continue after the whole training, so that rows can be compared for as long as necessary.
     """
 
     def __init__(self, session: Session, task: Task, variant: RowVariant) -> None:
@@ -95,7 +95,7 @@ class RowTraining(L.Callback):
         self.after_step(pl_module.model, outputs["loss"], batch)
 
     def after_step(self, model: nn.Module, loss: Tensor, batch: Batch) -> None:
-        """Report a step of ``model``: its tokens, as a part of those of the whole training, and the places computed."""
+        """Report a step of ``model``: its tokens, as a part of the whole training's, and the positions computed."""
         self._steps_left -= 1
         if self._steps_left == 0:
             self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}

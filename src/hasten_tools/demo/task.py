@@ -1,4 +1,4 @@
-"""What a task of the demo provides: data, model and loss; and the rows of its ladder."""
+"""Base classes of the demo's tasks: data, model and loss, and the rows of the ladder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Say = Callable[[str], None]
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on; the message says why and what to do. The command prints it without a traceback."""
+    """The demo cannot continue; the message says why and what to do. The command prints it without a traceback."""
 
 
 @dataclass(frozen=True)
 class RowVariant:
-    """What a row trains: the arguments of its Trainer, and what is changed in the model or the data.
+    """The variant that a row trains: arguments of its Trainer, and changes of model or data.
 
     Args:
         trainer: arguments of ``hasten.Trainer``; None trains with the hand-written loop.
@@ -58,7 +58,7 @@ class LadderRow:
     Args:
         name: for the table.
         line: the line of code that makes the difference.
-        arguments: of the Trainer, added to those of the rows above that paid.
+        arguments: arguments of the Trainer, in addition to the arguments of the rows above that paid.
         changes: to the other fields of the :class:`RowVariant`.
         safety: what the row may change at most.
         alone: the row takes nothing from the rows above and passes nothing on.
@@ -144,7 +144,7 @@ def code_of(arguments: Mapping[str, Any]) -> str:
 
 
 class Settings(TypedDict, total=False):
-    """What every task can be given; the defaults are attributes of its class."""
+    """Settings that every task accepts; the defaults are attributes of its class."""
 
     epochs: int
     batch_size: int

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from hasten._lib.errors import make_error
 from hasten._lib.files import cache_folder
 from hasten._lib.optional import install_line
 from hasten.checkpoint import files
@@ -148,7 +149,7 @@ class TextDataset(Dataset[dict[str, Any]]):
 
 @dataclass
 class Pad:
-    """Join samples to a batch: input_ids and attention_mask ``(batch, width)`` and labels ``(batch,)``, int64.
+    """Join samples into a batch: input_ids and attention_mask ``(batch, width)`` and labels ``(batch,)``, int64.
 
     Args:
         width: pad every batch to so many tokens; None pads each batch to its longest text.
@@ -436,7 +437,12 @@ def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> tup
     """
     used = count if limit is None else min(limit, count)
     if used < 10:
-        raise ValueError(f"limit={limit}: {used} of {count} reviews are too few to split in three. Use 10 or more.")
+        raise make_error(
+            ValueError,
+            f"limit={limit}: {used} of {count} reviews are too few to split in three.",
+            fix="Use 10 or more.",
+            argument="limit",
+        )
     train, validation = round(used * TRAIN_SHARE), round(used * VALIDATION_SHARE)
     end = train + validation
     test = min(max(used - end, SMALLEST_TEST), count - end)

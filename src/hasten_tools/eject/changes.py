@@ -1,4 +1,4 @@
-"""Change the text of a program where it uses hasten."""
+"""Change the source of a program where it uses hasten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BY_DEFAULT = {"accumulate_grad_batches": "1", "check_val_every_n_epoch": "1", "
 
 
 class Changes:
-    """Changes the text of the program where it uses hasten."""
+    """Changes the source of the program where it uses hasten."""
 
     def __init__(self, source: Source, facts: Facts, use: Use, objects: Objects, filled: dict[str, Any]) -> None:
         self.source, self.facts, self.use, self.objects, self.filled = source, facts, use, objects, filled
@@ -117,7 +117,7 @@ class Changes:
     def _saved_arguments(
         self, statement: ast.Expr, call: ProgramCall, arguments: ast.arguments, chosen: list[Any]
     ) -> list[str]:
-        """Return the arguments of ``__init__`` that ``save_hyperparameters`` saves, as they are passed on."""
+        """Return the arguments of ``__init__`` that ``save_hyperparameters`` saves, as code that passes them on."""
         source = self.source
         names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)][1:]
         if arguments.vararg:

@@ -1,4 +1,4 @@
-"""What a run of a program has: found out by preparing its first fit, without training."""
+"""Facts about a program, found by preparing its first fit without training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten._lib.errors import make_error
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.extend.origin import comes_from
 from hasten.module import LightningModule
@@ -55,10 +56,10 @@ QUIETLY: dict[str, Any] = {
 
 @dataclass
 class Facts:
-    """What the first fit of a program has.
+    """The facts about a program's first fit.
 
     Args:
-        arguments: those of its Trainer that were given, with their values.
+        arguments: the arguments that the program passes to its Trainer, with their values.
         trained: the module's class.
         automatic: whether the loop steps the optimizer.
         closure: whether the optimizer's step computes the loss itself.
@@ -145,8 +146,10 @@ def gather(
     for what, given in (("training", train_dataloaders), ("validation", val_dataloaders)):
         several = isinstance(given, (CombinedLoader, Mapping)) or is_collection(given)
         if several and not (what == "validation" and isinstance(given, (list, tuple)) and len(given) < 2):
-            raise EjectError(
-                f"there are several {what} loaders, and the ejected loop reads one. Join them in a Dataset."
+            raise make_error(
+                EjectError,
+                f"there are several {what} loaders, and the ejected loop reads one.",
+                fix="Join them in a Dataset.",
             )
 
     def look(run: Run) -> None:
@@ -192,8 +195,10 @@ def _rate_names(run: Run) -> list[str]:
 def _look_at_data(facts: Facts, run: Run, given: object, datamodule: object) -> None:
     facts.validates = not run.data.validation.is_off()
     if facts.validates and len(run.data.validation.load()) > 1:
-        raise EjectError(
-            "there are several validation loaders, and the ejected loop reads one. Join them in a Dataset."
+        raise make_error(
+            EjectError,
+            "there are several validation loaders, and the ejected loop reads one.",
+            fix="Join them in a Dataset.",
         )
     if given is None:
         facts.data_from = "model" if datamodule is None else "datamodule"
@@ -233,7 +238,9 @@ def _taken_apart(configured: Any, owner: str) -> tuple[list[str], list[str], lis
         return [f"(configured,) = {call}", *lines[1:]], optimizers, schedulers
     if items and all(isinstance(one, Mapping) for one in items):
         return _dicts_taken_apart(items, call)
-    raise EjectError(f"{owner}.configure_optimizers() returns a form that eject does not know. Return a dict.")
+    raise make_error(
+        EjectError, f"{owner}.configure_optimizers() returns a form that eject does not know.", fix="Return a dict."
+    )
 
 
 def _dicts_taken_apart(items: list[Any], call: str) -> tuple[list[str], list[str], list[str]]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hasten.extend.origin import is_builtin
+from hasten._lib.errors import make_error
+from hasten.extend.origin import is_builtin, module_of, source_file
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -43,7 +44,7 @@ def eject(trainer: Trainer, model: Any, data: dict[str, Any], output: str | os.P
     facts = gather(trainer, model, **data)
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
-    if facts.trained.__module__ == "__main__" and file is not None and os.path.isfile(file):
+    if module_of(facts.trained) == "__main__" and file is not None and os.path.isfile(file):
         text, name = _as_fit(Path(file).read_text(encoding="utf-8")), Path(file).name
     else:
         text, name = _around(trainer, facts, data), f"a Trainer of {facts.trained.__name__}"
@@ -115,7 +116,7 @@ def _around(trainer: Trainer, facts: Facts, data: dict[str, Any]) -> str:
 
 
 def _arguments_of_trainer(given: dict[str, Any], parts: _Definitions) -> tuple[list[str], list[str]]:
-    """Return the code of plain arguments of a Trainer, and that of hasten's callbacks."""
+    """Return the code of plain arguments of a Trainer, and the code of hasten's callbacks."""
     arguments: list[str] = []
     callbacks: list[str] = []
     for name, value in given.items():
@@ -124,7 +125,11 @@ def _arguments_of_trainer(given: dict[str, Any], parts: _Definitions) -> tuple[l
         elif isinstance(value, (bool, int, float, str, type(None))):
             arguments.append(f"{name}={value!r}")
         elif name != "logger":
-            raise EjectError(f"Trainer({name}={value!r}) is an object, which a program cannot be written for.")
+            raise make_error(
+                EjectError,
+                f"Trainer({name}={value!r}) is an object, which a program cannot be written for.",
+                argument=name,
+            )
     return arguments, callbacks
 
 
@@ -177,7 +182,7 @@ class _Definitions:
             return
         home, own_name = str(getattr(value, "__module__", None)), getattr(value, "__name__", name)
         is_definition = isinstance(value, type) or inspect.isroutine(value)
-        if is_definition and (home == user.__module__ or _derives_from_hasten(value)):
+        if is_definition and (home == module_of(user) or _derives_from_hasten(value)):
             self.need(name, value)
         elif is_definition and getattr(sys.modules.get(home), own_name, None) is value:
             as_name = "" if own_name == name else f" as {name}"
@@ -191,9 +196,10 @@ class _Definitions:
             self._seen.add(name)
             self._texts.append(f"{name} = {value!r}")
         elif name not in self._seen:
-            raise EjectError(
-                f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known. Put the program into "
-                "a file and use `hasten eject`."
+            raise make_error(
+                EjectError,
+                f"{user.__name__} uses {name}, a {type(value).__name__} whose code is not known.",
+                fix="Put the program into a file and use `hasten eject`.",
             )
 
     def imports_text(self) -> str:
@@ -230,13 +236,13 @@ def _function_of(value: Any) -> Any:
     if inspect.isfunction(value):
         return inspect.unwrap(value)
     found = (inspect.unwrap(one) for one in vars(value).values() if inspect.isfunction(one))
-    return next((one for one in found if one.__module__ == value.__module__), None)
+    return next((one for one in found if module_of(one) == module_of(value)), None)
 
 
 def _names_around(value: Any) -> dict[str, Any]:
     function = _function_of(value)
     if function is None:
-        return dict(vars(sys.modules.get(value.__module__, builtins)))
+        return dict(vars(sys.modules.get(module_of(value), builtins)))
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     inner: dict[str, Any] = {}
     for name, cell in cells:
@@ -253,8 +259,8 @@ def _names_around(value: Any) -> dict[str, Any]:
 def _source(value: Any) -> str:
     """Return the text of a class or function: from its file, or the cell of the notebook that defined it."""
     function = _function_of(value)
-    file = None if function is None else function.__code__.co_filename
-    lines = linecache.getlines(file) if file is not None else []
+    file = source_file(function)
+    lines = linecache.getlines(file) if file else []
     wanted: Callable[[ast.AST], bool] = lambda node: (  # noqa: E731
         isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == value.__name__
     )
@@ -265,9 +271,10 @@ def _source(value: Any) -> str:
         found = [n for n in ast.walk(tree) if wanted(n) and n.lineno <= line <= (n.end_lineno or 0) + 1]  # type: ignore[attr-defined]
         found = found or [node for node in ast.walk(tree) if wanted(node)]
     if not found:
-        raise EjectError(
-            f"the source of {value.__name__} cannot be read: it was not written in a file or a notebook. Put it into a "
-            "file and use `hasten eject`."
+        raise make_error(
+            EjectError,
+            f"the source of {value.__name__} cannot be read: it was not written in a file or a notebook.",
+            fix="Put it into a file and use `hasten eject`.",
         )
     node = found[-1]
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten_tools.eject.facts import Facts
 from hasten_tools.eject.source import EjectError
 from hasten_tools.eject.use import CLASSES, Use
@@ -30,7 +31,11 @@ def precision_of(arguments: dict[str, Any]) -> str:
     name = SHORT.get(name, name)
     if name not in PRECISIONS:
         known = ", ".join(PRECISIONS)
-        raise EjectError(f"precision={name!r} has no short equivalent. What can be ejected: {known}.")
+        raise make_error(
+            EjectError,
+            f"precision={name!r} has no short equivalent. What can be ejected: {known}.",
+            argument="precision",
+        )
     return name
 
 

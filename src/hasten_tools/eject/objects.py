@@ -1,4 +1,4 @@
-"""Objects of hasten that a program keeps in variables: which of their names it uses, and which objects go."""
+"""Objects of hasten that a program keeps in variables: which of their names it uses, and which objects are removed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ONLY_SHOW = frozenset(
         "ThroughputMonitor", "Timer", "TQDMProgressBar",
     }
 )  # fmt: skip
-# What the written callbacks have beside the arguments that they are made with.
+# Attributes that the written callbacks have besides the arguments that they are made with.
 ATTRIBUTES = {
     "EarlyStopping": {"monitor", "min_delta", "patience", "mode", "wait_count", "best_score", "stopped_epoch"},
     "ModelCheckpoint": {

@@ -1,4 +1,4 @@
-"""Eject a program: keep the user's code as it is written, and put a plain training loop in hasten's place."""
+"""Eject a program: keep the user's code unchanged, and put a plain training loop in hasten's place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import sys
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten_tools.eject import writer
 from hasten_tools.eject.changes import Changes
 from hasten_tools.eject.facts import Facts
@@ -78,7 +79,11 @@ def _check_before_fit(facts: Facts, use: Use, filled: dict[str, Any], name: str)
     why = f"the hook {min(hooks)}" if hooks else f"precision={filled['precision']!r}" if filled["weights"] else ""
     if why:
         verb = facts.verbs_before[0]
-        raise EjectError(f"{name}: it calls Trainer.{verb} before Trainer.fit, with {why}. Move that call behind fit.")
+        raise make_error(
+            EjectError,
+            f"{name}: it calls Trainer.{verb} before Trainer.fit, with {why}.",
+            fix="Move that call behind fit.",
+        )
 
 
 def with_one_branch(text: str, name: str, line: int) -> str:
@@ -121,7 +126,9 @@ def _check_names(body: str, generated: list[str], name: str) -> None:
         {node.name for node in ast.parse(text).body if isinstance(node, kinds)} for text in (body, "\n".join(generated))
     )
     if both := sorted(own & new):
-        raise EjectError(f"{name} defines {', '.join(both)}, as the ejected loop does. Rename it before ejecting.")
+        raise make_error(
+            EjectError, f"{name} defines {', '.join(both)}, as the ejected loop does.", fix="Rename it before ejecting."
+        )
 
 
 def _assembled(body: str, generated: list[str], comments: list[str], name: str) -> str:
@@ -170,7 +177,7 @@ def _imports_at_top(tree: ast.Module) -> tuple[int, int]:
 def _sorted_imports(rows: list[str], added: list[str]) -> list[str]:
     """Return import lines in groups: the future, the standard library, others.
 
-    Where comments stand between them they stay as they are.
+    Imports with comments between them are not changed.
     """
     tree = ast.parse("\n".join(rows))
     if any("#" in row for row in rows) or not all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in tree.body):
@@ -204,7 +211,7 @@ def _import_order(node: ast.Import | ast.ImportFrom) -> tuple[int, bool, str]:
 
 
 def _unused_before(source: Source) -> set[str]:
-    """Return the names that the program imports or assigns without reading them: they stay as they are."""
+    """Return the names that the program imports or assigns without reading them: these lines are not changed."""
     names = loaded_names(source.tree)
     found: set[str] = set()
     for node in ast.walk(source.tree):

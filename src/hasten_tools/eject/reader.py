@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hasten._lib.names import did_you_mean
+from hasten.extend.origin import module_of
 from hasten.hooks import HOOK_NAMES
 from hasten.module import LightningModule
 from hasten_tools.eject.facts import Facts
@@ -103,7 +104,7 @@ class UseReader:
             trained = self.facts.trained
             source.refuse(
                 source.tree.body[0],
-                f"{trained.__name__} comes from {trained.__module__}; eject writes one file. Move the class here",
+                f"{trained.__name__} comes from {module_of(trained)}; eject writes one file. Move the class here",
             )
         for kind in source.classes():
             self._read_class_of_program(kind)
@@ -353,7 +354,7 @@ class UseReader:
             self._note(f"logger={kind} left out: values go to metrics.jsonl")
 
     def _is_of_another_trainer(self, name: str, literal: Any, value: Any) -> bool:
-        """Return whether an argument as it is written differs from that of the Trainer that was run, and counts."""
+        """Return whether an argument in the source differs from the Trainer's that was run, and matters."""
         if literal is value or name in _FREE:
             return False
         differs = literal != value if name not in VALUES else value is None

@@ -1,4 +1,4 @@
-"""Read a program: where it uses hasten, and what of hasten it needs. The rest of its text stays as it is."""
+"""Read a program: where it uses hasten, and which parts of hasten it needs. The rest of its text is not changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs as templates: Python text with directives in comments, of which the parts that are needed remain.
+"""Templates of programs: Python source with directives in comments; only the parts that are needed remain.
 
 A template reads like the program it becomes. Directives stand alone on a line:
 

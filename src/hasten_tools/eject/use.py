@@ -1,4 +1,4 @@
-"""What the text of a program uses of hasten, and what of a Trainer and its callbacks a plain program can have."""
+"""The parts of hasten that a program uses, and the parts of a Trainer and callbacks that can be ejected."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Use:
-    """What the text of the program uses; see ``program.py``, which fills it.
+    """What the source of the program uses; see ``program.py``, which fills it.
 
     Args:
         members: of the module, such as "log".
@@ -95,7 +95,7 @@ class Use:
         keeps_loggers: whether it uses its loggers beyond passing them to the Trainer.
         loggers: the classes of those that are written.
         file_names: whether a ModelCheckpoint has a ``filename``.
-        best_k_models: whether it reads those of a ModelCheckpoint.
+        best_k_models: whether it reads ``best_k_models`` of a ModelCheckpoint.
         peeks: whether a hook at the end of an evaluation reads values that were logged in it.
         names_runs: whether it names the folder of a run that hasten makes, such as lightning_logs/version_0.
         saves_hparams: whether a module calls ``save_hyperparameters``.

@@ -1,4 +1,4 @@
-"""Write the training loop that a program needs, from what was read of it: the values that fill the templates."""
+"""Write the training loop of a program: the values that fill the templates, from what was read of the program."""
 
 from __future__ import annotations
 
@@ -494,7 +494,7 @@ def _constants(ddp: bool) -> dict[str, str]:
 
 
 def _init_loggers(lines: list[str], facts: Facts, kept: list[str]) -> None:
-    """Have the Trainer make the loggers that it is not given."""
+    """Make the Trainer create the loggers that it is not given."""
     if "logger" in kept:
         several = isinstance(facts.arguments.get("logger"), (list, tuple))
         lines.remove("self.logger = logger")

@@ -1,4 +1,7 @@
-"""What a program needs on many devices, without using any: ``hasten plan``."""
+"""Estimate what a program needs on many devices, without using any: ``hasten plan``.
+
+It must not import ``hasten_tools.speed``, ``hasten_tools.preflight`` or ``hasten_tools.report``.
+"""
 
 from hasten_tools.plan.ledger import Ledger
 from hasten_tools.plan.planner import PlanError, plan_fit

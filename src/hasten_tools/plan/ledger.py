@@ -1,4 +1,4 @@
-"""A count of the memory that tensors hold and of what a process sends, of real tensors or of tensors without data."""
+"""Count the memory of tensors and the bytes that a process sends, for real tensors or tensors without data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GROWTH = 1.005
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process has; unlike ``to_local`` it is no operation."""
+    """Return the part of a tensor that this process has; unlike ``to_local`` this is not an operation of torch."""
     return torch_private.local_part(tensor)
 
 
@@ -103,7 +103,7 @@ class Ledger(torch_private.TorchDispatchMode):
         ledger, resize = self, self._resize
 
         def resize_(storage: Any, size: int) -> Any:
-            # fully_shard frees and allocates gathered weights in this way, which is no operation.
+            # fully_shard frees and allocates gathered weights in this way, which is not an operation of torch.
             result = resize(storage, size)
             ledger._resized(storage)
             return result

@@ -1,4 +1,4 @@
-"""Plan a fit, and what single changes would make of it, each in a copy of this process."""
+"""Plan a fit, and the same fit with single changes, each in a copy of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.host import usable_cores
 from hasten.machine.launch import end_when
@@ -55,7 +55,7 @@ def plan_fit(
     """Return what ``trainer.fit(model, ...)`` would need on many devices, without using any.
 
     Two training steps run in copies of this process, on tensors without data and in a process group that does not
-    exist. Nothing of this process changes. Numbers are those of the first process, which has the largest shards.
+    exist. Nothing of this process changes. Numbers describe the first process, which has the largest shards.
 
     Args:
         trainer: with the arguments of the program; ``devices``, ``num_nodes`` and ``accelerator`` do not matter.
@@ -64,9 +64,9 @@ def plan_fit(
         datamodule: provides the data instead.
         devices: the number of devices in all.
         num_nodes: the number of machines; by default machines of 8 devices.
-        strategy: a name or an object; that of the Trainer by default.
+        strategy: a name or an object; by default the Trainer's.
         tensor_parallel_size: split layers over as many processes, by ``ModelParallelStrategy(plan="auto")``.
-        precision: that of the Trainer by default.
+        precision: by default the Trainer's.
         memory_bytes: of one device; with it the plan says whether it fits, and which single change would make it fit.
         accelerator: "gpu" to step optimizers as torch does there, which takes more memory; "cpu".
         budget_seconds: for the changes; none is begun after this time.
@@ -137,17 +137,21 @@ def _check_machines(devices: int, nodes: int, tensor_parallel: int | None, accel
     check.whole("plan_fit", "devices", devices, at_least=1)
     check.whole("plan_fit", "num_nodes", nodes, at_least=1)
     if devices % nodes:
-        raise ValueError(f"{devices} devices on {nodes} machines: use a multiple of the number of machines.")
+        raise make_error(
+            ValueError, f"{devices} devices on {nodes} machines:", fix="use a multiple of the number of machines."
+        )
     if accelerator not in ("gpu", "cpu"):
-        raise ValueError(f"accelerator={accelerator!r}: use 'gpu' or 'cpu'.")
+        raise make_error(ValueError, f"accelerator={accelerator!r}:", fix="use 'gpu' or 'cpu'.", argument="accelerator")
     if tensor_parallel is not None and (tensor_parallel < 1 or devices % tensor_parallel):
-        raise ValueError(
-            f"layers split over {tensor_parallel} of {devices} devices: use a divisor of the number of devices."
+        raise make_error(
+            ValueError,
+            f"layers split over {tensor_parallel} of {devices} devices:",
+            fix="use a divisor of the number of devices.",
         )
 
 
 class Variants:
-    """The variants of a plan: as the program is, and with one change."""
+    """The variants of a plan: the unchanged program, and the program with one change."""
 
     def __init__(
         self,
@@ -175,9 +179,11 @@ class Variants:
         )
         name = str(self._strategy).lower()
         if name.startswith(("deepspeed", "xla", "single_xla")):
-            raise ValueError(
-                f"strategy={name!r} runs an engine of its own, which cannot be followed without data. Plan with "
-                "--strategy fsdp2, ddp_sharded or ddp."
+            raise make_error(
+                ValueError,
+                f"strategy={name!r} runs an engine of its own, which cannot be followed without data.",
+                fix="Plan with --strategy fsdp2, ddp_sharded or ddp.",
+                argument="strategy",
             )
         self._precision = precision or given.get("precision")
         self._memory = given.get("memory")

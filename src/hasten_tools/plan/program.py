@@ -16,7 +16,7 @@ from hasten_tools.plan.report import FitPlan
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan; None for what the program says.
+    """What to plan; None to use the program's own settings.
 
     Args:
         devices: the number of devices in all.
@@ -147,7 +147,7 @@ def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nothing_written(arguments: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the arguments that leave the default callbacks out; those of the program stay until its fit."""
+    """Return the arguments that leave the default callbacks out; the program's own callbacks stay until its fit."""
     from hasten.callbacks import Checkpoint, ProgressBar
 
     given = arguments.get("callbacks") or ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
 
 # Of a device's memory, what a plan may fill. The rest is for the driver, the communication library, and gaps between
@@ -211,7 +212,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of a text such as "80GB" or "40 GiB".
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is not a size.
 
     Example::
 
@@ -228,7 +229,7 @@ def parse_size(text: str) -> int:
                 break
             if number > 0:
                 return int(number * factor)
-    raise ValueError(f"{text!r}: write a size with its unit, such as 80GB or 40GiB.")
+    raise make_error(ValueError, f"{text!r}:", fix="write a size with its unit, such as 80GB or 40GiB.")
 
 
 _UNITS = {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hasten._lib import torch_private
+from hasten._lib.errors import make_error
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.logged_value import is_metric
 from hasten.machine import collectives, same_program
@@ -124,9 +125,10 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
 
     def replacement(name: str, tensor: Tensor) -> Tensor:
         if is_lazy(tensor):
-            raise ValueError(
-                f"{name!r}, of a lazy layer, has no shape yet. Write the layer with its input size, or run a batch "
-                "through the module before."
+            raise make_error(
+                ValueError,
+                f"{name!r}, of a lazy layer, has no shape yet.",
+                fix="Write the layer with its input size, or run a batch through the module before.",
             )
         if is_sharded(tensor):
             return tensor  # Divided in configure_model(), where it had no data.
@@ -151,7 +153,7 @@ def without_data(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def leave_out_metrics(module: nn.Module) -> None:
-    """Have the metrics of torchmetrics in ``module`` do nothing: they read values, and no gradient flows from them."""
+    """Make torchmetrics in ``module`` do nothing: they read values, and no gradient flows from them."""
     for part in module.modules():
         if is_metric(part):
             own: Any = part
@@ -197,7 +199,7 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
-    """Have a strategy work in a process whose group does not exist.
+    """Make a strategy work in a process whose group does not exist.
 
     Args:
         strategy: attached to the devices of the plan; changed in place.
@@ -222,7 +224,7 @@ def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
 
 
 def _keep_buckets() -> None:
-    """Have DDP keep the buckets of its constructor: to sort them by the first backward it reads a tensor."""
+    """Make DDP keep the buckets of its constructor: to sort them by the first backward it reads a tensor."""
     from torch.nn.parallel import DistributedDataParallel
 
     make = DistributedDataParallel.__init__
@@ -240,7 +242,7 @@ _BUCKET_MB = 25
 
 
 def _sort_buckets(bucket_cap_mb: float) -> None:
-    """Have DDP begin with the buckets that it has from its second step on: by the order in which gradients are ready.
+    """Make DDP begin with the buckets of its second step, which follow the order in which gradients are ready.
 
     That is taken to be the reverse of the order of the parameters.
     """
@@ -267,7 +269,7 @@ def _all_reduce_bucket(state: object, bucket: Any) -> Any:
 
 
 class _Reducer:
-    """DDP's reducer with the buckets it has."""
+    """DDP's reducer, which keeps its present buckets."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -280,7 +282,7 @@ class _Reducer:
 
 
 class _OwnChunk:
-    """The chunks of ``torch.chunk``, each cut when it is asked for."""
+    """The chunks of ``torch.chunk``, each cut when it is used."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -294,7 +296,7 @@ class _OwnChunk:
 
 
 def _cut_own_chunk_only() -> None:
-    """Have ``fully_shard`` cut the chunk of this process alone: of a thousand, each takes as long to make."""
+    """Make ``fully_shard`` cut the chunk of this process only: cutting a thousand takes a thousand times as long."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     own: Any = _fsdp_param
@@ -302,9 +304,9 @@ def _cut_own_chunk_only() -> None:
 
 
 def _convert_without_data() -> None:
-    """Have ``module.to(...)`` replace parameters: those without data cannot be changed in place."""
+    """Make ``module.to(...)`` replace parameters: parameters without data cannot be changed in place."""
     convert = nn.Module._apply
-    # Both, so that the address stays that of the old one.
+    # Both are kept, so that the old tensor's address is not used again.
     made: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     @functools.wraps(convert)
@@ -332,7 +334,7 @@ def _convert_without_data() -> None:
 
 
 def _read_meshes() -> None:
-    """Have a ``DeviceMesh`` read its tensor of ranks, which has values."""
+    """Let a ``DeviceMesh`` read its tensor of ranks, which has values."""
     from torch.distributed.device_mesh import DeviceMesh
 
     for name in ("__init__", "__getitem__", "_flatten", "get_coordinate", "get_local_rank"):
@@ -349,7 +351,7 @@ def _read_meshes() -> None:
 
 
 def _step_as_on_gpus() -> None:
-    """Have optimizers update all parameters together where they do so on GPUs, which takes more memory."""
+    """Make optimizers update all parameters together where they do so on GPUs, which takes more memory."""
     from torch.optim import optimizer
 
     own: Any = optimizer
@@ -358,7 +360,7 @@ def _step_as_on_gpus() -> None:
 
 
 def _attend_as_on_gpus() -> None:
-    """Leave dropout out of attention: with it, the kernel of the CPU keeps all weights, those of GPUs do not."""
+    """Leave dropout out of attention: with it, the kernel of the CPU keeps all weights; kernels of GPUs do not."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     @functools.wraps(attend)

@@ -1,4 +1,4 @@
-"""The first steps of a program's fit, without data: what a plan measures."""
+"""Run the first steps of a program's fit without data, and measure them for a plan."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ class _PlannedFit:
         self.modes = ExitStack()
         self.measured: Measured | None = None
         self._gradient_bytes = 0
-        # As they are between two steps: in a step ``fully_shard`` has gathered ones in their place.
+        # The parameters between two steps: during a step ``fully_shard`` puts gathered ones in their place.
         self._parameters: list[nn.Parameter] = []
 
     def take(self, run: Run) -> None:
-        """Have a run prepare without data."""
+        """Prepare a run without data."""
         runtime, load = run.runtime, run.data.train.load
         init_module, shard = runtime.init_module, runtime.strategy.shard
 

@@ -1,4 +1,7 @@
-"""A check of model, data and arguments before a long run: ``Trainer.check`` and ``hasten check``."""
+"""A check of model, data and arguments before a long run: ``Trainer.check`` and ``hasten check``.
+
+It must not import ``hasten.trainer``, ``hasten_tools.speed`` or ``hasten_tools.plan``.
+"""
 
 from hasten_tools.preflight.report import CheckFailed, CheckReport, CheckRow
 

@@ -1,4 +1,4 @@
-"""The check itself: what fit, validate, test and predict would do with their first batches, on a Trainer of its own."""
+"""The check: run the first batches of fit, validate, test and predict on a separate Trainer."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check(
 
 
 def _as_written(module: Any, rows: Rows) -> AbstractContextManager[object]:
-    """Return a context in which parts that the program compiles run as they are written."""
+    """Return a context in which parts that the program compiles run uncompiled."""
     # Nothing is compiled where nobody has imported the compiler, which takes seconds.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -102,10 +102,10 @@ def _loaders_in(given: Iterable[Any]) -> Iterator[Any]:
 
 
 class Check:
-    """One check: what it looks at, and what it has found.
+    """One check: its inputs and its results.
 
     Args:
-        trainer: that of the user, which stays as it is.
+        trainer: the user's, which does not change.
         arguments: its arguments.
         module: the model.
         given: the loaders by stage, as passed to the call.
@@ -250,7 +250,7 @@ class Check:
             )
 
     def _limit(self, run: Run) -> None:
-        """Have a run train for one short epoch, after which the watch stops it, and validate after it."""
+        """Make a run train for one short epoch, after which the watch stops it, and validate."""
         given = run.data.train.limit
         run.window.accumulate_grad_batches = min(run.window.accumulate_grad_batches, 2)
         run.change_arguments(
@@ -322,7 +322,7 @@ class Check:
 
     @contextmanager
     def _own_callbacks(self, kept: SavedObjects) -> Iterator[None]:
-        """Leave those callbacks out that ``configure_callbacks`` adds and a check does not call."""
+        """Leave out callbacks that ``configure_callbacks`` adds and a check does not call."""
         module, configure = self.module, self.module.configure_callbacks
 
         def configured() -> list[Callback]:
@@ -375,7 +375,7 @@ def alone(trainer: Trainer, rows: Rows) -> Trainer:
     """Return a Trainer with the same arguments, in this process alone and without what takes long.
 
     Args:
-        trainer: that of the user.
+        trainer: the user's.
         rows: where to say what is left out.
 
     """

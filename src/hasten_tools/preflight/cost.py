@@ -1,4 +1,4 @@
-"""Memory of a step against what is available, and how long an epoch will take."""
+"""Compare the memory of a step with the available memory, and estimate the time of an epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders: order, sizes, workers that start, samples that can be read."""
+"""Check loaders: order, sizes, whether workers start, whether samples can be read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from torch.utils.data import (
 )
 
 from hasten._lib import torch_private
+from hasten._lib.explain import remedy_for
 from hasten._lib.tree import leaves
 from hasten.data.loader_parts import is_iterable, length_of, samplers_of, shut_down, with_attributes
 from hasten.extend.origin import ROOTS, module_of, package_of
 from hasten.logged_value import batch_size_of
 from hasten.loops.run_data import HOOK_OF, StageData
 from hasten_tools.preflight.report import CheckRow, Rows
-from hasten_tools.preflight.said import innermost, row_of_error, split_advice
+from hasten_tools.preflight.said import innermost, row_of_error
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -264,12 +265,12 @@ def _worker_error(name: str, loader: DataLoader[Any], workers: str, error: Excep
     if failed is not None:
         return sample_row(name, *failed)
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    seen, line = split_advice(lines[-1] if lines else type(error).__name__)
+    seen = lines[-1] if lines else type(error).__name__
     return CheckRow(
         f"{name} workers",
         "error",
         f"A worker process fails where this process does not: {seen}",
-        line or "DataLoader(..., num_workers=0) reads in this process.",
+        remedy_for(seen) or "DataLoader(..., num_workers=0) reads in this process.",
     )
 
 
@@ -324,7 +325,7 @@ def _pickling_error(thing: Any) -> str | None:
 
 
 class _Discarding(io.RawIOBase):
-    """A file that forgets what is written to it."""
+    """A file that discards everything written to it."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -427,7 +428,7 @@ def _all_labels(dataset: Any, labels: Tensor, batch: Any) -> Tensor | None:
 
 
 def _targets(dataset: Any) -> Tensor | None:
-    """Return the labels that a dataset has as an attribute, as those of torchvision do."""
+    """Return the labels that a dataset has as an attribute, as torchvision's datasets do."""
     found = getattr(dataset, "targets", None)
     if isinstance(found, (list, tuple)) and found and type(found[0]) is int:
         found = torch.tensor(found)

@@ -1,4 +1,4 @@
-"""Versions, devices, precision, and the processes that a run starts."""
+"""Check versions, devices, precision, and the processes that a run starts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def check_devices(trainer: Trainer, rows: Rows) -> None:
-    """Look at the devices of a run, and at what the machine has besides."""
+    """Check the devices of a run, and what else the machine has."""
     device = trainer.strategy.root_device
     precision = str(trainer.precision)
     if is_cuda(device):

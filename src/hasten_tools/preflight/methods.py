@@ -1,4 +1,4 @@
-"""The methods of module, datamodule and callbacks: missing, misspelt, or with arguments that they are not given."""
+"""Check the methods of module, datamodule and callbacks: missing, misspelt, or with wrong arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_methods(
     begins = attempted(rows, "call", lambda: check_call(arguments, "fit", module, datamodule, *given))
     if not isinstance(module, LightningModule):
         return False
-    # Each owner by itself: an error of one does not hide those of the others.
+    # Each owner by itself: an error of one does not hide the errors of the others.
     begins &= attempted(rows, "hooks", lambda: check_signatures(module, None, []))
     if isinstance(datamodule, LightningDataModule):
         begins &= attempted(rows, "hooks", lambda: check_signatures(LightningModule(), datamodule, []))

@@ -1,4 +1,4 @@
-"""Values that callbacks and schedulers watch, the logging interval, and where checkpoints go."""
+"""Check the values that callbacks and schedulers watch, the logging interval, and the folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def check_places(trainer: Trainer, run: Run, length: Length, rows: Rows) -> None
         place = callback.dirpath or checkpoint_files.default_folder(trainer)
         _check_folder("checkpoints", place, rows, size=size, kept=_kept(callback, length))
     in_default = any(callback.dirpath is None for callback in checkpoints)
-    # The default folder of checkpoints is in that of the first logger.
+    # The default folder of checkpoints is in the first logger's folder.
     for logger in trainer.loggers[in_default:]:
         folder = getattr(logger, "save_dir", None)
         if folder:

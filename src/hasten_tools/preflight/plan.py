@@ -1,4 +1,4 @@
-"""How long the fit would be: batches, steps, epochs."""
+"""The length of the fit: batches, steps, epochs."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import site
-import sys
 import sysconfig
 import traceback
 import warnings
@@ -16,7 +15,9 @@ from typing import Any
 
 from hasten._lib import rank_zero
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.explain import remedy_for, remedy_of
+from hasten._lib.errors import Parts, notes_of, parts_of
+from hasten._lib.explain import remedy_for
+from hasten.extend import frames
 from hasten.extend.origin import is_builtin, is_builtin_file
 from hasten.hooks import HOOK_NAMES
 from hasten_tools.preflight.report import CheckRow, Rows
@@ -31,12 +32,6 @@ _METHODS = HOOK_NAMES | {
     "val_dataloader", "test_dataloader", "predict_dataloader", "transfer_batch_to_device",
     "configure_gradient_clipping",
 }  # fmt: skip
-# Sentences that say what to do begin with one of these.
-_VERBS = (
-    "Did you mean|Write|Use|Define|Return|Rename|Pass|Leave|Call|Set|Add|Make|Detach|Wrap|Keep|Log|Give|Subtract|Step|"
-    "Usual causes|Compute|Mend|Look|Install|Run|Put|End|Test|Do not|Choose|Clean|Remove|Move|Try|Train"
-)
-_ADVICE = re.compile(rf"(?<=[.:?!;] )(?=(?:(?:{_VERBS})\b|Trainer\())")
 _CALLS = ("fit", "validate", "test", "predict")
 # Errors of fit that come from no method of the program, and the row they belong to.
 _ROWS_OF_FIT = {
@@ -52,18 +47,17 @@ _NOISE = ("does not have many workers", "`max_epochs` was not set", "Checkpoint 
 _MOST_CHARACTERS = 600
 
 
-def split_advice(message: str) -> tuple[str, str]:
-    """Return what a message says, and what it tells to write.
+def seen_and_fix(parts: Parts) -> tuple[str, str]:
+    """Return what is wrong as a sentence, and what to write, each on one line.
 
     Example::
 
-        >>> split_advice("Net has no training_step(). Define it.")
-        ('Net has no training_step().', 'Define it.')
+        >>> seen_and_fix(Parts("Trainer(max_epochs=-3):", "use a whole number of at least 0."))
+        ('Trainer(max_epochs=-3).', 'use a whole number of at least 0.')
 
     """
-    parts = _ADVICE.split(message, maxsplit=1)
-    seen, advice = parts[0].strip(), parts[1].strip() if len(parts) > 1 else ""
-    return (seen.rstrip(":;") + ("." if seen.endswith((":", ";")) else ""), advice)
+    seen, fix = " ".join(parts.what.split()), " ".join(parts.fix.split())
+    return seen.rstrip(":;") + ("." if seen.endswith((":", ";")) else ""), fix
 
 
 def is_of_library(file: str) -> bool:
@@ -84,7 +78,7 @@ def place_of(file: str, line: int) -> str:
 
 def _entries(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
     for frame, line in traceback.walk_tb(trace):
-        yield frame.f_code.co_filename, line, frame.f_code.co_name
+        yield frames.file_of(frame), line, frames.name_of(frame)
 
 
 def _entries_of_program(error: BaseException) -> list[tuple[str, int, str]]:
@@ -108,28 +102,31 @@ def row_of_error(error: BaseException, name: str) -> CheckRow:
         place = place_of(*entries[-1][:2])
     text = str(error).strip() or type(error).__name__
     kind = "" if is_builtin(type(error)) or text == type(error).__name__ else f"{type(error).__name__}: "
-    if is_out_of_memory(error):
-        text = text.split(". ")[0] + "."
-    seen, advice = _with_notes(error, *split_advice(" ".join(text.split())))
+    seen, advice = _with_notes(error, *seen_and_fix(_parts(error, text)))
     advice = advice or remedy_for(text)
     if name in _CALLS:
         name = _name_in(text) or name
     return CheckRow(noted[0] if noted else inner or name, "error", shortened(f"{kind}{seen}"), advice, place)
 
 
+def _parts(error: BaseException, text: str) -> Parts:
+    """Return the parts of an error with this text; of one about memory, which lists numbers, the first sentence."""
+    if is_out_of_memory(error):
+        return Parts(text.split(". ")[0] + ".")
+    return parts_of(error) if str(error).strip() else Parts(text)
+
+
 def _with_notes(error: BaseException, seen: str, advice: str) -> tuple[str, str]:
     """Return what is wrong and what to do, with what the notes of an error add to them."""
     # The batch has a row of its own.
-    notes = [note for note in getattr(error, "__notes__", []) if not note.startswith("in ")]
+    notes = [note for note in notes_of(error) if not note.what.startswith("in ")]
     if notes and len(seen) > 120:
         seen = seen.split(". ")[0]
-    remedy = remedy_of(error)
     for note in notes:
-        if note == remedy and not split_advice(note)[1]:
-            advice = f"{advice} {note}".strip()
-            continue
-        more, line = split_advice(" ".join(note.split()))
-        seen, advice = f"{seen.rstrip('.')}. {more}".strip(), f"{advice} {line}".strip()
+        more, fix = seen_and_fix(note)
+        if more:
+            seen = f"{seen.rstrip('.')}. {more}".strip()
+        advice = f"{advice} {fix}".strip()
     return seen, advice
 
 
@@ -170,20 +167,15 @@ class Warned:
         known = is_of_library(source) and any(part in text for part in _OF_LIBRARIES)
         if any(noise in text for noise in _NOISE) or not (ours or known):
             return
-        seen, advice = split_advice(text)
+        seen, advice = seen_and_fix(parts_of(message))
         self._rows.warning(_name_of(text), shortened(seen), advice or remedy_for(text))
 
 
 def _who_warns() -> str:
     """Return the file that called ``warnings.warn``, from within ``warnings.showwarning``."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and os.path.basename(frame.f_code.co_filename) in (
-        "warnings.py",
-        "_py_warnings.py",
-        os.path.basename(__file__),
-    ):
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_code.co_filename)
+    between = ("warnings.py", "_py_warnings.py", os.path.basename(__file__))
+    frame = frames.first_outside(frames.caller(2), lambda file: os.path.basename(file) in between)
+    return "" if frame is None else frames.file_of(frame)
 
 
 # By a part of the message.

@@ -1,4 +1,4 @@
-"""Optimizers, learning rates, losses and gradients of a fit."""
+"""Check optimizers, learning rates, losses and gradients of a fit."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _span_of(scheduler: Any) -> tuple[int, str] | None:
 
 
 def _check_factors(name: str, scheduler: Any, calls: int, by_step: bool, rows: Rows) -> None:
-    """Look at the factors of a function of the step, such as a warm-up."""
+    """Check the factors that a function of the step returns, such as a warm-up."""
     places = sorted({0, calls, *(calls * part // 50 for part in range(50))})
     try:
         highest = max(float(scheduler.lr_lambdas[0](place)) for place in places)

@@ -1,4 +1,4 @@
-"""What makes a device wait in a step, and tensors that a module holds without registering them."""
+"""Find code that makes a device wait in a step, and tensors that a module holds without registering them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hasten.extend.frames import caller, file_of, first_outside
+from hasten.extend.origin import module_of
 from hasten.logged_value import is_metric
 from hasten_tools.preflight.report import Rows
 from hasten_tools.preflight.said import is_of_library, place_of
@@ -47,7 +48,7 @@ _KNOWN = frozenset({"example_input_array"})
 
 
 class Waits(TorchFunctionMode):
-    """Notes where the training step of a program reads values or frees memory, while it is entered.
+    """Records where the training step of a program reads values or frees memory, inside the block.
 
     Args:
         found: by place in the program, the number of batches and what was called there.
@@ -89,12 +90,10 @@ class Waits(TorchFunctionMode):
         return noted
 
     def _note(self, text: str) -> None:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.startswith((_FRAMEWORK, __file__)):
-            frame = frame.f_back
-        if frame is None or is_of_library(frame.f_code.co_filename):
+        frame = first_outside(caller(2), lambda file: file.startswith((_FRAMEWORK, __file__)))
+        if frame is None or is_of_library(file_of(frame)):
             return
-        file, line = frame.f_code.co_filename, frame.f_lineno
+        file, line = file_of(frame), frame.f_lineno
         place = place_of(file, line)
         count, texts, code = self._found.get(place, (0, {}, linecache.getline(file, line).strip()))
         texts.setdefault(text)
@@ -132,7 +131,7 @@ def check_tensors(module: LightningModule, rows: Rows) -> None:
     """Warn of tensors that modules of the program hold in plain attributes."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for path, part in module.named_modules():
-        source = sys.modules.get(type(part).__module__)
+        source = sys.modules.get(module_of(type(part)))
         file = getattr(source, "__file__", None) or ""
         if is_metric(part) or is_of_library(file):
             continue

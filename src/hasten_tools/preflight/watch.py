@@ -1,4 +1,4 @@
-"""What a checked run shows: batches, outputs, layers, gradients, losses and times."""
+"""Observe a checked run: batches, outputs, layers, gradients, losses and times."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.device import synchronize
+from hasten._lib.errors import make_error
 from hasten._lib.explain import describe_batch
 from hasten._lib.tree import children, leaves
 from hasten.logged_value import batch_size_of, is_metric
@@ -78,11 +79,11 @@ class Observations:
 
 
 class NotFinite(BaseException):
-    """Ends the training of a check before weights become nan; no ``except Exception`` of a user swallows it."""
+    """Ends the training of a check before weights become nan; a user's ``except Exception`` does not catch it."""
 
 
 class StepWatch(Callback):
-    """Watches the batches of a checked run, and notes in ``seen`` what they show.
+    """Watches the batches of a checked run, and records its observations in ``seen``.
 
     Args:
         seen: where to.
@@ -121,7 +122,7 @@ class StepWatch(Callback):
             self._hooks.callback(handle.remove)
 
     def close(self) -> None:
-        """Take everything off the module."""
+        """Remove everything from the module."""
         self._block.close()
         self._hooks.close()
 
@@ -175,7 +176,7 @@ class StepWatch(Callback):
             if seen.loss is None and isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
                 seen.loss = outputs["loss"].detach()
         if batch_idx + 1 >= TRAIN_BATCHES:
-            # Modules that step by hand, or whose data goes on behind its limit.
+            # Modules that step by hand, or whose data continues after its limit.
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -322,7 +323,7 @@ def _described(outputs: object) -> str:
 
 
 class _SavedForBackward:
-    """Adds up the memory of what autograd keeps; parameters and views of the same memory count once or not at all."""
+    """Adds up the memory that autograd keeps; parameters do not count, and views of the same memory count once."""
 
     def __init__(self, module: nn.Module) -> None:
         self.bytes = 0
@@ -350,7 +351,7 @@ def _is_wrapped(tensor: Tensor) -> bool:
 
 
 class LabelsOutside(ValueError):
-    """Raised before a kernel reads behind the end of its memory, after which a GPU cannot be used any more."""
+    """Raised before a kernel reads beyond its memory, after which a GPU cannot be used any more."""
 
 
 _F = nn.functional
@@ -358,7 +359,7 @@ _CROSS_ENTROPY = {_F.cross_entropy, _F.nll_loss}
 
 
 class _Losses(TorchFunctionMode):
-    """Looks at the arguments of loss functions and embeddings before they are called."""
+    """Checks the arguments of loss functions and embeddings before they are called."""
 
     def __init__(self, seen: Observations) -> None:
         super().__init__()
@@ -427,9 +428,11 @@ def _check_range(name: str, low: int, high: int, classes: int) -> None:
     instead = f"Give the last layer at least {high + 1} outputs"
     if low == 1 and high == classes:
         instead = "Subtract 1 from the labels: they count from 1, and classes count from 0"
-    raise LabelsOutside(
+    raise make_error(
+        LabelsOutside,
         f"{name} gets the label {wrong}, and the last layer has {classes} outputs: labels have to be 0 to "
-        f"{classes - 1}. {'Use ignore_index=-1 in the loss' if low == -1 else instead}."
+        f"{classes - 1}.",
+        fix=f"{'Use ignore_index=-1 in the loss' if low == -1 else instead}.",
     )
 
 
@@ -438,9 +441,13 @@ def _look_at_indices(indices: Any, weight: Any) -> None:
         return
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= weight.shape[0]:
-        raise LabelsOutside(
-            f"an embedding of {weight.shape[0]} rows gets the index {low if low < 0 else high}. Make it with "
-            f"nn.Embedding({max(high + 1, weight.shape[0])}, {weight.shape[1]}), or look at how the indices are made."
+        raise make_error(
+            LabelsOutside,
+            f"an embedding of {weight.shape[0]} rows gets the index {low if low < 0 else high}.",
+            fix=(
+                f"Make it with nn.Embedding({max(high + 1, weight.shape[0])}, {weight.shape[1]}), or look at how the "
+                "indices are made."
+            ),
         )
 
 

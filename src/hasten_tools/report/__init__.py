@@ -1,1 +1,4 @@
-"""Pictures and pages of runs that were recorded: ``hasten plot`` and ``hasten report``. It knows no running fit."""
+"""Pictures and pages of runs that were recorded: ``hasten plot`` and ``hasten report``.
+
+It reads files, not running fits, and must not import ``hasten.loops``, ``hasten.trainer`` or ``hasten.callbacks``.
+"""

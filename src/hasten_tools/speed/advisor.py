@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hasten._lib.errors import make_error
 from hasten_tools.speed import advice as words
 from hasten_tools.speed.advice import Advice, Line, Row, composed, notes
 from hasten_tools.speed.engine import NO_GAIN, NOISY, SLOWER, SMALLEST_GAIN, UNCLEAR, Engine, LateError, TrialError
@@ -287,8 +288,10 @@ class LineSearch:
                 return
             seconds = self._clock() - self._began
             more = 30.0 * math.ceil(4 * seconds / 30.0)
-            raise AdviceError(
-                f"{_UNCHANGED}its first step had not ended after {seconds:.0f} s. Use a budget of {more:.0f} or more"
+            raise make_error(
+                AdviceError,
+                f"{_UNCHANGED}its first step had not ended after {seconds:.0f} s.",
+                fix=f"Use a budget of {more:.0f} or more",
             ) from None
         except TrialError as error:
             if races.always or not may_split or not error.is_out_of_memory:
@@ -542,7 +545,7 @@ class LineSearch:
         every = (*self._races.always, *levers)
         safety = max(lever.safety_in(self._facts) for lever in every)
         rows = [*self._rows.values(), *self._combinations]
-        # Ends of an interval are those of this speed, not of a conclusion from other races.
+        # The ends of the interval belong to this speed, not to a conclusion from other races.
         row = next((row for row in rows if frozenset(row.levers) == key_of_line(levers) and row.speed == speed), None)
         ends = (None, None, None) if row is None else (row.low, row.high, row.least)
         return Line(safety, composed(every), [lever.name for lever in every], speed, *ends)

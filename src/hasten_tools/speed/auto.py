@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.elsewhere import conventions
 from hasten.hooks import overrides
@@ -73,9 +73,9 @@ def advise(
     """Measure which switches make this training faster, and recommend the line to write.
 
     Each switch trains a copy of the model in its own process, in turns with the fastest line so far, until it is
-    certain what it gains; its losses must be those of that line within the noise. Model, data, random numbers and
-    Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data cannot be
-    sent to other processes, use ``hasten advise program.py``.
+    certain what it gains; its losses must equal the losses of that line within the noise. Model, data, random numbers
+    and Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data
+    cannot be sent to other processes, use ``hasten advise program.py``.
 
     Args:
         trainer: the Trainer.
@@ -113,8 +113,8 @@ def advise(
     defines_data = overrides(model, LightningModule, "train_dataloader")
     if train_dataloaders is None and datamodule is None and not defines_data:
         raise MisconfigurationException(
-            "Trainer.advise(): there is no data. Pass train_dataloaders=..., a datamodule, or define "
-            f"{type(model).__name__}.train_dataloader()."
+            "Trainer.advise(): there is no data.",
+            fix=f"Pass train_dataloaders=..., a datamodule, or define {type(model).__name__}.train_dataloader().",
         )
     plan = Plan(rounds, steps, warm_up, seeds, combine, budget_seconds, timeout_seconds)
 
@@ -153,17 +153,21 @@ def program_of(
             pickle.dumps(value)
         pickled = pickle.dumps(tuple(payload.values()))
     except Exception as error:
-        raise TypeError(
-            f"Trainer.advise: {what} cannot be sent to other processes: {error}. Define classes and functions at the "
-            "top of a module, without lambdas; or run: hasten advise program.py"
+        raise make_error(
+            TypeError,
+            f"Trainer.advise: {what} cannot be sent to other processes: {error}.",
+            fix=(
+                "Define classes and functions at the top of a module, without lambdas; or run: hasten advise program.py"
+            ),
         ) from error
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     # Classes of the program itself are found by running its file once more, up to where it trains.
     main = os.path.abspath(file) if file is not None and b"__main__" in pickled else None
     if b"__main__" in pickled and main is None:
-        raise TypeError(
-            "Trainer.advise: the class of the model was typed in here, and other processes cannot find it. Import it "
-            "from a file; or run: hasten advise program.py"
+        raise make_error(
+            TypeError,
+            "Trainer.advise: the class of the model was typed in here, and other processes cannot find it.",
+            fix="Import it from a file; or run: hasten advise program.py",
         )
     names = conventions.current() is not conventions.HASTEN
     sent = pickle.dumps({
@@ -196,7 +200,7 @@ def choose_speed(
     """
     speed = trainer.given_arguments["speed"]
     if speed is not None:
-        # Once is enough: a second fit goes on with what the first one chose.
+        # Once is enough: a second fit continues with what the first one chose.
         trainer.change_arguments(speed=None)
         choice = _Choosing(trainer, model, train_dataloaders, datamodule, speed)
         trainer.chosen_levers, _changes[trainer] = choice.made(ckpt_path)
@@ -265,7 +269,7 @@ class _Choosing:
         return None if is_longer and self._is_alone() else found
 
     def _known_batches(self) -> float:
-        """Return the batches of the training as far as they are known now; infinite if not."""
+        """Return the number of training batches, if it is already known; else infinity."""
         trainer, batches = self._trainer, math.inf
         if trainer.max_steps >= 0:
             batches = trainer.max_steps * trainer.accumulate_grad_batches
@@ -417,7 +421,7 @@ def together(first: Advice, found: Advice, chosen: Sequence[Lever]) -> Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a checkpoint says of the levers of the run that saved it.
+    """The levers of the run that saved a checkpoint, as a part of it.
 
     Args:
         levers: their names; None if the run did not choose any, or if there is no checkpoint.

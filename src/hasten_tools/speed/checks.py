@@ -1,4 +1,4 @@
-"""Whether a lever computes what its class allows: losses, gradients, and samples that do not affect each other."""
+"""Check that a lever computes what its class allows: losses, gradients, and samples that do not affect each other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FEWEST_FOR_THIRDS = 6
 
 
 class LossVerdict(NamedTuple):
-    """Whether losses are those of another run: their distance, the distance allowed, and what is wrong."""
+    """Whether losses equal the losses of another run: their distance, the distance allowed, and what is wrong."""
 
     deviation: float | None = None
     allowed: float | None = None
@@ -57,7 +57,7 @@ def judge_losses(
     alike: bool = True,
     coarse: bool = False,
 ) -> LossVerdict:
-    """Compare the losses of a line with those of its base; the class of the change sets how far apart they may be.
+    """Compare the losses of a line with the losses of its base; the class of the change sets how far apart they may be.
 
     If each step reads the same samples and draws the same random numbers, the first steps are compared one by one:
     their losses may differ by what the class allows and by what the base differs from itself. Otherwise, and for all
@@ -130,7 +130,7 @@ def judge_gradients(
     """Compare some numbers of the gradients of the first steps, if steps are alike; return what is wrong.
 
     A loss is one number: it may be right by chance, or an error may lie between it and the gradient. The arguments are
-    those of ``judge_losses``.
+    the same as of ``judge_losses``.
 
     Example::
 
@@ -184,7 +184,7 @@ def _as_coarse(safety: Safety, coarse: bool) -> Safety:
 _SAMPLES = 6
 # Numbers of each gradient that are compared, spread evenly.
 NUMBERS = 4096
-# How far a batch's gradient may be from those of its samples, as a share of their size.
+# How far a batch's gradient may be from the gradients of its samples, as a share of their size.
 _EXACT, _COARSE = 3e-4, 5e-2
 
 _KINDS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -202,10 +202,10 @@ _PACKED_ATTENTION = "hasten.packed_attention.default"
 def why_not_apart(module: nn.Module, batches: Sequence[Batch], *, coarse: bool) -> str | None:
     """Return how the samples of a batch affect one another; None if they do not.
 
-    The loss may be any weighted mean or sum over samples: loss and gradient of some samples together must then be such
-    a mean or sum of those of each alone, without the padding that it has only because of the others. Dropout is
-    off meanwhile. Weights, buffers, gradients and random numbers are restored. If it cannot be found out (no
-    automatic optimization, a batch that cannot be split, other random numbers in the step), the result is None.
+    The loss may be any weighted mean or sum over samples: loss and gradient of some samples together must then be the
+    same mean or sum of the samples' own, each computed alone without the padding that it has only because of the
+    others. Dropout is off meanwhile. Weights, buffers, gradients and random numbers are restored. If it cannot be found
+    out (no automatic optimization, a batch that cannot be split, other random numbers in the step), the result is None.
     """
     if not getattr(module, "automatic_optimization", True):
         return None
@@ -267,7 +267,8 @@ def _why_not_apart(module: nn.Module, batch: Any, tolerance: float) -> str | Non
 def _distance(together: Tensor, alone: Tensor) -> float:
     """Return how far a batch is from a sum or a weighted mean of its samples, as a share of their size.
 
-    ``together`` is loss and gradient of the batch, ``(numbers,)``; ``alone`` those of each, ``(numbers, samples)``.
+    ``together`` is loss and gradient of the batch, ``(numbers,)``; ``alone`` those of each sample, ``(numbers,
+    samples)``.
     """
     # The loss counts as much as all of the gradient.
     size = max(together[1:].norm().item(), alone[1:].norm(dim=0).max().item()) or 1.0

@@ -64,7 +64,10 @@ _PRELOADED = ("torch", "torch._dynamo", "hasten.trainer", "hasten.callbacks", "h
 
 
 class TrialError(RuntimeError):
-    """A trial failed: the program or an argument refused, or something broke. ``log`` is the program's last lines."""
+    """Raised if a trial failed: the program or an argument was refused, or something broke.
+
+    ``log`` has the last lines of the program's output.
+    """
 
     def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
         super().__init__(text)
@@ -83,7 +86,7 @@ class TrialError(RuntimeError):
 
 
 class LateError(TrialError):
-    """The time was over before a trial answered."""
+    """Raised if the time was over before a trial answered."""
 
 
 @dataclasses.dataclass
@@ -139,7 +142,7 @@ class Engine:
         self._numbers = itertools.count()
 
     def __enter__(self) -> Engine:
-        # Sockets lie in it, ours and those of loader workers, and the path of a socket may have 107 characters.
+        # Sockets are in it, ours and the sockets of loader workers, and the path of a socket may have 107 characters.
         parent = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
         folder = tempfile.TemporaryDirectory(prefix="hasten-advise-", dir=parent, ignore_cleanup_errors=True)
         # If this process is killed, the server or a trial removes it.

@@ -1,8 +1,8 @@
-"""What ``Trainer(speed=...)`` chooses in the training's own process, at a price bounded by what can be won.
+"""Choose the levers of ``Trainer(speed=...)`` in the training's own process, in a time limited by the possible gain.
 
 One look at the first batch finds which levers gain by construction: attention over padding that is not there, data
 that is in memory already, an optimizer in one kernel. They need one check that they compute the same, and a turn
-beside the unchanged program where the training is long enough to pay for it. What is less certain is raced, for as long
+against the unchanged program if the training is long enough to pay for it. What is less certain is raced, for as long
 as the allowance lasts: a share of the time that the training is expected to take.
 
 A try trains a few steps with the levers on, on one device, without callbacks and loggers. Afterwards weights, data,
@@ -78,7 +78,7 @@ Steps = Callable[[float], int]
 
 @dataclasses.dataclass
 class Sight:
-    """What a try shows.
+    """The observations of a try.
 
     Args:
         facts: about device, model and data.
@@ -120,7 +120,7 @@ class TrialPlace(Protocol):
 
 @dataclasses.dataclass
 class Choice:
-    """What was chosen, and what that stands on.
+    """The chosen levers, and the measurements behind the choice.
 
     Args:
         advice: for the record and for the next run.
@@ -169,7 +169,7 @@ class FirstChoice:
         """Return what pays; None for a training that is too short to look at.
 
         Args:
-            known_batches: batches of the training as far as they are known before it is set up.
+            known_batches: number of training batches, if it is known before the training is set up.
 
         Raises:
             TrialError: the unchanged program cannot be tried.
@@ -451,7 +451,7 @@ class InPlace:
     """Tries lines of levers on the model of a Trainer.
 
     Args:
-        trainer: whose arguments are those of every try; it does not change.
+        trainer: its arguments are used for every try; it does not change.
         model: trained for a few steps, and restored.
         train_dataloaders: the data.
         datamodule: gives the data instead.
@@ -695,7 +695,7 @@ def steps_of(step_seconds: float) -> int:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Say nothing: what is worth saying is said again when the training begins."""
+    """Suppress messages: important ones are repeated when the training begins."""
     with messages_later(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What a trial finds out about the device, the model and the data of a program."""
+"""Facts that a trial finds out about the device, the model and the data of a program."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _READ_THE_FIRST_TOKEN = tuple(
 
 
 class Observed:
-    """What the steps of a trial show: shapes of batches, useful tokens, operations, random draws."""
+    """Observations of the steps of a trial: shapes of batches, useful tokens, operations, random draws."""
 
     def __init__(self) -> None:
         # Whether a step has moved torch's generators.
@@ -210,7 +210,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if is_cuda(device):
         return int(torch.cuda.max_memory_reserved(device)) + _CONTEXT_BYTES
-    # Not ru_maxrss first: on Linux a new process begins with that of its parent.
+    # Not ru_maxrss first: on Linux a new process begins with its parent's value.
     unit = 1 if sys.platform == "darwin" else 1024
     return process_memory_bytes(peak=True) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.extend.entry_points import found
+from hasten.extend.origin import module_of
 from hasten.machine.allocator import file_of
 from hasten_tools.speed.safety import Safety
 
@@ -75,7 +77,11 @@ class Lever:
         object.__setattr__(self, "safety", Safety(safety))
         check.one_of("Lever", "redraws", self.redraws, ("step", "samples", ""))
         if not self.arguments and self.change is None:
-            raise ValueError(f"Lever({self.name!r}): it does nothing. Pass Trainer arguments, or a function as change.")
+            raise make_error(
+                ValueError,
+                f"Lever({self.name!r}): it does nothing.",
+                fix="Pass Trainer arguments, or a function as change.",
+            )
 
     @property
     def brings_data(self) -> bool:
@@ -122,11 +128,12 @@ class Lever:
             return self.change
         name = getattr(self.change, "__qualname__", "<>")
         if "<" in name:
-            raise ValueError(
-                f"Lever({self.name!r}, change=...): other processes must find the function. Define it at the top of a "
-                "module."
+            raise make_error(
+                ValueError,
+                f"Lever({self.name!r}, change=...): other processes must find the function.",
+                fix="Define it at the top of a module.",
             )
-        return f"{self.change.__module__}:{name}"
+        return f"{module_of(self.change)}:{name}"
 
 
 # -- where levers apply
@@ -441,17 +448,24 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
         if isinstance(given, Lever):
             chosen.append(given)
         elif not isinstance(given, str):
-            raise TypeError(f"levers=[{given!r}]: use names of levers, or Lever objects.")
+            raise make_error(
+                TypeError, f"levers=[{given!r}]:", fix="use names of levers, or Lever objects.", argument="levers"
+            )
         elif given in by_name:
             chosen.append(by_name[given])
         else:
             by_argument = [lever for lever in by_name.values() if given in lever.arguments]
             if not by_argument:
                 hint = did_you_mean(given, by_name)
-                raise ValueError(f"levers={given!r}: this lever does not exist.{hint} Use {', '.join(by_name)}.")
+                raise make_error(
+                    ValueError,
+                    f"levers={given!r}: this lever does not exist.",
+                    fix=f"{hint} Use {', '.join(by_name)}.",
+                    argument="levers",
+                )
             chosen += [lever for lever in by_argument if lever not in chosen]
     names = [lever.name for lever in chosen]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(f"levers: {twice[0]!r} is given twice. Give each lever another name.")
+        raise make_error(ValueError, f"levers: {twice[0]!r} is given twice.", fix="Give each lever another name.")
     return chosen

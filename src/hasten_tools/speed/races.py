@@ -54,7 +54,7 @@ Levers = tuple[Lever, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much is measured; see ``Trainer.advise``. A number that is too small is a ``ValueError``."""
+    """The amount of measuring; see ``Trainer.advise``. A number that is too small is a ``ValueError``."""
 
     rounds: int = 3
     steps: int | None = None
@@ -79,7 +79,7 @@ class Plan:
 
 
 class TrainerTrial(SteppedTrial, Protocol):
-    """A trial of ``Trainer.fit``, which answers what ``hasten_tools.speed.fit_trial`` has handlers for."""
+    """A trial of ``Trainer.fit``, which answers questions by the handlers of ``hasten_tools.speed.fit_trial``."""
 
     history: list[Turn]
 
@@ -98,7 +98,7 @@ OpenTrial = Callable[[Orders], TrainerTrial]
 
 @dataclasses.dataclass
 class TrialRecord:
-    """What a trial left behind: its turns, of which the first sets up, and what it computed in its first steps."""
+    """The record of a trial: its turns, of which the first sets up, and the results of its first steps."""
 
     levers: Levers
     turns: list[Turn]
@@ -330,7 +330,7 @@ class Races:
         return row
 
     def _check_start(self, row: Row, before: TrialRecord, speed: float) -> None:
-        """Let a winner lose if its longer start is won back only after the training has ended."""
+        """Reject a winner whose longer start is won back only after the training has ended."""
         once = row.one_time_seconds or 0.0
         if once < _ONE_TIME_SECONDS:
             return
@@ -438,7 +438,7 @@ class Races:
 
 
 class _Restarted:
-    """A trial whose process ends after each turn: for programs of which two at once do not fit into memory."""
+    """A trial whose process ends after each turn, for programs that do not fit into memory twice."""
 
     def __init__(self, open_trial: OpenTrial, orders: Orders) -> None:
         self._open, self._orders = open_trial, orders

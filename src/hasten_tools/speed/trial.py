@@ -1,4 +1,4 @@
-"""The child's side of a trial: a process that trains a few steps at a time, as its parent orders.
+"""The child's side of a trial: a process that trains a few steps at a time on its parent's orders.
 
 The trial connects to a socket of its parent, which sends orders and reads answers. Between two orders the trial does
 nothing, its loader workers included, so that others can be measured. When the parent is gone, however it ended, the
@@ -69,7 +69,7 @@ class Session:
     ) -> bool:
         """Note that a step has ended; at the end of a turn answer, and wait for the next order.
 
-        Tensors are read at the end of the turn: no step waits for the device. The counts are those of the step's batch,
+        Tensors are read at the end of the turn: no step waits for the device. The counts describe the step's batch,
         None if unknown: ``tokens`` without padding, ``slots`` with it. Returns whether a turn has ended.
         """
         # A copy: the next replay of a graph writes to the same memory.
@@ -162,7 +162,7 @@ def seconds_without_core() -> float:
 
 
 def main() -> NoReturn:
-    """Be the trial that the command line of this process names."""
+    """Run the trial that the command line of this process names."""
     path = sys.argv[1]
     del sys.argv[1:]
     run(path)

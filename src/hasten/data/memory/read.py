@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hasten._lib import tree
 from hasten._lib.device import copies_in_background, is_host
+from hasten._lib.errors import make_error
 from hasten._lib.optional import installed
 from hasten.data.loader_parts import has_state, samples_at, unchanged
 from hasten.data.memory.dataset_parts import own_generators, preserve
@@ -180,9 +181,9 @@ class DatasetReader:
     def read(self, loader: DataLoader[Any] | None = None, allocate: Allocate | None = None) -> Columns | list[Any]:
         """Return all samples, as columns if they are alike, else as a list.
 
-        Random states, the dataset's own too, do not change. Random samples are found by the generators that move while
-        samples are read, those of the dataset and its transforms among them, and by reading samples again: all of a
-        small dataset, at least 512 and one in ten of a large one.
+        Random states, the dataset's own too, do not change. Random samples are detected by generators that advance
+        while samples are read, including generators of the dataset and its transforms, and by reading samples again:
+        all of a small dataset, at least 512 and one in ten of a large one.
 
         Args:
             loader: whose workers read; without workers, or without a loader, this process does.
@@ -209,26 +210,29 @@ class DatasetReader:
         """Check that there is memory for so many bytes."""
         limit = int(SHARE * available_bytes())
         if size_bytes > limit:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{self.argument}: the {len(self.dataset)} samples of {self.name} ({self.kind}) need about "
-                f"{gigabytes(size_bytes)}, and {gigabytes(limit)} may be used. Leave it out; num_workers='auto' reads "
-                "ahead in other processes."
+                f"{gigabytes(size_bytes)}, and {gigabytes(limit)} may be used.",
+                fix="Leave it out; num_workers='auto' reads ahead in other processes.",
             )
 
     def _check(self) -> None:
         dataset, start = self.dataset, f"{self.argument}: {self.name} reads {self.kind}"
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise TypeError(
-                f"{start}, an IterableDataset, whose samples have no numbers. Use a dataset with __getitem__ and "
-                "__len__, or leave it out."
+            raise make_error(
+                TypeError,
+                f"{start}, an IterableDataset, whose samples have no numbers.",
+                fix="Use a dataset with __getitem__ and __len__, or leave it out.",
             )
         if not hasattr(dataset, "__len__"):
-            raise TypeError(f"{start}, which has no length. Give it a __len__, or leave it out.")
+            raise make_error(TypeError, f"{start}, which has no length.", fix="Give it a __len__, or leave it out.")
         if callable(getattr(dataset, "set_epoch", None)) or has_state(dataset):
             method = "set_epoch" if hasattr(dataset, "set_epoch") else "state_dict"
-            raise ValueError(
-                f"{start}, which has {method}(): its samples may change between epochs, and samples in memory do "
-                "not. Leave it out."
+            raise make_error(
+                ValueError,
+                f"{start}, which has {method}(): its samples may change between epochs, and samples in memory do not.",
+                fix="Leave it out.",
             )
 
     def _probe(self) -> None:
@@ -245,9 +249,11 @@ class DatasetReader:
         self.check_size(count * sum(sizes) // max(1, len(sizes)))
 
     def _random_samples(self, which: str = "a sample") -> ValueError:
-        return ValueError(
+        return make_error(
+            ValueError,
             f"{self.argument}: {self.name} reads {self.kind}, and {which} is made with random numbers: in memory it "
-            "would be the same in every epoch. Draw them in on_after_batch_transfer, or use num_workers='auto'."
+            "would be the same in every epoch.",
+            fix="Draw them in on_after_batch_transfer, or use num_workers='auto'.",
         )
 
     def _read(self, loader: DataLoader[Any] | None, allocate: Allocate | None) -> Columns | list[Any]:
@@ -344,7 +350,7 @@ def is_random(dataset: object, read: Callable[[], object]) -> bool:
 
 
 class _RandomWatch:
-    """Notices random numbers drawn from the program's generators or the dataset's."""
+    """Detects random numbers drawn from the program's or the dataset's generators."""
 
     def __init__(self, dataset: object) -> None:
         self._dataset, self._rng = dataset, RngWatch()
@@ -360,7 +366,7 @@ class _RandomWatch:
 
 
 class DatasetProxy(Dataset[Any]):
-    """Other samples in place of a dataset's: attributes are read from the dataset, and set there."""
+    """Replaces the samples of a dataset; attributes are read from the original dataset, and set there."""
 
     _hasten_dataset: Any
 

@@ -1,4 +1,4 @@
-"""A loader whose data is in memory as whole tensors: a batch is one indexing, not one call a sample."""
+"""A loader whose data is in memory as whole tensors: one indexing operation for each batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from hasten._lib import torch_private, tree
 from hasten._lib.device import is_cuda, is_host
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.loader_parts import check_dataloader, required_in_training, unchanged
 from hasten.data.memory.dataset_parts import changed, fingerprint, preserve
@@ -28,9 +29,9 @@ DEVICE_SHARE = 0.5
 class ResidentLoader(DataLoader[Any]):
     """A ``DataLoader`` that reads its dataset once and then makes each batch by one indexing of whole tensors.
 
-    Batches and their order are those of a ``DataLoader`` without workers, bit for bit, whatever sampler, shuffling,
-    generator or ``drop_last`` it has. Samples that one tensor for each field cannot hold (of different sizes, or other
-    objects), and those for which there is a ``collate_fn``, are held one by one and joined as usual.
+    Batches and their order are the same as with a ``DataLoader`` without workers, bit for bit, whatever sampler,
+    shuffling, generator or ``drop_last`` it has. Samples that one tensor for each field cannot hold (of different
+    sizes, or other objects), and those for which there is a ``collate_fn``, are held one by one and joined as usual.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read. If its
@@ -173,9 +174,11 @@ class HeldDataset(DatasetProxy):
         if isinstance(self._hasten_data, list):
             data = data.samples() if isinstance(data, Columns) else data
         elif not isinstance(data, Columns):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{self._hasten_changes.name}: its samples had one shape and now differ in size, so they cannot be "
-                "held as before. Leave resident=... out."
+                "held as before.",
+                fix="Leave resident=... out.",
             )
         self.__dict__["_hasten_data"] = data
 
@@ -190,7 +193,7 @@ class HeldDataset(DatasetProxy):
 
 
 class _Changes:
-    """Notices changes of a dataset since its samples were read."""
+    """Detects changes of a dataset since its samples were read."""
 
     def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
         self.name, self._dataset, self._read = name, dataset, read
@@ -222,13 +225,15 @@ class _Changes:
             self._before = fingerprint(self._dataset)
             rank_zero_warn(
                 f"{self.name}: the dataset {type(self._dataset.dataset).__name__} has changed ({places[0]}), and the "
-                "preloaded samples are those from before. Leave preload() out for data that changes."
+                "preloaded samples are those from before.",
+                fix="Leave preload() out for data that changes.",
             )
             return None
         if self._times_read == 2:
             rank_zero_warn(
                 f"{self.name}: the dataset {type(self._dataset).__name__} changes between epochs ({places[0]}), so it "
-                "is read again in each. Leave resident=... out, or make the change in on_after_batch_transfer."
+                "is read again in each.",
+                fix="Leave resident=... out, or make the change in on_after_batch_transfer.",
             )
         return self.read()
 
@@ -236,10 +241,11 @@ class _Changes:
         """Check that nothing has changed since the samples were read."""
         places = [] if self._preloaded else self._changed()
         if places:
-            raise RuntimeError(
+            raise make_error(
+                RuntimeError,
                 f"{self.name}: the dataset {type(self._dataset).__name__} was changed in the middle of an epoch "
-                f"({places[0]}), whose samples were in memory since its beginning. Change it between epochs "
-                "(on_train_epoch_start), or leave resident=... out."
+                f"({places[0]}), whose samples were in memory since its beginning.",
+                fix="Change it between epochs (on_train_epoch_start), or leave resident=... out.",
             )
 
     def _changed(self) -> list[str]:
@@ -315,15 +321,19 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
 
 def _on_device(data: Columns | list[Any], device: torch.device, argument: str, name: str) -> Columns:
     if not isinstance(data, Columns):
-        raise ValueError(
+        raise make_error(
+            ValueError,
             f"{argument}: the samples of {name} are joined one by one, because they differ in size or there is a "
-            "collate_fn. Use resident=True, which holds them on the host."
+            "collate_fn.",
+            fix="Use resident=True, which holds them on the host.",
         )
     if is_cuda(device):
         free = int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
         if data.size_bytes > free:
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{argument}: the samples of {name} need {gigabytes(data.size_bytes)}, and {gigabytes(free)} of "
-                f"{device} may be used. Use resident=True, which holds them on the host."
+                f"{device} may be used.",
+                fix="Use resident=True, which holds them on the host.",
             )
     return data.to(device)

@@ -1,6 +1,6 @@
 """``preload``: a dataset read once on each machine, into memory that all processes there share.
 
-The memory is that of files without a name (memfd). Another process maps them through ``/proc/PID/fd`` of the process
+The memory belongs to files without a name (memfd). Another process maps them through ``/proc/PID/fd`` of the process
 that made them; the kernel frees the memory when the last process that has mapped it ends, however it ends.
 """
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.memory.read import Columns, DatasetReader, Kind, bytes_of, gigabytes, kind_of, of_tensors, pickled
 from hasten.extend.origin import full_name
@@ -48,9 +49,10 @@ class SharedFile:
     def new(cls, shape: tuple[int, ...], dtype: torch.dtype) -> SharedFile:
         """Make one, which is closed with the object returned."""
         if not hasattr(os, "memfd_create"):
-            raise RuntimeError(
-                "hasten.data.preload() needs memfd_create, which Linux has. Use Trainer(resident=True) here, which "
-                "holds the data in each process."
+            raise make_error(
+                RuntimeError,
+                "hasten.data.preload() needs memfd_create, which Linux has.",
+                fix="Use Trainer(resident=True) here, which holds the data in each process.",
             )
         descriptor = os.memfd_create("hasten-preload", os.MFD_CLOEXEC)
         os.truncate(descriptor, max(1, torch.Size(shape).numel() * dtype.itemsize))
@@ -206,7 +208,7 @@ def _read(reader: DatasetReader) -> tuple[list[SharedFile], Kind | None]:
 
 
 def _key(dataset: Any, name: str | None) -> str:
-    """Return a hash that identifies this dataset among those of the program, the same in all processes."""
+    """Return a hash that identifies this dataset within the program, the same in all processes."""
     with isolate_rng(include_cuda=False):
         ends = pickled([dataset[0], dataset[len(dataset) - 1]], identical=True)
     kind = type(dataset)
@@ -215,7 +217,7 @@ def _key(dataset: Any, name: str | None) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks; None if there is no such process."""
+    """Return when a process started, in the kernel's ticks; None if the process does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -267,7 +269,7 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"hasten-preload-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{folder} belongs to another user. Set TMPDIR to your own folder.")
+        raise make_error(RuntimeError, f"{folder} belongs to another user.", fix="Set TMPDIR to your own folder.")
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
             # A locked file is in use.

@@ -1,1 +1,4 @@
-"""Streams of batches whose position can be saved and restored exactly."""
+"""Streams of batches whose position can be saved and restored exactly.
+
+It knows loaders and samplers, and must not import ``hasten.module``, ``hasten.checkpoint`` or ``hasten.loops``.
+"""

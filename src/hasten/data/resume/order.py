@@ -1,4 +1,4 @@
-"""The order of an epoch over all processes: redraw it as the epoch began, and divide what is left of it."""
+"""The order of an epoch over all processes: draw it again as at its beginning, and divide its rest."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from hasten.data.memory.resident import is_resident
 
 State = dict[str, Any]
 
-# What a position in the order has to be known of: samples or batches, how many for each process, and for how many.
+# Everything that defines a position in the order: samples or batches, how many for each process, and for how many
+# processes.
 _DIVISION = ("unit", "batch_size", "replicas")
-# Orders that need nothing but their number of samples, and a seed.
+# Samplers whose order depends only on the number of samples and a seed.
 _STREAM = "samples of a stream"
 _DISTRIBUTED, _SHUFFLED, _IN_SEQUENCE = "distributed", "shuffled", "in sequence"
 
 
 class NotKnown(Exception):
-    """Why the order of an epoch, or how far it was read, is not known."""
+    """Raised if the order of an epoch, or the position in it, is not known; the message says why."""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Rest:
     """The rest of an epoch that was begun with another number of processes, or another batch size.
 
     Args:
-        batches: this process's index batches; up to the position there are only as many places. None of an
+        batches: this process's index batches; before the position they are placeholders. None for an
             ``IterableDataset``.
         state: as plain data what ``rest_of`` needs to come to the same again. ``"begun"`` is the position, in batches:
             as many as an epoch of this loader has more than the rest.
@@ -57,7 +58,7 @@ class Rest:
 
     @property
     def goes_on(self) -> GoesOn | None:
-        """What an ``IterableDataset`` continues; None of other datasets."""
+        """The position at which an ``IterableDataset`` continues; None for other datasets."""
         if self.batches is not None:
             return None
         drawn = self.state["drawn"]
@@ -66,7 +67,7 @@ class Rest:
 
 
 def described(loader: object) -> State:
-    """Return as plain data how the batches of a loader come about, over all processes.
+    """Return as plain data how the batches of a loader are formed, over all processes.
 
     Raises:
         NotKnown: they depend on more than the order that its sampler draws when an epoch begins.
@@ -148,7 +149,7 @@ def _described_stream(loader: DataLoader[Any]) -> State:
 
 
 def state_of(loader: object, start: State, last: Any, *, has_workers_from_before: bool) -> State:
-    """Return as plain data what draws the order of the epoch in hand.
+    """Return as plain data what draws the order of the current epoch.
 
     Args:
         loader: the loader.
@@ -170,7 +171,7 @@ def state_of(loader: object, start: State, last: Any, *, has_workers_from_before
         **found,
         "epoch": getattr(drawing, "epoch", None),
         "start": start,
-        # How often a loader calls iter() of its sampler; for workers that live on it draws no seed in between.
+        # How often a loader calls iter() of its sampler; with persistent workers it draws no seed in between.
         "iterations": 2 if loader.num_workers and not has_workers_from_before else 1,
         "draws_seed": not has_workers_from_before,
     }
@@ -190,7 +191,7 @@ def rest_of(
 
     Args:
         order: from ``state_of``, or of an earlier ``Rest``; None if the state has none.
-        loader: the loader that goes on.
+        loader: the loader that continues the epoch.
         done: the batches that each process had done, counted as the saved run did.
         begins: returns a context with the random state in which an epoch began.
         moved: another number of processes shared the data.
@@ -208,7 +209,7 @@ def rest_of(
     except NotKnown:
         if moved:
             raise
-        # As far as it is known, nothing has changed.
+        # As far as is known, nothing has changed.
         return None
     drawn, division = order["drawn"], order["division"]
     is_first = "before" not in order
@@ -243,7 +244,7 @@ def _rest_of_stream(order: State, loader: DataLoader[Any], now: State, done: int
     if same and not is_first:
         return Rest(None, order)
     if not moved and (not same or drawn["seed"] == now["seed"]):
-        # As much is read again as was read. The loader says itself that the number of workers has changed.
+        # The same amount that was read is read again. The loader says itself that the number of workers has changed.
         return None
     name = type(users_dataset(loader)).__name__
     if drawn["replicas"] == 1 and drawn["workers"]:
@@ -289,7 +290,7 @@ def _drawn_again(drawn: State, loader: DataLoader[Any]) -> tuple[list[Any], list
     if epoch is not None and hasattr(order, "set_epoch"):
         order.set_epoch(epoch)
     if drawn["unit"] == "samples":
-        # Draws nothing before the first batch, as that of the loader.
+        # Like the loader's own iterator, it draws nothing before the first batch.
         order = BatchSampler(order, 1024, drop_last=False)
     drawing = iter(order)
     _draw_seed(loader, drawn)
@@ -297,7 +298,7 @@ def _drawn_again(drawn: State, loader: DataLoader[Any]) -> tuple[list[Any], list
         drawing = iter(order)
     if drawn["unit"] == "samples":
         drawing = itertools.chain.from_iterable(drawing)
-    # Some give more than their length.
+    # Some samplers give more than their length.
     items = list(itertools.islice(drawing, 2 * count + 1))
     if len(items) > 2 * count:
         raise NotKnown(f"its sampler {drawn['sampler']} goes on after its length of {count}")

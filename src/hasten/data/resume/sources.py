@@ -1,4 +1,4 @@
-"""Where a stream's batches come from, and how each kind of loader is opened in the middle of an epoch."""
+"""Sources of a stream's batches: how each kind of loader is opened in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.data.divided import share_of, users_dataset
 from hasten.data.loader_parts import (
@@ -27,6 +28,8 @@ from hasten.data.loader_parts import (
 )
 from hasten.data.resume.order import Rest
 from hasten.data.resume.workers import RngWatch, StateCollate, UnpackingIterator, WorkerInit, WorkerStates
+from hasten.extend.frames import file_of
+from hasten.extend.origin import full_name
 from hasten.seed import generator_state, restore_rng_state, set_generator_state
 
 State = dict[str, Any]
@@ -38,23 +41,23 @@ def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
         return StatefulSource(loader)
     if isinstance(loader, DataLoader):
         return WorkerSource(loader) if loader.num_workers > 0 else InProcessSource(loader)
-    # A list draws no random numbers, and without resuming, what was drawn does not matter.
+    # A list draws no random numbers, and without resuming the draws do not matter.
     return BatchSource(loader, replays=replays and not isinstance(loader, (list, tuple)))
 
 
 class BatchSource:
-    """The batches of one kind of loader; here of any iterable, read again up to the place.
+    """The batches of one kind of loader; this base class reads any iterable again up to the position.
 
-    ``replays``: a place can be reached only by fetching everything before it, with the same random numbers.
+    ``replays``: a position can be reached only by fetching everything before it, with the same random numbers.
     """
 
-    # Whether something survives from one epoch to the next that a new process has to rebuild.
+    # Whether state survives from one epoch to the next that a new process has to rebuild.
     survives = False
-    # Whether ``indices`` has to be there.
+    # Whether ``indices`` is needed.
     keeps_indices = False
     # The index batches, where there are any.
     indices: CountingSampler | None = None
-    # Those to read in place of the sampler's, in an epoch that ``reopen`` begins.
+    # Index batches to read in place of the sampler's, in an epoch that ``reopen`` begins.
     rest: list[Any] | None = None
     # The batches that other processes had of an epoch of an ``IterableDataset``, counted in batches of this loader.
     begun = 0
@@ -65,13 +68,13 @@ class BatchSource:
     def __init__(self, loader: Iterable[Any], *, replays: bool = False) -> None:
         self._loader: Any = loader
         self._replays = replays
-        # What saves its position itself, by its name in the state.
+        # Objects that save their position themselves, by their names in the state.
         self._stateful: dict[str, Any] = {}
         # The iterator of an epoch that is replayed.
         self._replay: Replay | None = None
 
     def continue_with(self, rest: Rest | None) -> None:
-        """Have the next ``reopen`` read the rest of an epoch; None for all of one."""
+        """Make the next ``reopen`` read the rest of an epoch; None for a whole epoch."""
         goes_on = None if rest is None else rest.goes_on
         self.rest = None if rest is None else rest.batches
         self.begun = 0 if rest is None or goes_on is None else rest.state["begun"]
@@ -84,11 +87,11 @@ class BatchSource:
         return self._replayed() if self._replays else iter(self._loader)
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
-        """Begin an epoch after its first ``consumed`` batches; without a state as well as can be."""
+        """Begin an epoch after its first ``consumed`` batches; without a state as closely as possible."""
         return self._replayed(consumed, state) if self._replays else islice(self.open(), consumed, None)
 
     def is_changed(self, state: State) -> bool:
-        """Return whether ``state`` comes from a loader that worked in another way."""
+        """Return whether ``state`` comes from a loader with another way of working."""
         return False
 
     def state(self, count: int) -> State:
@@ -110,7 +113,7 @@ class BatchSource:
         return self._replay is not None and not self._replay.is_quiet
 
     def describe(self, error: Exception, number: int) -> str:
-        """Return where an error in fetching batch ``number`` (from 1) happened."""
+        """Return a description of where fetching batch ``number`` (from 1) failed."""
         return f"batch {number - 1} of {type(self._loader).__name__}"
 
     def leave(self) -> None:
@@ -151,7 +154,7 @@ class StatefulSource(BatchSource):
 
 
 class _DataLoaderSource(BatchSource):
-    """What is common to a ``DataLoader`` with and without workers."""
+    """Base class of sources for a ``DataLoader`` with and without workers."""
 
     _iterator: Iterator[Any] | None = None
 
@@ -174,8 +177,9 @@ class _DataLoaderSource(BatchSource):
             order = " and their order" if self._is_iterable else ""
             warn_once(
                 f"resume-num-workers-{saved}-{now}",
-                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: its other random numbers"
-                f"{order} differ from those of an uninterrupted run. Use num_workers={saved} to go on exactly.",
+                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: its other random "
+                f"numbers{order} differ from those of an uninterrupted run.",
+                fix=f"Use num_workers={saved} to go on exactly.",
             )
         return bool(saved != now)
 
@@ -199,9 +203,8 @@ class _DataLoaderSource(BatchSource):
         return self._iterator
 
     def _place(self, number: int) -> str:
-        kind = type(users_dataset(self._loader))
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        return f"batch {number - 1} of the dataset {module}{kind.__qualname__}"
+        kind = full_name(type(users_dataset(self._loader))).removeprefix("builtins.")
+        return f"batch {number - 1} of the dataset {kind}"
 
 
 class InProcessSource(_DataLoaderSource):
@@ -226,14 +229,14 @@ class InProcessSource(_DataLoaderSource):
         state = {name: copy.deepcopy(part.state_dict()) for name, part in self._stateful.items()}
         state |= super().state(count)
         if "sampler" in state:
-            # Of an epoch read from the loader itself, there is none.
+            # An epoch that is read from the loader itself has none.
             state["sampler"] = None if self.indices is None else self.indices.state_after(count)
         return state
 
     def describe(self, error: Exception, number: int) -> str:
         found = None
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename.endswith(os.path.join("data", "_utils", "fetch.py")):
+            if file_of(frame).endswith(os.path.join("data", "_utils", "fetch.py")):
                 found = frame.f_locals.get("idx", found)
         return self._place(number) + ("" if found is None else f", sample {found}")
 
@@ -242,7 +245,7 @@ class WorkerSource(_DataLoaderSource):
     """A ``DataLoader`` with worker processes, each of which sends its random state along with its batches.
 
     With each new iterator, the main process starts handing out work at the first worker again. So an epoch is entered
-    where it was last the first worker's turn, and the batches from there to the place are fetched again and dropped:
+    where it was last the first worker's turn, and the batches from there to the position are fetched again and dropped:
     each worker keeps its number.
     """
 
@@ -254,7 +257,7 @@ class WorkerSource(_DataLoaderSource):
         self.survives = loader.persistent_workers
         self._count = loader.num_workers
         self._states = WorkerStates(self._count)
-        # What an IterableDataset does when it ends is not visible here, so its workers report how they begin.
+        # The behavior of an IterableDataset at its end is not visible here, so its workers report how they begin.
         self._reports_starts = self._is_iterable and self.survives
         self._init = WorkerInit(loader.worker_init_fn, report_starts=self._reports_starts)
         collate = StateCollate(
@@ -284,7 +287,7 @@ class WorkerSource(_DataLoaderSource):
         self._states.start_epoch(0, self._states.after(self._states.number))
         self.has_workers_from_before = True
         batches = self._iterator = iter(self._loader_with_states)
-        # A round of batches, with which the workers send the states they began the epoch in.
+        # A round of batches: with them the workers send the states in which they began the epoch.
         return chain(list(islice(batches, self._count)), batches) if self._reports_starts else batches
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
@@ -294,14 +297,15 @@ class WorkerSource(_DataLoaderSource):
         elif not self._loader.in_order:
             warn_once(
                 "resume-in-order",
-                "a DataLoader with in_order=False does not report which batches had arrived: a few may be repeated "
-                "or missing after resuming within an epoch. Use in_order=True to go on exactly.",
+                "a DataLoader with in_order=False does not report which batches had arrived: a few may be repeated or "
+                "missing after resuming within an epoch.",
+                fix="Use in_order=True to go on exactly.",
             )
         base, birth = state["base"], state["birth"]
         self._expect_new_workers(base, state["workers"], birth)
         loader = self._loader_with_states
         if birth is not None:
-            # This epoch drew no seed for its workers, but they need the one they were born with.
+            # This epoch drew no seed for its workers, but they need the seed with which they were started.
             loader.generator = torch.Generator()
             set_generator_state(loader.generator, birth)
         batches = self._opened_at(base, state, loader, once=birth is not None)
@@ -374,7 +378,7 @@ class WorkerSource(_DataLoaderSource):
             except StopIteration:
                 return
             except Exception:
-                # In a batch that is not used; the next epoch reports a worker that died.
+                # The error is in a batch that is not used; the next epoch reports a worker that died.
                 continue
 
 
@@ -407,9 +411,9 @@ class CountingSampler:
     def start_at(self, number: int, *, skip: bool, once: bool = False, instead: Iterable[Any] | None = None) -> None:
         """Begin the next epoch at index batch ``number``.
 
-        ``skip`` draws the batches before it from the sampler; without it, the sampler is already there. ``once``: the
-        loader calls iter() twice in an epoch that called it once when it was interrupted. ``instead``: index batches
-        to give in that epoch in place of the sampler's.
+        ``skip`` draws the batches before it from the sampler; without it, the sampler is already at that position.
+        ``once``: in the interrupted epoch the loader called iter() once, and now it calls it twice. ``instead``:
+        index batches to give in that epoch in place of the sampler's.
         """
         self._first, self._skip, self._once, self._instead = number, number if skip else 0, once, instead
 
@@ -448,9 +452,11 @@ class CountingSampler:
         count, self._to_skip = self._to_skip, 0
         for drawn in range(count):
             if next(self._drawn, self) is self:
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"cannot resume after {count} batches: the sampler ended after {drawn}. The data is shorter than "
-                    "when the checkpoint was written; resume with the same dataset, batch size and sampler."
+                    "when the checkpoint was written;",
+                    fix="resume with the same dataset, batch size and sampler.",
                 )
 
     def _counted(self, number: int) -> Iterator[Any]:
@@ -470,15 +476,15 @@ class CountingSampler:
             self._states.pop(number - self._keep, None)
 
 
-# About 5 KB each. A loader that chooses by draws further back than these cannot be replayed.
+# About 5 KB each. A loader whose draws go further back than these cannot be replayed.
 _KEPT_NOTES = 1000
-# A loader that draws nothing for so many batches in a row, and most draw nothing at all, is no longer watched in
-# this epoch: reading the generators costs some 20 us a batch.
+# Stop watching a loader for this epoch after this many batches without a draw. Most loaders draw nothing at all, and
+# reading the generators costs some 20 us a batch.
 _QUIET = 64
 
 
 class Replay:
-    """Iterates over a loader that cannot skip, and notes what is needed to read it again in the same way.
+    """Iterates over a loader that cannot skip, and records what is needed to read it again in the same way.
 
     A loader that draws from the random generators of this process gets other numbers the second time, unless they
     are restored. Within an epoch that is needed only if something else, such as dropout, drew in between.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.combined import CombinedLoader, joint_length
@@ -51,16 +52,16 @@ class Stream:
     continues with the same samples, and the same random numbers drawn for them: also in the middle of an epoch, with
     shuffling, with worker processes and in the epochs after.
 
-    Not restored: the inside of an ``IterableDataset`` without ``state_dict`` that draws in the main process from the
-    generator that training draws from too, and choices that a sampler makes so in the middle of an epoch. Give such an
-    object its own generator, or ``state_dict`` and ``load_state_dict``.
+    Not restored: an ``IterableDataset`` without ``state_dict`` that draws in the main process from the same generator
+    as training, and a sampler that draws from it in the middle of an epoch. Give these objects their own generator, or
+    ``state_dict`` and ``load_state_dict``.
 
     Args:
         loader: a ``DataLoader``, or anything that can be iterated over several times.
         name: what to call it in messages.
-        replays: whether a position inside an epoch may be saved; without it, nothing is noted about what a loader that
-            is not a ``DataLoader`` draws.
-        marks_last: whether the last batch has to be known as the last where the loader ends before its length. That
+        replays: whether a position inside an epoch may be saved; without it, draws of a loader that is not a
+            ``DataLoader`` are not recorded.
+        marks_last: whether the last batch has to be marked also if the loader ends before its length. That
             costs reading the random generators for each batch.
         ends_at_length: read no more batches than the length of the loader, if it has one, and none ahead; and do not
             ask for the end, at which samplers may draw from the user's generator.
@@ -96,18 +97,18 @@ class Stream:
         self._source: BatchSource = self._source_of(loader)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
-        # A state to go to, and the random state in which the epoch began.
+        # A loaded state to continue from, and the random state in which its epoch began.
         self._loaded: dict[str, Any] | None = None
         self._start: dict[str, Any] | None = None
         # Whether fetching draws from random generators that training draws from too.
         self._draws = False
-        # The iterator at a loaded position, the one that ``batches`` reads, and that of an epoch begun early.
+        # The iterators at a loaded position, of the current epoch, and of an epoch begun early.
         self._resumed: Iterator[Any] | None = None
         self._current: Iterator[Any] | None = None
         self._next_epoch: NextEpoch | None = None
-        # What is left of an epoch that was begun with another number of processes, or another batch size.
+        # The rest of an epoch that was begun with another number of processes, or another batch size.
         self._rest: Rest | None = None
-        # Why the samples that were read of the epoch of a loaded state are not known.
+        # Why it is not known which samples of a loaded state's epoch were read.
         self.not_known = ""
 
     @property
@@ -143,7 +144,7 @@ class Stream:
 
     # -- the batches
 
-    def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
+    def batches(self, limit: int | None = None) -> Generator[tuple[Any, bool], None, None]:
         """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
 
         All batches of the loader are read, whatever its length says, unless ``ends_at_length``. If the length is not
@@ -166,7 +167,7 @@ class Stream:
         end = min((number for number in (certain, length, limit) if number is not None), default=None)
         return self._iterate_to(end, certain)
 
-    def _iterate_to(self, end: int | None, certain: int | None) -> Iterator[tuple[Any, bool]]:
+    def _iterate_to(self, end: int | None, certain: int | None) -> Generator[tuple[Any, bool], None, None]:
         iterator = self._current = self._begin()
         position, exhausts = self._position, certain is not None and end == certain
         length = self.length if certain is None else certain
@@ -212,7 +213,7 @@ class Stream:
             self._leave()
 
     def _first_of(self, iterator: Iterator[Any]) -> Any:
-        """Return the first batch, and notice whether fetching it draws from the generators of training."""
+        """Return the first batch, and find out whether fetching it draws from the generators of training."""
         before = self._watch.state()
         batch = next(iterator, _END)
         self._draws = self._watch.state() != before
@@ -242,7 +243,7 @@ class Stream:
         return is_last
 
     def _end_data(self, number: int, iterator: Iterator[Any]) -> None:
-        """Note that batch ``number``, which comes next, is the last of the data."""
+        """Record that batch ``number``, which comes next, is the last of the data."""
         self._position.exhausted, self._position.fetching = True, number + 1
         if self._generators and not self._ends_at_length:
             # The user's generator moves once more when its sampler ends, as it does in the plain loop. That
@@ -275,7 +276,8 @@ class Stream:
             warn_once(
                 f"resume-length-{self.name}",
                 f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
-                "middle of an epoch, whose rest will differ. Resume with the same data, batch size and processes.",
+                "middle of an epoch, whose rest will differ.",
+                fix="Resume with the same data, batch size and processes.",
             )
         again = state.get("again", _END)
         iterator: Iterator[Any] = iter(())
@@ -322,7 +324,7 @@ class Stream:
         return [] if None in found else list(found)
 
     def finish(self) -> None:
-        """Give up the rest of the epoch of a loaded state; the next batches are those of a new epoch."""
+        """Give up the rest of the epoch of a loaded state; the next batches begin a new epoch."""
         if self._loaded is not None:
             self.open()
             self._position.repeated, self._position.finished = _END, True
@@ -373,8 +375,8 @@ class Stream:
     def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
         """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``.
 
-        Where the loader divides the samples in another way than when the epoch was begun, its rest is read in the order
-        it was begun in, and ``position`` is counted in batches of this loader.
+        If the loader now divides the samples in another way than at the beginning of the epoch, the rest is read in the
+        original order, and ``position`` is counted in batches of this loader.
 
         Args:
             state: of this process, or of the first one.
@@ -394,7 +396,7 @@ class Stream:
         self._position.drop_prefetched()
 
     def _continued(self, state: dict[str, Any], moved: bool) -> dict[str, Any]:
-        """Return the state at which this process goes on; of the rest of an epoch, if that is divided anew."""
+        """Return the state from which this process continues; if the epoch is divided again, the state of its rest."""
         again = "again" in state
         if state["ended"] and not again:
             return {**state, "rebuild": False, "source": {}} if moved else state
@@ -410,7 +412,8 @@ class Stream:
             warn_once(
                 f"resume-order-{self.name}",
                 f"{self.name}: the rest of the epoch in which the checkpoint was saved has other samples, because "
-                f"{why}. Resume with the same loader to train on each sample once.",
+                f"{why}.",
+                fix="Resume with the same loader to train on each sample once.",
             )
             return state
         rest = self._rest
@@ -429,10 +432,10 @@ class Stream:
             each.set_epoch(epoch)
 
     def begin_next(self, epoch: int) -> None:
-        """Have living workers fetch the first batches of the next epoch now, while validation runs.
+        """Make running workers fetch the first batches of the next epoch now, while validation runs.
 
-        For the last batch of an epoch. Done only if it makes no difference: the workers live on, and the order of the
-        next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
+        For the last batch of an epoch. Done only if it makes no difference: the workers are persistent, and the order
+        of the next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
         """
         iterator, position = self._current, self._position
         if iterator is None or not (position.finished and position.exhausted and begins_early(self.loader)):
@@ -453,7 +456,7 @@ class Stream:
             _set_random_state(self._generators, begun.end_before)
         self._source.close()
 
-    # -- inside
+    # -- internal functions
 
     def _source_of(self, loader: Iterable[Any]) -> BatchSource:
         source = source_of(loader, replays=self._replays)
@@ -504,12 +507,13 @@ class Stream:
             raise
 
     def _leave(self) -> None:
-        # What the state is made of stays: a checkpoint may be taken after the loop was left in the middle of an epoch.
+        # Keep everything that the state needs: a checkpoint may be taken after the loop was left in the middle of an
+        # epoch.
         self._resumed = self._current = None
         self._source.leave()
 
     def _end(self) -> dict[str, Any]:
-        """Return what every state has, with the values of one between epochs."""
+        """Return the entries that every state has, with their values between epochs."""
         return {
             "consumed": 0,
             "epoch": self.epoch,
@@ -535,10 +539,10 @@ class Stream:
 class _Position:
     """Where a stream is in its epoch."""
 
-    # How many batches were yielded, and the last of them.
+    # The number of batches yielded, and the last one.
     consumed: int = 0
     last: Any = None
-    # Whether the epoch is over, and whether the data is; a limit ends an epoch before the data.
+    # Whether the epoch and the data have ended; a limit ends an epoch before the data.
     finished: bool = False
     exhausted: bool = False
     # A batch to yield once more.
@@ -564,12 +568,12 @@ class _Position:
 
 @dataclass
 class _RestOfEpoch:
-    """What a stream still has of the epoch that a state was taken in."""
+    """The part of an interrupted epoch that a stream has not read yet."""
 
     source: BatchSource
     generators: list[torch.Generator]
     watch: RngWatch
-    # The random state in which the epoch began, and what is left of its batches.
+    # The random state in which the epoch began, and the rest of its batches.
     start: dict[str, Any] | None = None
     batches: Iterator[Any] = field(init=False)
     # The prefetched batch, and the position before it.
@@ -577,7 +581,7 @@ class _RestOfEpoch:
     prefetched_state: dict[str, Any] | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Fetch the batches up to the place again, as far as that is needed; random generators keep their states."""
+        """Fetch the batches up to the position again, if necessary; random generators keep their states."""
         generators, source = self.generators, self.source
         self.start = state["start"] or {
             "rng": self.watch.state(),
@@ -593,12 +597,12 @@ class _RestOfEpoch:
                 _set_random_state(generators, state["ahead"])
                 self.prefetched, self.prefetched_state = next(self.batches, _END), state["ahead"]
         if state["source"] is None or not source.is_changed(state["source"]):
-            # The dataset may have drawn from them too, and what is skipped is not drawn.
+            # The dataset may have drawn from them too, and skipped batches do not draw.
             _set_random_state(generators, state)
 
 
 def _set_random_state(generators: list[torch.Generator], state: dict[str, Any]) -> None:
-    """Set the user's generators, and those of this process if the state has them."""
+    """Set the user's generators, and the generators of this process if the state has them."""
     restore_rng_state(state.get("rng") or {})
     for generator, saved in zip(generators, state["generators"], strict=False):
         set_generator_state(generator, saved)
@@ -625,7 +629,7 @@ def ends_at_its_length(loader: object) -> bool:
 
 
 def _has_known_order(loader: DataLoader[Any]) -> bool:
-    """Return whether all samplers of a loader are those of torch or hasten."""
+    """Return whether all samplers of a loader belong to torch or hasten."""
     return all(
         type(each) in _SAMPLERS or package_of(type(each)) in {"torchdata", *ROOTS} for each in _orders_of(loader)
     )
@@ -652,7 +656,7 @@ def _orders_of(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class NextEpoch:
-    """An epoch that was begun while the one before was not over."""
+    """An epoch that was begun before the previous one ended."""
 
     # The state of the stream before it began, the epoch that each part of the loader was set to, and its batches.
     end_before: dict[str, Any]
@@ -682,7 +686,7 @@ def begins_early(loader: object) -> bool:
 
 
 def _is_settled(sampler: Any, seeded: bool) -> bool:
-    """Return whether a sampler's order is settled before an epoch; ``seeded``: a ``ShardSampler`` seeds it."""
+    """Return whether a sampler's order is fixed before an epoch; ``seeded``: a ``ShardSampler`` seeds it."""
     if isinstance(sampler, PlannedBatches):
         several = getattr(sampler, "num_replicas", 1) > 1
         return not sampler.shuffle or several or sampler.seed is not None or sampler.generator is not None
@@ -728,7 +732,7 @@ class CombinedStream:
 
     # -- the batches
 
-    def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
+    def batches(self, limit: int | None = None) -> Generator[tuple[Any, bool], None, None]:
         self.open()
         if not self._resumes:
             self.consumed = 0
@@ -809,9 +813,11 @@ class CombinedStream:
     def load_state_dict(self, state: dict[str, Any], *, moved: bool = False) -> None:
         readers = state.get("readers", [])
         if len(readers) != len(self._readers):
-            raise ValueError(
+            raise make_error(
+                ValueError,
                 f"{self.name}: the checkpoint was written with {max(1, len(readers))} loader(s), and there are "
-                f"{len(self._readers)} now. Resume with the same loaders."
+                f"{len(self._readers)} now.",
+                fix="Resume with the same loaders.",
             )
         for reader, saved in zip(self._readers, readers, strict=True):
             reader.restart()
@@ -819,7 +825,7 @@ class CombinedStream:
         self._loaded = state if state["ended"] else self._recounted(state)
 
     def _recounted(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state counted in batches as large as those of the streams now, which may have changed."""
+        """Return a state counted in batches of the streams' present size, which may have changed."""
         saved, streams = state["readers"], [reader.stream for reader in self._readers]
         counts = [one["count"] if one["at_end"] else each.position for one, each in zip(saved, streams, strict=True)]
         if counts == [one["count"] for one in saved]:
@@ -873,9 +879,10 @@ def _yields_again(stream: Stream | CombinedStream, consumed: int, again: bool) -
     yielded, finished = stream.consumed, stream.finished
     again = again or (consumed == yielded - 1 and not (finished and consumed == 0))
     if not again and consumed != yielded and not finished:
-        raise ValueError(
-            f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out. "
-            f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again."
+        raise make_error(
+            ValueError,
+            f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out.",
+            fix=f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again.",
         )
     return again
 
@@ -888,13 +895,13 @@ class _Reader:
         self.restart()
 
     def restart(self) -> None:
-        """Be at the beginning of a joint epoch."""
+        """Start at the beginning of a joint epoch."""
         self.again()
         self.done = self.took = self.was_done = False
 
     def again(self) -> None:
         """Begin the stream's next own epoch inside a joint one."""
-        self.batches: Iterator[tuple[Any, bool]] | None = None
+        self.batches: Generator[tuple[Any, bool], None, None] | None = None
         self.count, self.at_end = 0, False
 
     def next(self, end: int | None, consumed: int, *, cycles: bool = False) -> Any:
@@ -902,7 +909,8 @@ class _Reader:
         self.took, self.was_done = not self.at_end, self.done
         if not self.at_end:
             if self.batches is None:
-                # The joint epoch may end before this stream's own: the limit makes its state that of an end.
+                # The joint epoch may end before this stream's own: with the limit, its state says that the epoch has
+                # ended.
                 left = None if end is None else end - (consumed - self.count)
                 length = self.stream.certain_length
                 cuts = left is not None and (length is None or left < length)
@@ -921,10 +929,10 @@ class _Reader:
         return self.next(end, consumed)
 
     def leave(self) -> None:
-        """Leave the stream's epoch where it is."""
+        """Stop reading the stream without ending its epoch."""
         batches, self.batches = self.batches, None
         if batches is not None:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
 
     def state_dict(self, again: bool) -> dict[str, Any]:
         """Return the stream's position; ``again``: before the last joint batch."""

@@ -1,4 +1,4 @@
-"""What hasten adds to a loader's worker processes: each sends its random state along with its batches."""
+"""Additions to a loader's worker processes: each sends its random state along with its batches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.utils.data import get_worker_info
 from hasten._lib import torch_private
 from hasten.data.first_samples import compare_first, first_of_worker
 from hasten.data.loader_parts import has_state, state_between
+from hasten.extend.origin import module_of
 from hasten.seed import collect_rng_state, generator_state, numpy_state, restore_rng_state
 
 State = dict[str, Any]
@@ -73,7 +74,7 @@ class BatchWithState:
 
 @dataclass(eq=False)
 class StateCollate:
-    """The collate function of a worker: the user's, with the worker's state put beside the batch.
+    """The collate function of a worker: returns the user's batch together with the worker's state.
 
     A list of fewer samples than ``batch_size`` is the last batch of the worker's part of an ``IterableDataset``.
     """
@@ -89,7 +90,7 @@ class StateCollate:
         batch = self.collate(samples)
         info = get_worker_info()
         assert info is not None
-        # Sent once.
+        # Each state is sent once.
         state: State = {name: _to_send.pop(name) for name in list(_to_send)}
         if first_of_worker:
             state["first"] = first_of_worker.pop()
@@ -156,7 +157,7 @@ def _observe(dataset: Any, *, ended: bool) -> None:
         return iter(kind.__iter__(self))
 
     try:
-        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "__module__": kind.__module__})
+        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "__module__": module_of(kind)})
     except TypeError:
         # A class with __slots__, say, cannot be replaced. Then later epochs of persistent workers begin with the
         # state of their first epoch.
@@ -195,7 +196,7 @@ class WorkerStates:
     def start_epoch(self, number: int, states: list[State | None]) -> None:
         """Begin with batch ``number``, the workers being in ``states``."""
         self.number = self._first = number
-        # The state in which each worker began the epoch; None as PyTorch seeded it.
+        # The state in which each worker began the epoch; None if PyTorch seeded it.
         self.starts = list(states)
         self._last_worker = -1
         self._rounds: deque[int] = deque([number], maxlen=16)
