@@ -30,7 +30,13 @@ def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
 
 def get_init_args(frame: types.FrameType) -> dict[str, Any]:
     """Return the arguments with which the ``__init__`` of a frame was called."""
-    return {} if frames.made_in(frame) is None else frames.arguments_of(frame)
+    return owner_and_arguments(frame)[1]
+
+
+def owner_and_arguments(frame: types.FrameType) -> tuple[Any, dict[str, Any]]:
+    """Return the object of a frame of ``__init__`` and the arguments; None and no arguments for another function."""
+    owner = frames.made_in(frame)
+    return owner, {} if owner is None else frames.arguments_of(frame)
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
@@ -62,9 +68,9 @@ def collect_init_args(
     """
     found = list(path_args)
     for current in frames.outwards(frame):
-        owner = frames.made_in(current)
+        owner, arguments = owner_and_arguments(current)
         if owner is not None and isinstance(owner, classes or object):
-            found.append(frames.arguments_of(current))
+            found.append(arguments)
         elif found:
             break
     return found
