@@ -653,6 +653,14 @@ class StepEngine(StrategyPart):
 
     # -- backward
 
+    def backward_for(self, target: object, tensor: Tensor, *args: object, **kwargs: object) -> None:
+        """Compute gradients where a program calls ``Strategy.backward`` with an optimizer or module, ``target``."""
+        self.backward(tensor, *args, **kwargs)
+
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """Return the step to make where a program's ``optimizer_step`` calls that of ``Strategy``; None for its own."""
+        return None
+
     def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return a function that computes gradients with ``function`` of the module in place of ``backward``."""
         return function

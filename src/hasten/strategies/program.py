@@ -1,7 +1,7 @@
 """Methods that a program may call and override in a strategy and a precision, under Lightning's names.
 
-``ProgramMethods`` has those methods of a strategy. ``ProgramEngine`` computes a step with the ones that a program has
-overridden; ``detect_overrides`` finds them once a run, and a run without overrides does not use this module again.
+``ProgramMethods`` has those methods of a strategy. ``detect_overrides`` finds, once a run, which ones a program has
+overridden; a run with such methods has another engine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten._lib.names import defined_by_program, has_parameter
+from hasten._lib.names import defined_by_program
 from hasten._lib.tree import move_to
+from hasten.extend.entry_points import load
 from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class ProgramMethods:
 
         """
         if self._runtime is not None:
-            _backward_by_precision(self._runtime.engine, self, closure_loss, optimizer, *args, **kwargs)
+            self._runtime.engine.backward_for(optimizer, closure_loss, *args, **kwargs)
             return closure_loss
         precision: Any = self.precision_plugin
         precision.pre_backward(closure_loss, optimizer)
@@ -199,7 +200,7 @@ class ProgramMethods:
 
         """
         engine = None if self._runtime is None else self._runtime.engine
-        if isinstance(engine, ProgramEngine) and not kwargs and (step := engine.step_of(optimizer)) is not None:
+        if engine is not None and not kwargs and (step := engine.step_of(optimizer)) is not None:
             return step(closure)
         if engine is not None and (module := self.lightning_module) is not None:
             kwargs["model"] = module if model is None else model
@@ -272,111 +273,15 @@ def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bo
 
 
 def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision) -> StepEngine:
-    """Return an engine that calls the methods that a program has overridden; ``engine`` itself if there are none."""
-    clips = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
-    steps = defined_by_program(precision, "optimizer_step") or defined_by_program(strategy, "optimizer_step")
-    if steps or defined_by_program(precision, *_OF_BACKWARD, *clips) or defined_by_program(strategy, "backward"):
-        made = ProgramEngine(engine, strategy, precision)
-        made.steps_by_program, made.clips_by_program = steps, defined_by_program(precision, *clips)
-        return made
-    return engine
+    """Return an engine that calls the methods that a program has overridden; ``engine`` itself if there are none.
 
-
-_OF_BACKWARD = ("pre_backward", "backward", "post_backward")
-
-
-if TYPE_CHECKING:
-    _Engine = StepEngine
-else:
-    _Engine = object
-
-
-class ProgramEngine(_Engine):
-    """An engine that calls methods of a program's strategy or precision, and another engine for everything else.
-
-    Args:
-        inner: computes everything that is not overridden.
-        strategy: the strategy of the run.
-        precision: the precision of the run.
-
+    The engine that calls them is found by an entry point.
     """
-
-    def __init__(self, inner: StepEngine, strategy: ProgramMethods, precision: Precision) -> None:
-        self._inner, self._owner, self._precision = inner, strategy, precision
-        # Computes gradients if neither strategy nor precision does.
-        self.inner_backward: Callable[..., None] = inner.backward
-        self.overrides_precision = defined_by_program(precision, *_OF_BACKWARD)
-        self._overrides_backward = self.overrides_precision or defined_by_program(strategy, "backward")
-        self.backward = self._backward if self._overrides_backward else inner.backward
-        self._steps: dict[int, Callable[..., Any]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_inner":
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def _backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        strategy = self._owner
-        module = strategy.lightning_module
-        target = strategy.optimizers[0] if module is not None and module.automatic_optimization else None
-        self.in_backward = True
-        try:
-            strategy.backward(tensor, target, *args, **kwargs)
-        finally:
-            self.in_backward = False
-
-    def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that computes gradients with ``function`` inside the overridden methods."""
-        if not self._overrides_backward:
-            return function
-        self.inner_backward = function
-        return self._backward
-
-    def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Return ``step(closure=None)``, which calls ``optimizer_step`` of the strategy if a program has one."""
-        step = self._inner.make_step(optimizer)
-        if not self.steps_by_program:
-            return step
-        self._steps[id(optimizer)] = step
-        strategy, unscaled = self._owner, self._inner.unscaled
-
-        def step_of_program(closure: Callable[[], Any] | None = None) -> Any:
-            if closure is None and strategy.lightning_module is not None:
-                closure = _nothing
-            result = (
-                strategy.optimizer_step(optimizer) if closure is None else strategy.optimizer_step(optimizer, closure)
-            )
-            unscaled.clear()
-            return result
-
-        return step_of_program
-
-    def step_of(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """Return the step of the inner engine; None if the precision steps."""
-        return None if defined_by_program(self._precision, "optimizer_step") else self._steps.get(id(optimizer))
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _backward_by_precision(
-    engine: StepEngine, strategy: ProgramMethods, tensor: Tensor, target: object, *args: object, **kwargs: object
-) -> None:
-    """Compute gradients by the methods of the precision where a program overrides them, else by the engine."""
-    if not isinstance(engine, ProgramEngine):
-        engine.backward(tensor, *args, **kwargs)
-        return
-    if not engine.overrides_precision:
-        engine.inner_backward(tensor, *args, **kwargs)
-        return
-    precision: Any = strategy.precision_plugin
-    module = strategy.lightning_module
-    model = target if module is None else module
-    changed = precision.pre_backward(tensor, model)
-    if isinstance(changed, Tensor):
-        tensor = changed
-    if has_parameter(precision.backward, "optimizer"):
-        args = (target, *args)
-    precision.backward(tensor, model, *args, **kwargs)
-    precision.post_backward(tensor, model)
+    if not (
+        defined_by_program(precision, *_OF_PRECISION, "clip_grad_by_norm", "clip_grad_by_value")
+        or defined_by_program(strategy, "backward", "optimizer_step")
+    ):
+        return engine
+    purpose = f"A step with methods of {type(strategy).__name__} or {type(precision).__name__}"
+    make: Callable[..., StepEngine] = load("hasten.trainer", "program_engine", purpose=purpose)
+    return make(engine, strategy, precision)

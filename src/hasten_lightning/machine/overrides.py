@@ -1,0 +1,115 @@
+"""Compute a step with the methods that a program has overridden in a strategy or a precision.
+
+The core finds the engine by an entry point, when a run has such methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hasten._lib.names import defined_by_program, has_parameter
+from hasten.precision.base import Precision
+
+if TYPE_CHECKING:
+    from hasten.strategies.base import StepEngine
+    from hasten.strategies.program import ProgramMethods
+
+    _Engine = StepEngine
+else:
+    _Engine = object
+
+_OF_BACKWARD = ("pre_backward", "backward", "post_backward")
+
+
+class ProgramEngine(_Engine):
+    """An engine that calls methods of a program's strategy or precision, and another engine for everything else.
+
+    Args:
+        inner: computes everything that is not overridden.
+        strategy: the strategy of the run.
+        precision: the precision of the run.
+
+    """
+
+    def __init__(self, inner: StepEngine, strategy: ProgramMethods, precision: Precision) -> None:
+        self._inner, self._owner, self._precision = inner, strategy, precision
+        self._precision_steps = defined_by_program(precision, "optimizer_step")
+        self.steps_by_program = self._precision_steps or defined_by_program(strategy, "optimizer_step")
+        self.clips_by_program = defined_by_program(
+            precision, "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"
+        )
+        # Computes gradients if neither strategy nor precision does.
+        self._inner_backward: Callable[..., None] = inner.backward
+        self._overrides_precision = defined_by_program(precision, *_OF_BACKWARD)
+        self._overrides_backward = self._overrides_precision or defined_by_program(strategy, "backward")
+        self.backward = self._backward if self._overrides_backward else inner.backward
+        self._steps: dict[int, Callable[..., Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def _backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        strategy = self._owner
+        module = strategy.lightning_module
+        target = strategy.optimizers[0] if module is not None and module.automatic_optimization else None
+        self.in_backward = True
+        try:
+            strategy.backward(tensor, target, *args, **kwargs)
+        finally:
+            self.in_backward = False
+
+    def backward_for(self, target: object, tensor: Tensor, *args: object, **kwargs: object) -> None:
+        """Compute gradients by the methods of the precision if a program overrides them, else by the inner engine."""
+        if not self._overrides_precision:
+            self._inner_backward(tensor, *args, **kwargs)
+            return
+        precision: Any = self._owner.precision_plugin
+        module = self._owner.lightning_module
+        model = target if module is None else module
+        changed = precision.pre_backward(tensor, model)
+        if isinstance(changed, Tensor):
+            tensor = changed
+        if has_parameter(precision.backward, "optimizer"):
+            args = (target, *args)
+        precision.backward(tensor, model, *args, **kwargs)
+        precision.post_backward(tensor, model)
+
+    def with_backward(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that computes gradients with ``function`` inside the overridden methods."""
+        if not self._overrides_backward:
+            return function
+        self._inner_backward = function
+        return self._backward
+
+    def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return ``step(closure=None)``, which calls ``optimizer_step`` of the strategy if a program has one."""
+        step = self._inner.make_step(optimizer)
+        if not self.steps_by_program:
+            return step
+        self._steps[id(optimizer)] = step
+        strategy, unscaled = self._owner, self._inner.unscaled
+
+        def step_of_program(closure: Callable[[], Any] | None = None) -> Any:
+            if closure is None and strategy.lightning_module is not None:
+                closure = _nothing
+            result = (
+                strategy.optimizer_step(optimizer) if closure is None else strategy.optimizer_step(optimizer, closure)
+            )
+            unscaled.clear()
+            return result
+
+        return step_of_program
+
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """Return the step of the inner engine; None if the precision steps."""
+        return None if self._precision_steps else self._steps.get(id(optimizer))
+
+
+def _nothing() -> None:
+    """Do nothing."""
