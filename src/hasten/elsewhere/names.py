@@ -40,9 +40,9 @@ class Refused(NamedTuple):
             write = f"`from hasten.strategies import {kind[0]}` and {more}{write}"
         return self.reason, f"Write {write}."
 
-    def message(self) -> str:
-        """Return the reason and what to write."""
-        return " ".join(self.parts()).strip()
+    def message(self, devices: int = 8) -> str:
+        """Return the reason and what to write, on a machine with so many devices."""
+        return " ".join(self.parts(devices)).strip()
 
 
 _PL1, _PL2 = "Lightning 1.x", "Lightning 2.x"
