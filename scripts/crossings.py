@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from structure import ROOT, Source, code_lines, read_sources
+from structure import ROOT, Source, code_lines, named_parameters, read_sources
 
 # Facts of a strategy. A fact that is asked in many places is a method that is missing.
 CAPABILITIES = {
@@ -189,6 +189,16 @@ def type_ignores(sources: list[Source]) -> Places:
     ]
 
 
+def untyped_parameters(sources: list[Source]) -> Places:
+    """Parameters of public functions that are ``Any``, ``object`` or not annotated; not ``*args`` and ``**kwargs``."""
+    places = []
+    for source in filter(lambda each: each.is_public, sources):
+        for path, parameter in named_parameters(source):
+            if parameter.annotation is None or ast.unparse(parameter.annotation) in ("Any", "object"):
+                places.append(f"{_place(source, parameter)} {path}({parameter.arg})")
+    return places
+
+
 MEASURES: dict[str, Callable[[list[Source]], Places]] = {
     "capabilities": capability_questions,
     "world_size": world_size_questions,
@@ -200,6 +210,7 @@ MEASURES: dict[str, Callable[[list[Source]], Places]] = {
     "complex": complex_functions,
     "very complex": very_complex_functions,
     "type: ignore": type_ignores,
+    "any value": untyped_parameters,
 }
 
 
@@ -219,7 +230,12 @@ def sizes(sources: list[Source]) -> dict[str, int]:
 def counts(root: Path = ROOT) -> dict[str, int]:
     """Return each measure of a checkout as a number."""
     sources = read_sources(root)
-    return {name: len(measure(sources)) for name, measure in MEASURES.items()} | sizes(sources)
+    parameters = sum(len(list(named_parameters(source))) for source in sources if source.is_public)
+    return (
+        {name: len(measure(sources)) for name, measure in MEASURES.items()}
+        | {"public parameters": parameters}
+        | sizes(sources)
+    )
 
 
 def main() -> None:

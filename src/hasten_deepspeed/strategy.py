@@ -60,6 +60,7 @@ from hasten_deepspeed.summary import DeepSpeedSummary
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.report.summary import LayerTable
 
 # Optimizers that compute with whole parameters or their dimensions: the engine steps flat buffers.
@@ -293,7 +294,9 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- once
 
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         # DeepSpeed reads it when it is imported, in this process and in those that it starts.
         if is_host(self.root_device):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")

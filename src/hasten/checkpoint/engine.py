@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hasten._lib import torch_private
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 from hasten.machine.collectives import joined
+
+if TYPE_CHECKING:
+    from hasten.types import Group
 
 # Of each tensor: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, start, length], ...]}, as JSON
 Layout = dict[str, dict[str, Any]]
@@ -161,7 +164,7 @@ class _Summed:
         self.flush()
 
 
-def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
+def save(tensors: dict[str, Tensor], writer: Writer, group: Group) -> None:
     """Write the tensors of all processes; each has its own shards, and the first one those that are not sharded.
 
     Args:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
 from hasten.optim.fast_step import is_watched, unchanged
+
+if TYPE_CHECKING:
+    from hasten.hooks import Hooks
 
 # (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` is the place of the batch in its accumulation
 Step = Callable[[Any, int], Any]
@@ -220,7 +223,7 @@ def train_fetched(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         _loader_ended_early(run)
 
 
-def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = None) -> None:
+def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Hooks | FetchedHooks | None = None) -> None:
     """Train on each batch: the loop itself.
 
     In short::

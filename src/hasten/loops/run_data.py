@@ -33,6 +33,7 @@ from hasten.module.datamodule import DataHooks, LightningDataModule
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.types import Dataloaders
 
 # By stage: the hook that gives the loaders, the step, and the argument that limits the batches.
 _SHORT = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -64,7 +65,7 @@ class StageData:
         self,
         stage: str,
         *,
-        given: object = None,
+        given: Dataloaders = None,
         module: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
         reads_datamodule: bool = True,

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.report.summary import LayerTable
     from hasten.strategies.recorded_steps import RecordedSteps
-    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, Tensors
+    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, StorageOptions, Tensors
 
 T = TypeVar("T")
 
@@ -173,7 +174,9 @@ class Strategy(ProgramMethods, ABC):
     # -- once
 
     @abstractmethod
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         """Start the other processes if they do not run yet, and return what ``function`` returns here.
 
         Args:
@@ -800,7 +803,7 @@ class StepEngine(StrategyPart):
         """Return ``zero_grad()`` for ``optimizer``."""
         return fast_step.make_zero_grad(optimizer)
 
-    def clears_gradients(self, optimizer: object) -> bool:
+    def clears_gradients(self, optimizer: Optimizer) -> bool:
         """Return whether ``zero_grad`` of an optimizer leaves no gradient."""
         return fast_step.clears_gradients(optimizer)
 
@@ -872,7 +875,7 @@ class StateIO(StrategyPart):
                 "files."
             )
 
-    def write(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
+    def write(self, path: PathLike, contents: dict[str, Any], storage_options: StorageOptions = None) -> None:
         """Write a checkpoint; all processes must call it, and fail together.
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.

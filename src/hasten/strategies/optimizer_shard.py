@@ -348,7 +348,7 @@ class OptimizerShard:
         )
 
 
-def shard_of(optimizer: object) -> OptimizerShard | None:
+def shard_of(optimizer: Optimizer) -> OptimizerShard | None:
     """Return the shard of an optimizer that was divided, else None."""
     shard: OptimizerShard | None = getattr(optimizer, "__dict__", {}).get("_hasten_shard")
     return shard
