@@ -19,6 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from reading import WALKS as WALKS
+from reading import documented as documented
+from reading import files_to_read
 from structure import ROOT, Source, code_lines, named_parameters, read_sources
 
 # Facts of a strategy. A fact that is asked in many places is a method that is missing.
@@ -32,6 +35,8 @@ CAPABILITIES = {
     "syncs_gradients",
     "exchanges",
 }
+# Those that a strategy changes when it divides parameters; the others belong to engines that step by themselves.
+_OF_SHARDING = CAPABILITIES - {"owns_step", "holds_gradients"}
 # What a program is made of, instead of what it does.
 _INTROSPECTION = {
     "__module__",
@@ -74,11 +79,14 @@ def capability_questions(sources: list[Source]) -> Places:
         if source.room == "strategies" or source.root in _STRATEGIES_TOO:
             continue
         for node in ast.walk(source.tree):
-            is_fact = isinstance(node, ast.Attribute) and node.attr in CAPABILITIES and isinstance(node.ctx, ast.Load)
-            is_call = isinstance(node, ast.Call) and _last_name(node.func) == "is_sharded"
-            if is_fact or is_call:
-                found.append(_place(source, node))
+            found += _asked(source, node, CAPABILITIES)
     return found
+
+
+def _asked(source: Source, node: ast.AST, facts: set[str]) -> Places:
+    is_fact = isinstance(node, ast.Attribute) and node.attr in facts and isinstance(node.ctx, ast.Load)
+    is_call = isinstance(node, ast.Call) and _last_name(node.func) == "is_sharded"
+    return [_place(source, node)] if is_fact or is_call else []
 
 
 def world_size_questions(sources: list[Source]) -> Places:
@@ -199,6 +207,27 @@ def untyped_parameters(sources: list[Source]) -> Places:
     return places
 
 
+def read_for_a_batch(sources: list[Source]) -> Places:
+    """Files that a reader opens for a training batch; see ``scripts/reading.py``."""
+    return sorted(files_to_read(sources, "batch"))
+
+
+def read_for_a_save(sources: list[Source]) -> Places:
+    """Files that a reader opens for a checkpoint that is saved."""
+    return sorted(files_to_read(sources, "save"))
+
+
+def read_for_sharding(sources: list[Source]) -> Places:
+    """Files of the core that do something else where a strategy divides parameters; helpers in ``_lib`` left out."""
+    return sorted({
+        place.partition(":")[0]
+        for source in sources
+        if source.root == "hasten" and source.room not in ("strategies", "_lib")
+        for node in ast.walk(source.tree)
+        for place in _asked(source, node, _OF_SHARDING)
+    })  # fmt: skip
+
+
 MEASURES: dict[str, Callable[[list[Source]], Places]] = {
     "capabilities": capability_questions,
     "world_size": world_size_questions,
@@ -211,6 +240,9 @@ MEASURES: dict[str, Callable[[list[Source]], Places]] = {
     "very complex": very_complex_functions,
     "type: ignore": type_ignores,
     "any value": untyped_parameters,
+    "read: batch": read_for_a_batch,
+    "read: save": read_for_a_save,
+    "read: sharding": read_for_sharding,
 }
 
 

@@ -559,11 +559,12 @@ class ZeroEngine(StepEngine):
         if clip_norm is not None:
             self.strategy._settings.take_clipping(clip_norm, owner)
 
-    def check_compile(self, owner: str) -> None:
-        """Refuse torch's compiler: the engine calls the module with hooks of its own."""
-        raise MisconfigurationException(
-            f"{owner}(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
-        )
+    def check_compile(self, owner: str, *, trains: bool) -> None:
+        """Refuse torch's compiler in training: the engine calls the module with hooks of its own."""
+        if trains:
+            raise MisconfigurationException(
+                f"{owner}(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
+            )
 
     def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
         """Refuse what loops do between backward and step elsewhere."""
@@ -573,6 +574,10 @@ class ZeroEngine(StepEngine):
 
     def require_parameters(self, optimizer: Optimizer) -> None:
         """Accept an optimizer without parameters: the engine has taken them."""
+
+    def may_keep_gradients(self, optimizers: Iterable[Optimizer], *, cleared_by_user: bool) -> bool:
+        """Return False: the engine has its gradients in memory of its own, and clears them in its step."""
+        return False
 
     def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
         """Make the engine of a module and its optimizer; return its optimizers and schedulers.

@@ -251,7 +251,7 @@ class XLAStrategy(ParallelStrategy):
 class XLAEngine(StepEngine):
     """Autograd and optimizers record a step, which XLA compiles."""
 
-    def check_compile(self, owner: str) -> None:
+    def check_compile(self, owner: str, *, trains: bool) -> None:
         """Refuse torch's compiler."""
         raise ValueError(f"{owner}(compile=...): XLA compiles each step itself. Leave compile out.")
 

@@ -390,19 +390,3 @@ def _with_numbers(part: Any) -> Any:
         own = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
         groups.append({**group, "params": own})
     return {"state": {numbers[name]: state for name, state in part.get("state", {}).items()}, "param_groups": groups}
-
-
-def copy_into(target: Any, tensor: Tensor) -> None:
-    """Copy a whole tensor into ``target``; into a DTensor, the shard that this process has.
-
-    A tensor that is divided as ``target`` is copied shard by shard.
-    """
-    with torch.no_grad():
-        if isinstance(tensor, type(target)):
-            target.copy_(tensor)
-            return
-        for chunk in target.__create_chunk_list__():
-            part = tensor[
-                tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            ]
-            target.to_local().detach().copy_(part)

@@ -286,6 +286,15 @@ class StageData:
         batches: Generator[tuple[Any, bool], None, None] = self.stream.batches(self._cut(self.stream))
         return batches
 
+    def resume_epoch(self) -> Generator[tuple[Any, bool], None, None]:
+        """Return the batches that are left of the epoch that a loaded state is in."""
+        self.stream.open()
+        return self.start_epoch()
+
+    def finish(self) -> None:
+        """Give up the rest of the epoch that a loaded state is in."""
+        self.stream.finish()
+
     @property
     def certain_end(self) -> float | None:
         """After how many batches an epoch of training is sure to end; None where only the loader knows."""

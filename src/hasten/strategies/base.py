@@ -566,8 +566,14 @@ class StepEngine(StrategyPart):
                 f"gradients are averaged over them. Use one process, or torch.optim.{optimizer_name} as it is."
             )
 
-    def check_compile(self, owner: str) -> None:
-        """Raise ValueError if steps cannot be compiled by torch; ``owner`` is "Trainer" or "Fabric"."""
+    def check_compile(self, owner: str, *, trains: bool) -> None:
+        """Raise ValueError if steps cannot be compiled by torch.
+
+        Args:
+            owner: "Trainer" or "Fabric".
+            trains: whether they are steps of training.
+
+        """
 
     def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
         """Raise MisconfigurationException for what an engine that computes and steps by itself cannot do.
@@ -803,9 +809,15 @@ class StepEngine(StrategyPart):
         """Return ``zero_grad()`` for ``optimizer``."""
         return fast_step.make_zero_grad(optimizer)
 
-    def clears_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether ``zero_grad`` of an optimizer leaves no gradient."""
-        return fast_step.clears_gradients(optimizer)
+    def may_keep_gradients(self, optimizers: Iterable[Optimizer], *, cleared_by_user: bool) -> bool:
+        """Return whether gradients may stay after a step.
+
+        Args:
+            optimizers: those of the run.
+            cleared_by_user: whether methods of the user call ``zero_grad``.
+
+        """
+        return cleared_by_user or not all(map(fast_step.clears_gradients, optimizers))
 
 
 def _nothing() -> None:
