@@ -160,7 +160,7 @@ def train_epoch(run: Run) -> None:
             train.finish()
             batches: Iterator[tuple[Any, bool]] = iter(())
         else:
-            batches = train.resume_epoch()
+            batches = train.start_epoch(resumes=True)
         run.resume.restore_random()
     else:
         run.resume.restore_random()

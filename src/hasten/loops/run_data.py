@@ -281,15 +281,12 @@ class StageData:
         if self._conventions.opens_loaders_late and self.load() and self.limits[0] != 0:
             self.load()[0].begin()
 
-    def start_epoch(self) -> Generator[tuple[Any, bool], None, None]:
-        """Return the batches of a new epoch with a flag for the last."""
+    def start_epoch(self, *, resumes: bool = False) -> Generator[tuple[Any, bool], None, None]:
+        """Return the batches of a new epoch with a flag for the last, or of the rest of the one of a loaded state."""
+        if resumes:
+            self.stream.open()
         batches: Generator[tuple[Any, bool], None, None] = self.stream.batches(self._cut(self.stream))
         return batches
-
-    def resume_epoch(self) -> Generator[tuple[Any, bool], None, None]:
-        """Return the batches that are left of the epoch that a loaded state is in."""
-        self.stream.open()
-        return self.start_epoch()
 
     def finish(self) -> None:
         """Give up the rest of the epoch that a loaded state is in."""
