@@ -19,7 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from structure import ROOT, Source, code_lines, read_sources
+from reading import WALKS as WALKS
+from reading import documented as documented
+from reading import files_to_read
+from structure import ROOT, Source, code_lines, named_parameters, read_sources
 
 # Facts of a strategy. A fact that is asked in many places is a method that is missing.
 CAPABILITIES = {
@@ -32,6 +35,8 @@ CAPABILITIES = {
     "syncs_gradients",
     "exchanges",
 }
+# Those that a strategy changes when it divides parameters; the others belong to engines that step by themselves.
+_OF_SHARDING = CAPABILITIES - {"owns_step", "holds_gradients"}
 # What a program is made of, instead of what it does.
 _INTROSPECTION = {
     "__module__",
@@ -74,11 +79,14 @@ def capability_questions(sources: list[Source]) -> Places:
         if source.room == "strategies" or source.root in _STRATEGIES_TOO:
             continue
         for node in ast.walk(source.tree):
-            is_fact = isinstance(node, ast.Attribute) and node.attr in CAPABILITIES and isinstance(node.ctx, ast.Load)
-            is_call = isinstance(node, ast.Call) and _last_name(node.func) == "is_sharded"
-            if is_fact or is_call:
-                found.append(_place(source, node))
+            found += _asked(source, node, CAPABILITIES)
     return found
+
+
+def _asked(source: Source, node: ast.AST, facts: set[str]) -> Places:
+    is_fact = isinstance(node, ast.Attribute) and node.attr in facts and isinstance(node.ctx, ast.Load)
+    is_call = isinstance(node, ast.Call) and _last_name(node.func) == "is_sharded"
+    return [_place(source, node)] if is_fact or is_call else []
 
 
 def world_size_questions(sources: list[Source]) -> Places:
@@ -189,6 +197,37 @@ def type_ignores(sources: list[Source]) -> Places:
     ]
 
 
+def untyped_parameters(sources: list[Source]) -> Places:
+    """Parameters of public functions that are ``Any``, ``object`` or not annotated; not ``*args`` and ``**kwargs``."""
+    places = []
+    for source in filter(lambda each: each.is_public, sources):
+        for path, parameter in named_parameters(source):
+            if parameter.annotation is None or ast.unparse(parameter.annotation) in ("Any", "object"):
+                places.append(f"{_place(source, parameter)} {path}({parameter.arg})")
+    return places
+
+
+def read_for_a_batch(sources: list[Source]) -> Places:
+    """Files that a reader opens for a training batch; see ``scripts/reading.py``."""
+    return sorted(files_to_read(sources, "batch"))
+
+
+def read_for_a_save(sources: list[Source]) -> Places:
+    """Files that a reader opens for a checkpoint that is saved."""
+    return sorted(files_to_read(sources, "save"))
+
+
+def read_for_sharding(sources: list[Source]) -> Places:
+    """Files of the core that do something else where a strategy divides parameters; helpers in ``_lib`` left out."""
+    return sorted({
+        place.partition(":")[0]
+        for source in sources
+        if source.root == "hasten" and source.room not in ("strategies", "_lib")
+        for node in ast.walk(source.tree)
+        for place in _asked(source, node, _OF_SHARDING)
+    })  # fmt: skip
+
+
 MEASURES: dict[str, Callable[[list[Source]], Places]] = {
     "capabilities": capability_questions,
     "world_size": world_size_questions,
@@ -200,6 +239,10 @@ MEASURES: dict[str, Callable[[list[Source]], Places]] = {
     "complex": complex_functions,
     "very complex": very_complex_functions,
     "type: ignore": type_ignores,
+    "any value": untyped_parameters,
+    "read: batch": read_for_a_batch,
+    "read: save": read_for_a_save,
+    "read: sharding": read_for_sharding,
 }
 
 
@@ -219,7 +262,12 @@ def sizes(sources: list[Source]) -> dict[str, int]:
 def counts(root: Path = ROOT) -> dict[str, int]:
     """Return each measure of a checkout as a number."""
     sources = read_sources(root)
-    return {name: len(measure(sources)) for name, measure in MEASURES.items()} | sizes(sources)
+    parameters = sum(len(list(named_parameters(source))) for source in sources if source.is_public)
+    return (
+        {name: len(measure(sources)) for name, measure in MEASURES.items()}
+        | {"public parameters": parameters}
+        | sizes(sources)
+    )
 
 
 def main() -> None:

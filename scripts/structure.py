@@ -160,6 +160,16 @@ def _is_overload(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(ast.unparse(one).endswith("overload") for one in function.decorator_list)
 
 
+def named_parameters(source: Source) -> Iterator[tuple[str, ast.arg]]:
+    """Yield the parameters of public functions and methods, without ``self``, ``*args`` and ``**kwargs``."""
+    for path, function, in_class in _public_functions(source.tree.body, source.path.as_posix()):
+        named = [*function.args.posonlyargs, *function.args.args]
+        if in_class and "staticmethod" not in [ast.unparse(each) for each in function.decorator_list]:
+            named = named[1:]
+        for parameter in (*named, *function.args.kwonlyargs):
+            yield path, parameter
+
+
 def typing_of(sources: list[Source]) -> Typing:
     """Count the parameters and results of public functions and methods that are bare ``Any`` or not annotated."""
     parameters, functions = 0, 0

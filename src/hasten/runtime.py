@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.strategies.base import Strategy
-    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, Tensors
+    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, StorageOptions, Tensors
 
 T = TypeVar("T")
 
@@ -174,7 +175,9 @@ class Runtime:
 
     # -- once
 
-    def launch(self, function: Callable[..., T], *args: object, trainer: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, trainer: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         """Start the other processes, unless they run already, and call ``function`` in each.
 
         Args:
@@ -321,7 +324,7 @@ class Runtime:
 
     # -- files
 
-    def save(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
+    def save(self, path: PathLike, contents: dict[str, Any], storage_options: StorageOptions = None) -> None:
         """Write a checkpoint, from the first process or as a folder; all processes must call it, and fail together.
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.

@@ -140,6 +140,9 @@ OptimizerLRScheduler: TypeAlias = (
 PathLike: TypeAlias = str | os.PathLike[str]
 """A path of this machine, or a URL for fsspec."""
 
+StorageOptions: TypeAlias = Mapping[str, Any] | None
+"""Options of the storage behind a URL, for fsspec."""
+
 MapLocation: TypeAlias = torch.device | str | Callable[[torch.UntypedStorage, str], Any] | dict[str, str] | None
 """Where ``torch.load`` puts tensors."""
 
@@ -153,5 +156,5 @@ __all__ = [
     "AcceleratorLike", "Batch", "CompileLike", "Dataloaders", "Devices", "Duration", "Group",
     "LRSchedulerConfigType", "LoggerLike", "MapLocation", "MatmulPrecision", "MetricValue",
     "OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig", "PathLike", "Plugin",
-    "PrecisionName", "ReduceOperation", "Scheduler", "SpeedName", "StepOutput", "Tensors",
+    "PrecisionName", "ReduceOperation", "Scheduler", "SpeedName", "StepOutput", "StorageOptions", "Tensors",
 ]  # fmt: skip

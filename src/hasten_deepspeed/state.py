@@ -65,7 +65,7 @@ class EngineState:
             self._parts = {id(parameter): self.part(parameter) for parameter in every}
             self._engine = self._zero = None
 
-    def is_trained(self, parameter: object) -> bool:
+    def is_trained(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer steps a parameter."""
         return id(parameter) in self._trained
 
@@ -241,7 +241,7 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def is_divided(parameter: object) -> bool:
+def is_divided(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is one that stage 3 divides over the processes."""
     return hasattr(parameter, "ds_id")
 

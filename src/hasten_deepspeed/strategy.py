@@ -60,6 +60,7 @@ from hasten_deepspeed.summary import DeepSpeedSummary
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.report.summary import LayerTable
 
 # Optimizers that compute with whole parameters or their dimensions: the engine steps flat buffers.
@@ -301,7 +302,9 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     # -- once
 
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         # DeepSpeed reads it when it is imported, in this process and in those that it starts.
         if is_host(self.root_device):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -572,11 +575,12 @@ class ZeroEngine(StepEngine):
         if clip_norm is not None:
             self.strategy._settings.take_clipping(clip_norm, owner)
 
-    def check_compile(self, owner: str) -> None:
-        """Refuse torch's compiler: the engine calls the module with hooks of its own."""
-        raise MisconfigurationException(
-            f"{owner}(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
-        )
+    def check_compile(self, owner: str, *, trains: bool) -> None:
+        """Refuse torch's compiler in training: the engine calls the module with hooks of its own."""
+        if trains:
+            raise MisconfigurationException(
+                f"{owner}(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
+            )
 
     def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
         """Refuse what loops do between backward and step elsewhere."""
@@ -586,6 +590,10 @@ class ZeroEngine(StepEngine):
 
     def require_parameters(self, optimizer: Optimizer) -> None:
         """Accept an optimizer without parameters: the engine has taken them."""
+
+    def may_keep_gradients(self, optimizers: Iterable[Optimizer], *, cleared_by_user: bool) -> bool:
+        """Return False: the engine has its gradients in memory of its own, and clears them in its step."""
+        return False
 
     def make(self, module: nn.Module, optimizers: list[Any], schedulers: list[Any]) -> tuple[list[Any], Any]:
         """Make the engine of a module and its optimizer; return its optimizers and schedulers.

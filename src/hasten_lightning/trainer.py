@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten._lib.optional import installed
 from hasten.loggers.base import Logger
@@ -17,6 +17,9 @@ from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.accelerator_connector import AcceleratorConnector
 from hasten_lightning.internals.checkpoint_connector import CheckpointConnector, without_run
 from hasten_lightning.internals.results import Results
+
+if TYPE_CHECKING:
+    from hasten.types import StorageOptions
 
 _SWITCHES = (
     "fast_dev_run", "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm",
@@ -102,7 +105,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         return self._checkpoint(self.current_run, weights_only=weights_only)
 
     def save_checkpoint(
-        self, filepath: PathLike, weights_only: bool | None = None, storage_options: object = None
+        self, filepath: PathLike, weights_only: bool | None = None, storage_options: StorageOptions = None
     ) -> None:
         """Save the run, or the module that ``strategy.connect`` was given; see ``hasten.Trainer.save_checkpoint``."""
         module = self.strategy.connected_module

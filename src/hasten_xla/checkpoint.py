@@ -8,7 +8,7 @@ from hasten.checkpoint.files import TorchCheckpointIO
 from hasten_xla.steps import on_host
 
 if TYPE_CHECKING:
-    from hasten.types import PathLike
+    from hasten.types import PathLike, StorageOptions
 
 
 @final
@@ -19,6 +19,8 @@ class XLACheckpointIO(TorchCheckpointIO):
 
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
+    ) -> None:
         """Write a checkpoint; see ``TorchCheckpointIO.save_checkpoint``."""
         super().save_checkpoint(on_host(checkpoint), path, storage_options)

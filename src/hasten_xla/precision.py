@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten.precision.base import Precision, T, to_floating
 from hasten.precision.builtin import HalfPrecision
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class XLAPrecision(Precision):
@@ -65,7 +68,7 @@ class XLAPrecision(Precision):
         """Return ``data`` with floating tensors of torch's default type."""
         return data if self._half is None else self._half.convert_output(data)
 
-    def convert_optimizer(self, optimizer: object) -> None:
+    def convert_optimizer(self, optimizer: Optimizer) -> None:
         """Make the optimizer step in 32 bits."""
         if self._half is not None:
             self._half.convert_optimizer(optimizer)

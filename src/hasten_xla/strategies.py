@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.precision.base import Precision
 
 T = TypeVar("T")
@@ -79,7 +80,9 @@ class SingleDeviceXLAStrategy(OneProcess):
         devices = devices if self._device is None else [self._device]
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
 
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         if runtime_kind() == "TPU" and not runtime_started():
             self.parallel_devices = [_take_chip(self.root_device)]
         assert self.accelerator is not None
@@ -250,7 +253,7 @@ class XLAStrategy(ParallelStrategy):
 class XLAEngine(StepEngine):
     """Autograd and optimizers record a step, which XLA compiles."""
 
-    def check_compile(self, owner: str) -> None:
+    def check_compile(self, owner: str, *, trains: bool) -> None:
         """Refuse torch's compiler."""
         raise make_error(
             ValueError,
@@ -423,7 +426,9 @@ class XLAFSDPStrategy(OneProcess):
     def num_processes(self) -> int:
         return 1
 
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         wanted = len(self.parallel_devices)
         if runtime_kind() == "CPU" and not runtime_started():
             os.environ["CPU_NUM_DEVICES"] = str(wanted)

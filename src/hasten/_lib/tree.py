@@ -354,6 +354,19 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Fill a tensor in place; a ``DTensor`` from a whole tensor with the part of this process."""
+    with torch.no_grad():
+        if not is_sharded(target) or is_sharded(source):
+            target.copy_(source)
+            return
+        for chunk in target.__create_chunk_list__():
+            part = source[
+                tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            ]
+            target.to_local().detach().copy_(part)
+
+
 def sharded_parameter(module: nn.Module) -> str | None:
     """Return the name of a parameter of ``module`` that is a ``DTensor``; None if all are whole."""
     return next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)

@@ -16,6 +16,7 @@ from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
@@ -447,7 +448,7 @@ def _restore_groups(module: nn.Module, optimizer: Optimizer, groups: list[dict[s
     ]
 
 
-def schedule_new_groups(scheduler: object, optimizer: Optimizer) -> None:
+def schedule_new_groups(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """Let a scheduler scale groups added after it was made in proportion to the first group.
 
     torch's schedulers only know the groups there were at their creation, and raise at the next step otherwise.

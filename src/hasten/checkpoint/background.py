@@ -10,7 +10,7 @@ from hasten._lib.tree import map_tensors
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO, folder_target
 
 if TYPE_CHECKING:
-    from hasten.types import MapLocation, PathLike
+    from hasten.types import MapLocation, PathLike, StorageOptions
 
 
 class AsyncCheckpointIO(CheckpointIO):
@@ -34,7 +34,9 @@ class AsyncCheckpointIO(CheckpointIO):
         # A BackgroundSaves of sharded.py, created by the first save of a folder.
         self._folders: Any = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
+    ) -> None:
         """Copy ``checkpoint`` and return; the thread writes it.
 
         Raises:
@@ -51,7 +53,7 @@ class AsyncCheckpointIO(CheckpointIO):
     def writes_folders(self) -> bool:
         return type(self.checkpoint_io) is TorchCheckpointIO
 
-    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None) -> None:
         """Wait for the last folder, copy the tensors of this process and return; a thread writes them.
 
         Raises:

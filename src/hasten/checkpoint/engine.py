@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hasten._lib import torch_private
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 from hasten.machine.collectives import joined
+
+if TYPE_CHECKING:
+    from hasten.types import Group
 
 # For each tensor: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, start, length], ...]}, as JSON
 Layout = dict[str, dict[str, Any]]
@@ -161,7 +164,7 @@ class _Summed:
         self.flush()
 
 
-def save(tensors: dict[str, Tensor], writer: Writer, group: Any) -> None:
+def save(tensors: dict[str, Tensor], writer: Writer, group: Group) -> None:
     """Write the tensors of all processes; each writes its own shards, and the first one unsharded tensors.
 
     Args:
@@ -387,19 +390,3 @@ def _with_numbers(part: Any) -> Any:
         own = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
         groups.append({**group, "params": own})
     return {"state": {numbers[name]: state for name, state in part.get("state", {}).items()}, "param_groups": groups}
-
-
-def copy_into(target: Any, tensor: Tensor) -> None:
-    """Copy a whole tensor into ``target``; into a DTensor, the shard that this process has.
-
-    A tensor that is divided as ``target`` is copied shard by shard.
-    """
-    with torch.no_grad():
-        if isinstance(tensor, type(target)):
-            target.copy_(tensor)
-            return
-        for chunk in target.__create_chunk_list__():
-            part = tensor[
-                tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            ]
-            target.to_local().detach().copy_(part)

@@ -54,10 +54,10 @@ from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
 
 if TYPE_CHECKING:
-    from hasten.types import MapLocation, PathLike
+    from hasten.types import MapLocation, PathLike, StorageOptions
 
 
-def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:
+def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: StorageOptions = None) -> None:
     """Write a checkpoint; at any moment ``path`` is the old file or the new one, whole.
 
     The file is what ``torch.save`` writes, with a checksum at its end; ``torch.load`` reads it.
@@ -90,7 +90,9 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
     save_unchecked(contents, path, storage_options=storage_options)
 
 
-def save_unchecked(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:
+def save_unchecked(
+    contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: StorageOptions = None
+) -> None:
     """Write what was read from another file; see ``save``."""
     if is_url(path):
         _save_remote(contents, str(path), storage_options)
@@ -108,7 +110,9 @@ def save_unchecked(contents: dict[str, Any], path: str | os.PathLike[str], *, st
                 add_checksum(file)
 
 
-def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:
+def save_folder(
+    contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: StorageOptions = None
+) -> None:
     """Write a checkpoint as a folder, each process its own shards; all processes call it together.
 
     At any moment ``path`` is the old checkpoint or the new one, whole. An error of one process is raised by all.
@@ -139,7 +143,7 @@ def save_folder(contents: dict[str, Any], path: str | os.PathLike[str], *, stora
     sharded.save(contents, *folder_target(path, storage_options))
 
 
-def folder_target(path: str | os.PathLike[str], storage_options: object) -> tuple[Any, Any]:
+def folder_target(path: str | os.PathLike[str], storage_options: StorageOptions) -> tuple[Any, Any]:
     """Return the target of a folder and the functions that write files, for ``sharded.py``."""
     from hasten.checkpoint import sharded
 
@@ -304,7 +308,7 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
     return [] if is_url(folder) else remove_abandoned(_local(folder))
 
 
-def remove(path: str | os.PathLike[str], *, storage_options: object = None) -> None:
+def remove(path: str | os.PathLike[str], *, storage_options: StorageOptions = None) -> None:
     """Remove a checkpoint (a file, link or folder) if it exists.
 
     Args:
@@ -837,7 +841,9 @@ class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints. Subclass it and pass it as ``plugins=MyCheckpointIO()``."""
 
     @abstractmethod
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
+    ) -> None:
         """Write ``checkpoint`` to ``path``; called in the first process only.
 
         Args:
@@ -869,7 +875,7 @@ class CheckpointIO(ABC):
         """Whether ``save_folder`` works, which strategies with sharded checkpoints need."""
         return False
 
-    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None) -> None:
         """Write ``checkpoint`` as a folder; called in all processes together, which raise the same errors.
 
         Args:
@@ -889,7 +895,9 @@ class CheckpointIO(ABC):
 class TorchCheckpointIO(CheckpointIO):
     """Writes files atomically with ``torch.save``; see ``save``."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
+    ) -> None:
         """Write ``checkpoint``; the previous file stays whole until the new one is."""
         save(checkpoint, path, storage_options=storage_options)
 
@@ -910,6 +918,6 @@ class TorchCheckpointIO(CheckpointIO):
         changed = kind.save_checkpoint is not TorchCheckpointIO.save_checkpoint
         return not changed or kind.save_folder is not TorchCheckpointIO.save_folder
 
-    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None) -> None:
         """Write ``checkpoint`` as a folder; the previous one stays whole until the new one is. See ``save_folder``."""
         save_folder(checkpoint, path, storage_options=storage_options)

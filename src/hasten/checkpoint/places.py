@@ -7,9 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from hasten._lib.files import sync_folder
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 # The index of torch.distributed.checkpoint, and a tensor in the contents: {PLACEHOLDER: its key}
 INDEX_FILE, PLACEHOLDER = ".metadata", "hasten_tensor"
@@ -93,7 +96,7 @@ class RemotePlace(Place):
 
     """
 
-    def __init__(self, url: str, system: Any, path: str) -> None:
+    def __init__(self, url: str, system: AbstractFileSystem, path: str) -> None:
         self.url, self.system, self.path = url.rstrip("/"), system, path.rstrip("/")
 
     def __str__(self) -> str:

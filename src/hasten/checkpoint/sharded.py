@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from hasten.checkpoint.flat import FlatPart
 from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, is_checkpoint_folder, missing
 from hasten.machine.collectives import joined
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 # Entries whose tensors are stored in files of their own, whether they are sharded or not.
 _TENSOR_ENTRIES = ("state_dict", "optimizer_states")
@@ -130,7 +133,7 @@ class RemoteTarget(_Target):
 
     """
 
-    def __init__(self, url: str, system: Any, path: str, files: FileFunctions) -> None:
+    def __init__(self, url: str, system: AbstractFileSystem, path: str, files: FileFunctions) -> None:
         self._place, self._system, self._files = RemotePlace(url, system, path), system, files
         self._prepared = ""
 

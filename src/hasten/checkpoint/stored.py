@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import CheckpointDamaged, make_error
-from hasten._lib.tree import is_sharded
+from hasten._lib.tree import copy_into
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 
 # The file with everything that is not a tensor.
@@ -280,13 +280,8 @@ def read_into(pairs: list[tuple[Any, Tensor]]) -> None:
     for source, target in pairs:
         if isinstance(source, StoredTensor):
             by_folder.setdefault(source.folder, []).append((source.key, target))
-        elif is_sharded(target):
-            from hasten.checkpoint import engine
-
-            engine.copy_into(target, source)
         else:
-            with torch.no_grad():
-                target.copy_(source)
+            copy_into(target, source)
     for folder, wanted in by_folder.items():
         # One pass, unless a tensor is requested twice.
         while wanted:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hasten._lib import torch_private
 from hasten._lib.tree import by_kind, map_tensors
+
+if TYPE_CHECKING:
+    from hasten.compile.model import CompiledModel
 
 T = TypeVar("T")
 
@@ -74,6 +77,13 @@ def marked_by_us() -> Iterator[None]:
         # 0: no step was marked.
         if found:
             marks.mark_step_counter = 0
+
+
+def recorded_steps(compiled: CompiledModel | None, module: nn.Module) -> CudaGraphSteps | None:
+    """Return what marks where a step begins; None where no CUDA graphs are recorded."""
+    if compiled is None or not compiled.settings.cuda_graphs:
+        return None
+    return CudaGraphSteps(module.parameters())
 
 
 def kept_outputs(outputs: T, *, all_of_them: bool) -> T:

@@ -6,6 +6,7 @@ hasten itself measures whether training waits for its data, and accepts shuffled
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
@@ -15,7 +16,7 @@ from hasten.data.loader_parts import is_iterable, length_of, samplers_of
 from hasten.machine.host import usable_cores
 
 
-def warn_about(loader: Any, *, name: str, trains: bool, processes: int, reloads: bool) -> None:
+def warn_about(loader: Iterable[Any], *, name: str, trains: bool, processes: int, reloads: bool) -> None:
     """Warn where Lightning does.
 
     Args:

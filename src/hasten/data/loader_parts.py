@@ -75,7 +75,7 @@ def state_between(thing: object) -> Any:
     return cast(Any, thing).state_dict() if between is None else between(thing)
 
 
-def length_of(loader: object) -> int | None:
+def length_of(loader: Iterable[Any]) -> int | None:
     """Return the length of a loader in batches; None if it has none."""
     sized: Any = loader
     try:
@@ -84,7 +84,7 @@ def length_of(loader: object) -> int | None:
         return None
 
 
-def samplers_of(loader: object) -> list[Any]:
+def samplers_of(loader: Iterable[Any]) -> list[Any]:
     """Return the sampler, the batch sampler and the sampler inside it, as far as a loader has them."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     found = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
@@ -103,7 +103,7 @@ def stateful_sampler(loader: DataLoader[Any]) -> Sampler[Any] | None:
     return next((sampler for sampler in (*outer, innermost) if has_state(sampler)), None)
 
 
-def generators_of(loader: object) -> list[torch.Generator]:
+def generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
     """Return the generators that the user gave to a loader and its samplers, each once."""
     owners = [loader, *samplers_of(loader)]
     # Those inside too: a ``ShardSampler`` hides the user's sampler.
@@ -112,7 +112,7 @@ def generators_of(loader: object) -> list[torch.Generator]:
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-def epoch_setters(loader: object) -> list[Any]:
+def epoch_setters(loader: Iterable[Any]) -> list[Any]:
     """Return the parts of a loader that have ``set_epoch``, each once."""
     parts = (loader, *samplers_of(loader), getattr(loader, "dataset", None))
     found = [each for each in parts if callable(getattr(each, "set_epoch", None))]
@@ -137,7 +137,13 @@ def is_plain_shuffle(sampler: object) -> bool:
 
 
 def check_dataloader(
-    loader: object, argument: str, name: str, *, batches: bool = True, iteration: bool = True, numbered: bool = False
+    loader: object,
+    argument: str,
+    name: str,
+    *,
+    batches: bool = True,
+    iteration: bool = True,
+    numbered: bool = False,
 ) -> None:
     """Check that hasten can change how ``loader`` makes its batches; the flags say what has to be as usual.
 

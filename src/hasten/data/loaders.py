@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import reprlib
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any, TypeVar, cast
 
 import torch
@@ -122,7 +122,7 @@ def _shard(
     return _with_sampler(loader, ShardSampler(sampler, num_replicas, rank, seed=seed, repeat=train))
 
 
-def with_seeded_workers(loader: Any, rank: int, *, instead_of: Any) -> Any:
+def with_seeded_workers(loader: Iterable[Any], rank: int, *, instead_of: Any) -> Any:
     """Return ``loader`` with workers that ``seed_worker`` seeds, unless the user's loader has a ``worker_init_fn``."""
     if not isinstance(loader, DataLoader) or getattr(instead_of, "worker_init_fn", None) is not None:
         return loader

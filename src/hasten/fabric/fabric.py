@@ -407,20 +407,15 @@ class Fabric(RuntimeView):
         self._set_matmul_precision()
         if move_to_device:
             self.strategy.sharding.check_devices(original, f"Fabric.{method}()")
-        before = dict(original.named_parameters())
         self._check_same(original, method)
-        self._runtime.shard(original)
-        for name, parameter in original.named_parameters():
-            if before[name] is not parameter:
-                self._replaced = self._replaced or WeakTensorKeyDictionary()
-                self._replaced[before[name]] = parameter
+        self._shard(original)
         self._runtime.place(original, move=move_to_device)
         self._modules.append(original)
         if type(self).backward is Fabric.backward:
             # Bound directly: a call of Fabric.backward costs no extra function call.
             self.backward = self._runtime.engine.backward  # type: ignore[method-assign]
         if compiled is not None:
-            self._runtime.engine.check_compile("Fabric")
+            self._runtime.engine.check_compile("Fabric", trains=True)
         elif self._speed.compile is not None:
             self._compile_in_place(original, self._speed.compile)
         if method == "setup":
@@ -436,6 +431,15 @@ class Fabric(RuntimeView):
                 self._callbacks.append(original)
         return wrapped, optimizers
 
+    def _shard(self, module: nn.Module) -> None:
+        """Have the strategy divide a module, and remember which parameters it has replaced."""
+        before = dict(module.named_parameters())
+        self._runtime.shard(module)
+        for name, parameter in module.named_parameters():
+            if before[name] is not parameter:
+                self._replaced = self._replaced or WeakTensorKeyDictionary()
+                self._replaced[before[name]] = parameter
+
     def _check_same(self, module: nn.Module, method: str) -> None:
         # A module without parameters to train may exist on one process only.
         if self._runtime.several_processes and any(parameter.requires_grad for parameter in module.parameters()):
@@ -446,7 +450,7 @@ class Fabric(RuntimeView):
             set_matmul_precision(self._speed.matmul_precision)
 
     def _compile_in_place(self, module: nn.Module, settings: CompileSettings) -> None:
-        self._runtime.engine.check_compile("Fabric")
+        self._runtime.engine.check_compile("Fabric", trains=True)
         check_possible("Fabric", settings, self.device)
         from hasten.compile.model import compiled_model, for_strategy
 

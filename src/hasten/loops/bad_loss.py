@@ -420,8 +420,14 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
         if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
     ]
     # Of a divided module no process computes a batch alone.
-    if found or not run.runtime.engine.computes_alone:
-        return found[0] if found else ""
+    if not found and run.runtime.engine.computes_alone:
+        found = _bad_in_layers(run, before, batch, batch_idx, backward=backward)
+    return found[0] if found else ""
+
+
+def _bad_in_layers(run: Run, before: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> list[str]:
+    """Return what is not finite when the batch is computed again, the first one first."""
+    found: list[str] = []
 
     def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         if found or _bad_in(output, "") is None:
@@ -458,7 +464,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else ""
+    return found
 
 
 def _bad_in(thing: Any, path: str) -> str | None:

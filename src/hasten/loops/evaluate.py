@@ -13,14 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten._lib.device import is_host
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, remember_modes
-from hasten.hooks import STEPS, nothing, redefines
-from hasten.loops.prepare import compiled_step, recorded_steps
+from hasten.compile.cuda_graphs import recorded_steps
+from hasten.hooks import STEPS, nothing, overrides, redefines
 from hasten.loops.processes import in_step, leave_evaluation
 from hasten.loops.progress import RunningStage, TrainerFn
-from hasten.loops.run import Run
+from hasten.loops.resume import before_validation
+from hasten.loops.run import Earlier, Run
 from hasten.loops.run_data import LIMIT_OF, STEP_OF, DataloaderIterator, StageData, make_transfer
-from hasten.loops.schedule import Stopped
-from hasten.loops.user_code import annotate, check_takes_loader, step_of, takes, takes_iterator
+from hasten.loops.schedule import Stopped, step_on_monitored
+from hasten.loops.user_code import annotate, check_takes_loader, compiled_step, step_of, takes, takes_iterator
 from hasten.module import LightningModule
 from hasten.report.summary import print_results
 from hasten.seed import isolate_rng
@@ -257,7 +258,7 @@ def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], A
     user_step = step_of(run, name)
     step = run.runtime.bind(compiled_step(run, name, user_step), module=run.module)
     arguments = 3 if loader_idx is not None else 2 if takes(user_step, "batch_idx", at=2) else 1
-    logged, context, graphs = run.logged, run.logged.context_of(STEPS[name]), recorded_steps(run)
+    logged, context, graphs = run.logged, run.logged.context_of(STEPS[name]), recorded_steps(run.compiled, run.module)
 
     def compute(batch: Any, batch_idx: int) -> Any:
         logged.context = context
@@ -276,6 +277,36 @@ def _leave_if_stopped(run: Run) -> None:
     # Several processes leave together, when none of them reads batches any more.
     if run.limits.stop.signal is not None and not run.runtime.several_processes:
         raise Stopped(run.limits.stop.signal)
+
+
+def validate_if_due(run: Run) -> None:
+    """Do what follows a batch of training: validation if it is due, then schedulers on a monitored value."""
+    progress = run.progress
+    run.observers.pace.count_last()
+
+    def finish() -> None:
+        if progress.accumulation_index == 0:
+            step_on_monitored(run, "step")
+        progress.post_batch_done = True
+        run.resume.earlier = Earlier()
+
+    if not run.data.validation_schedule.due(run):
+        finish()
+        return
+    # Gradients that later batches may add to are cleared only by a hook that the user overrides.
+    may_release = not run.window.gradients_may_count() or overrides(
+        run.module, LightningModule, "on_validation_model_zero_grad"
+    )
+    if progress.accumulation_index == 0 and may_release:
+        run.module.on_validation_model_zero_grad()
+    # A run that is interrupted within this validation repeats it when resumed.
+    run.resume.earlier = before_validation(run)
+    # Checkpoints and early stopping act in the last hook, after the schedulers have stepped.
+    aside = run.observers.pace.pause()
+    run.observers.watch("run_evaluation", evaluate)(run, run.data.validation, before_last_hooks=finish)
+    run.observers.pace.end_validation(aside)
+    run.state.stage = RunningStage.TRAINING
+    run.data.validation_schedule.mark_done()
 
 
 def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from torch import Tensor
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_info, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, parameters_of
-from hasten.compile.cuda_graphs import CudaGraphSteps
+from hasten.compile.cuda_graphs import CudaGraphSteps, recorded_steps
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
-from hasten.loops.evaluate import evaluate, sanity_check
-from hasten.loops.prepare import compiled_step, follow_arguments, recorded_steps
+from hasten.loops.evaluate import sanity_check, validate_if_due
 from hasten.loops.processes import (
     Batches,
     agree_after_batch,
@@ -31,15 +30,18 @@ from hasten.loops.processes import (
     skip_epoch,
 )
 from hasten.loops.progress import RunningStage
-from hasten.loops.resume import batch_start, before_validation
-from hasten.loops.run import Earlier, Run, Window
+from hasten.loops.resume import batch_start
+from hasten.loops.run import Run, Window
 from hasten.loops.run_data import DataloaderIterator, FetchedHooks, make_transfer
 from hasten.loops.schedule import Stopped
 from hasten.loops.user_code import (
     annotate,
     check_evaluation,
     check_some_loss,
+    compiled_step,
+    computed_again,
     counts_for_nothing,
+    follow_arguments,
     loss_is_missing,
     loss_of,
     step_of,
@@ -48,9 +50,12 @@ from hasten.loops.user_code import (
     with_batch_idx_if_taken,
 )
 from hasten.module import LightningModule
-from hasten.optim import check_accumulation, needs_closure, no_accumulation
+from hasten.optim import needs_closure
 from hasten.optim.backward import InBackward
 from hasten.optim.fast_step import is_watched, unchanged
+
+if TYPE_CHECKING:
+    from hasten.hooks import Hooks
 
 # (batch, batch_idx) -> the outputs for on_train_batch_end; ``run.window`` says where the batch is in its accumulation
 Step = Callable[[Any, int], Any]
@@ -152,18 +157,17 @@ def train_epoch(run: Run) -> None:
         read_by = agree_on_end(run) if several_processes else None
         # Worker processes start before the random numbers of training are restored.
         if progress.last_batch:
-            train.stream.finish()
+            train.finish()
             batches: Iterator[tuple[Any, bool]] = iter(())
         else:
-            train.stream.open()
-            batches = train.start_epoch()
+            batches = train.start_epoch(resumes=True)
         run.resume.restore_random()
     else:
         run.resume.restore_random()
         progress.next_epoch()
         train.take_limit()
         train.reload_if_due(progress.epoch)
-        train.stream.finish()
+        train.finish()
         train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
         read_by = agree_on_end(run) if several_processes else None
@@ -220,7 +224,7 @@ def train_fetched(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         _loader_ended_early(run)
 
 
-def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = None) -> None:
+def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Hooks | FetchedHooks | None = None) -> None:
     """Train on each batch: the loop itself.
 
     In short::
@@ -239,7 +243,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]], hooks: Any = No
     epoch = EpochSettings(run)
 
     if not progress.post_batch_done:
-        after_batch(run)
+        validate_if_due(run)
         epoch.find_next_validation()
     if progress.last_batch or _enough(run):
         return
@@ -314,7 +318,7 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
     if progress.last_batch and limits.has_next_epoch():
         run.data.train.begin_next(progress.epoch + 1)
     if progress.last_batch or progress.total_batches >= epoch.next_validation or limits.should_stop:
-        after_batch(run)
+        validate_if_due(run)
         epoch.find_next_validation()
         if epoch.several_processes:
             agree_after_batch(run, validated=True)
@@ -332,36 +336,6 @@ def _end_batch(run: Run, epoch: EpochSettings) -> bool:
 def _skip_none() -> Any:
     warn_once("no batch", "The train_dataloader yielded None: such a batch is skipped.")
     return None
-
-
-def after_batch(run: Run) -> None:
-    """Do what follows a batch: validation if it is due, then schedulers on a monitored value."""
-    progress = run.progress
-    run.observers.pace.count_last()
-
-    def finish() -> None:
-        if progress.accumulation_index == 0:
-            schedule.step_on_monitored(run, "step")
-        progress.post_batch_done = True
-        run.resume.earlier = Earlier()
-
-    if not run.data.validation_schedule.due(run):
-        finish()
-        return
-    # Gradients that later batches may add to are cleared only by a hook that the user overrides.
-    may_release = not run.window.gradients_may_count() or overrides(
-        run.module, LightningModule, "on_validation_model_zero_grad"
-    )
-    if progress.accumulation_index == 0 and may_release:
-        run.module.on_validation_model_zero_grad()
-    # A run that is interrupted within this validation repeats it when resumed.
-    run.resume.earlier = before_validation(run)
-    # Checkpoints and early stopping act in the last hook, after the schedulers have stepped.
-    aside = run.observers.pace.pause()
-    run.observers.watch("run_evaluation", evaluate)(run, run.data.validation, before_last_hooks=finish)
-    run.observers.pace.end_validation(aside)
-    run.state.stage = RunningStage.TRAINING
-    run.data.validation_schedule.mark_done()
 
 
 # -- what the loop needs for each batch: decided once, and again when the run changes
@@ -391,10 +365,11 @@ class EpochSettings:
         run.changed = False
         run.observers.pace.drop_sample()
         # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
-        run.window.keeps_gradients = (
-            not run.module.automatic_optimization
-            or overrides(run.module, LightningModule, "optimizer_zero_grad")
-            or not all(map(run.runtime.engine.clears_gradients, run.optimizers))
+        cleared_by_user = not run.module.automatic_optimization or overrides(
+            run.module, LightningModule, "optimizer_zero_grad"
+        )
+        run.window.keeps_gradients = run.runtime.engine.may_keep_gradients(
+            run.optimizers, cleared_by_user=cleared_by_user
         )
         # Batches of an accumulation; batches of the epoch's last accumulation, and the index of its first batch.
         self.accumulation_size, self.tail_size, self.tail_start = schedule.plan_windows(run)
@@ -463,11 +438,7 @@ def _step_of_kind(run: Run) -> Step:
         return _manual_step(run)
     if not run.optimizers:
         return _step_without_optimizer(run)
-    optimizer = run.optimizers[0]
-    if isinstance(optimizer, InBackward):
-        follow_arguments(run, optimizer)  # A callback may have changed the arguments.
-    batches = run.window.accumulate_grad_batches
-    check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
+    follow_arguments(run)  # A callback may have changed them.
     return _closure_step(run) if _needs_closure(run) else _automatic_step(run)
 
 
@@ -502,7 +473,7 @@ def _automatic_step(run: Run) -> Step:
 
 def _closure_step(run: Run) -> Step:
     """Pass forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
-    progress, window, optimizer = run.progress, run.window, run.optimizers[0]
+    progress, window = run.progress, run.window
     forward_backward, finish_gradients = _forward_backward(run), _finish_in_closure(run)
     in_step = _finishes_in_step(run)
 
@@ -515,9 +486,8 @@ def _closure_step(run: Run) -> Step:
         def compute() -> Tensor | None:
             nonlocal outputs, computed
             if computed and not window.is_start:
-                batches = run.window.accumulate_grad_batches
-                raise no_accumulation(optimizer, f"Trainer(accumulate_grad_batches={batches})")
-            with torch.enable_grad():  # Some optimizers disable gradients during their whole step.
+                raise computed_again(run)
+            with torch.enable_grad():  # Some optimizers turn gradients off around all of their step.
                 outputs = forward_backward(batch, batch_idx, keep_outputs=True)
             if not in_step:
                 finish_gradients()
@@ -602,7 +572,7 @@ def _manual_step(run: Run) -> Step:
     """The user's training_step computes gradients and steps."""
     hooks, logged, context = run.hooks, run.logged, run.logged.context_of(STEPS["training_step"])
     training_step = _training_step(run)
-    graphs = recorded_steps(run)
+    graphs = recorded_steps(run.compiled, run.module)
 
     def train_step(batch: Any, batch_idx: int) -> Any:
         logged.context = context
@@ -669,7 +639,7 @@ def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
     alone = not runtime.several_processes
     take_loss = None if run.observers.guard is None else run.observers.guard.take
 
-    graphs = recorded_steps(run)
+    graphs = recorded_steps(run.compiled, run.module)
     clears_late = graphs is None
     if graphs is not None:
 
@@ -879,7 +849,7 @@ def _loader_ended_early(run: Run) -> None:
         progress.logged_step += 1
     if run.schedulers:
         schedule.step(run, stepped=completes)
-    after_batch(run)
+    validate_if_due(run)
 
 
 def _step_late(run: Run) -> None:

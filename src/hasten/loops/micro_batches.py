@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -409,7 +409,7 @@ def rebatched(loader: DataLoader[T], batch_size: int, *, name: str = "the train 
     return with_attributes(loader, batch_size=batch_size, batch_sampler=sampler)
 
 
-def check_rebatched(loader: object, batch_size: int | str, *, name: str) -> None:
+def check_rebatched(loader: Iterable[Any], batch_size: int | str, *, name: str) -> None:
     """Raise if something else than a ``DataLoader`` decides how large its batches are."""
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader):

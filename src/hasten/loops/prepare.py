@@ -16,11 +16,11 @@ from hasten._lib.device import collect_earlier_models, is_host
 from hasten._lib.errors import MisconfigurationException, WrongType, add_note
 from hasten._lib.names import defined_by_program
 from hasten._lib.observers import WatchedList
-from hasten._lib.rank_zero import rank_zero_info, warn_once
+from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
 from hasten.checkpoint.contents import Phase, check_entries, for_hooks, from_hooks
-from hasten.compile.cuda_graphs import CudaGraphSteps, marked_by_us
+from hasten.compile.cuda_graphs import marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible, users_settings
 from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
@@ -33,6 +33,7 @@ from hasten.loops.run import Run
 from hasten.loops.user_code import (
     check_evaluation,
     check_fit,
+    check_in_backward,
     check_parameters,
     check_pipeline,
     warn_about_missing_parts,
@@ -402,43 +403,9 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
         run.runtime.engine.check_optimizer(optimizer, "Trainer")
         if isinstance(optimizer, InBackward):
             run.undo.callback(optimizer.stop)
-            follow_arguments(run, optimizer)
+            check_in_backward(run, optimizer)
             optimizer.start()
     return optimizers
-
-
-def follow_arguments(run: Run, optimizer: InBackward) -> None:
-    """Apply the arguments for clipping to optimizers that step in backward; refuse what needs gradients afterwards."""
-    arguments, speed, batches = run.arguments, run.arguments.speed, run.window.accumulate_grad_batches
-    name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
-    instead = f"use torch.optim.{name} as it is."
-    clip_value = arguments.gradient_clip_val
-    by_norm = bool(clip_value) and arguments.gradient_clip_algorithm != "value"
-    own_clipping = overrides(run.module, LightningModule, "configure_gradient_clipping")
-    for holds, what, remedy in (
-        (batches > 1, f"Trainer(accumulate_grad_batches={batches})", "Use larger batches"),
-        (speed.micro_batch is not None, f"Trainer(micro_batch={speed.micro_batch!r})", "Leave it out"),
-        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "Use 'warn'"),
-        (speed.memory == "auto", "Trainer(memory='auto')", "Use 'selective' or 'full'"),
-        (by_norm, f"Trainer(gradient_clip_val={clip_value})", "Use gradient_clip_algorithm='value'"),
-        (own_clipping, f"{owner}.configure_gradient_clipping()", "Leave it out"),
-    ):
-        if holds:
-            raise MisconfigurationException(
-                f"in_backward({name}) and {what}: each parameter steps in backward, so the gradients never exist all "
-                "at once.",
-                fix=f"{remedy}, or {instead}",
-            )
-    run.runtime.engine.check_in_backward("Trainer", name)
-    for hook in ("on_after_backward", "on_before_optimizer_step"):
-        if overrides(run.module, LightningModule, hook):
-            warn_once(
-                f"in_backward {hook} {owner}",
-                f"in_backward({name}): each parameter has stepped before {owner}.{hook}() runs, and its gradient is "
-                "None there.",
-                fix=f"If that hook reads or changes gradients, {instead}",
-            )
-    optimizer.clip_value = float(clip_value) if clip_value else None
 
 
 def remake_loader(
@@ -534,7 +501,7 @@ def check_compile(run: Run) -> None:
                 "once each."
             ),
         )
-    run.runtime.engine.check_compile("Trainer")
+    run.runtime.engine.check_compile("Trainer", trains=run.state.fn == TrainerFn.FITTING)
     check_possible("Trainer", settings, run.runtime.device)
 
 
@@ -558,18 +525,6 @@ def compile_module(run: Run) -> None:
     if settings.cuda_graphs:
         run.undo.enter_context(marked_by_us())
     run.compiled = run.undo.enter_context(model.enabled(writes=runtime.is_global_zero))
-
-
-def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``step`` compiled where the run compiles steps; else ``step`` itself, which costs nothing."""
-    return step if run.compiled is None else run.compiled.step(name, step, run.module)
-
-
-def recorded_steps(run: Run) -> CudaGraphSteps | None:
-    """Return what marks where a step begins; None in a run without CUDA graphs."""
-    if run.compiled is None or not run.compiled.settings.cuda_graphs:
-        return None
-    return CudaGraphSteps(run.module.parameters())
 
 
 def _settings(run: Run) -> CompileSettings | None:

@@ -33,6 +33,7 @@ from hasten.module.datamodule import DataHooks, LightningDataModule
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.types import Dataloaders
 
 # By stage: the hook that gives the loaders, the step, and the argument that limits the batches.
 _SHORT = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -64,7 +65,7 @@ class StageData:
         self,
         stage: str,
         *,
-        given: object = None,
+        given: Dataloaders = None,
         module: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
         reads_datamodule: bool = True,
@@ -281,10 +282,16 @@ class StageData:
         if self._conventions.opens_loaders_late and self.load() and self.limits[0] != 0:
             self.load()[0].begin()
 
-    def start_epoch(self) -> Generator[tuple[Any, bool], None, None]:
-        """Return the batches of a new epoch with a flag for the last."""
+    def start_epoch(self, *, resumes: bool = False) -> Generator[tuple[Any, bool], None, None]:
+        """Return the batches of a new epoch with a flag for the last, or of the rest of the one of a loaded state."""
+        if resumes:
+            self.stream.open()
         batches: Generator[tuple[Any, bool], None, None] = self.stream.batches(self._cut(self.stream))
         return batches
+
+    def finish(self) -> None:
+        """Give up the rest of the epoch that a loaded state is in."""
+        self.stream.finish()
 
     @property
     def certain_end(self) -> float | None:

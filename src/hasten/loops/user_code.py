@@ -39,7 +39,8 @@ from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import DataHooks, LightningDataModule
 from hasten.module.hook_defaults import ModelHooks
-from hasten.optim import check_accumulation
+from hasten.optim import check_accumulation, no_accumulation
+from hasten.optim.backward import InBackward
 from hasten.strategies.parallel import PIPELINE_IN_FABRIC, is_of_pipeline
 
 if TYPE_CHECKING:
@@ -725,6 +726,64 @@ def check_some_loss(run: Run) -> None:
         )
 
 
+# -- the optimizer and the arguments, which may change while a run trains
+
+
+def check_in_backward(run: Run, optimizer: InBackward) -> None:
+    """Apply the arguments for clipping to optimizers that step in backward; refuse what needs gradients afterwards."""
+    arguments, speed, batches = run.arguments, run.arguments.speed, run.window.accumulate_grad_batches
+    name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
+    instead = f"use torch.optim.{name} as it is."
+    clip_value = arguments.gradient_clip_val
+    by_norm = bool(clip_value) and arguments.gradient_clip_algorithm != "value"
+    own_clipping = overrides(run.module, LightningModule, "configure_gradient_clipping")
+    for holds, what, remedy in (
+        (batches > 1, f"Trainer(accumulate_grad_batches={batches})", "Use larger batches"),
+        (speed.micro_batch is not None, f"Trainer(micro_batch={speed.micro_batch!r})", "Leave it out"),
+        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "Use 'warn'"),
+        (speed.memory == "auto", "Trainer(memory='auto')", "Use 'selective' or 'full'"),
+        (by_norm, f"Trainer(gradient_clip_val={clip_value})", "Use gradient_clip_algorithm='value'"),
+        (own_clipping, f"{owner}.configure_gradient_clipping()", "Leave it out"),
+    ):
+        if holds:
+            raise MisconfigurationException(
+                f"in_backward({name}) and {what}: each parameter steps in backward, so the gradients never exist all "
+                "at once.",
+                fix=f"{remedy}, or {instead}",
+            )
+    run.runtime.engine.check_in_backward("Trainer", name)
+    for hook in ("on_after_backward", "on_before_optimizer_step"):
+        if overrides(run.module, LightningModule, hook):
+            warn_once(
+                f"in_backward {hook} {owner}",
+                f"in_backward({name}): each parameter has stepped before {owner}.{hook}() runs, and its gradient is "
+                "None there.",
+                fix=f"If that hook reads or changes gradients, {instead}",
+            )
+    optimizer.clip_value = float(clip_value) if clip_value else None
+
+
+def follow_arguments(run: Run) -> None:
+    """Have the optimizer do what the arguments say now; refuse what it cannot do.
+
+    Raises:
+        MisconfigurationException: the optimizer does not accumulate, or needs what an argument takes.
+
+    """
+    optimizer, batches = run.optimizers[0], run.window.accumulate_grad_batches
+    if isinstance(optimizer, InBackward):
+        check_in_backward(run, optimizer)
+    check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
+
+
+def computed_again(run: Run) -> MisconfigurationException:
+    """Return the error for an optimizer that computes the loss again in a step of several batches."""
+    return no_accumulation(run.optimizers[0], f"Trainer(accumulate_grad_batches={run.window.accumulate_grad_batches})")
+
+
+# -- steps
+
+
 def takes_iterator(step: Callable[..., Any]) -> bool:
     """Return whether a step fetches its batches itself, from an argument called ``dataloader_iter``."""
     return has_parameter(step, "dataloader_iter")
@@ -740,6 +799,11 @@ def step_of(run: Run, name: str) -> Callable[..., Any]:
         if defined_by_program(strategy, name)
         else step
     )
+
+
+def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step`` compiled where the run compiles steps; else ``step`` itself, which costs nothing."""
+    return step if run.compiled is None else run.compiled.step(name, step, run.module)
 
 
 def with_batch_idx_if_taken(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -29,6 +29,9 @@ from hasten.machine import collectives
 from hasten.machine.cluster import JOB_VARIABLE, ClusterEnvironment, TorchElasticEnvironment
 from hasten.machine.host import usable_cores
 from hasten.machine.rendezvous import forget_meetings, note_who_lives
+
+if TYPE_CHECKING:
+    from hasten.machine.spawn import KeepsResults
 
 # Set in the processes started here: the id of the one that started them, the pipe on which such a process reports its
 # calls of `Launcher.launch` and the end of its program, and the address of the store.
@@ -63,7 +66,7 @@ class Launcher(ABC):
     """Starts the other processes of a run."""
 
     @abstractmethod
-    def launch(self, run: Run[T], cluster: ClusterEnvironment, num_processes: int, owner: object) -> T:
+    def launch(self, run: Run[T], cluster: ClusterEnvironment, num_processes: int, owner: KeepsResults | None) -> T:
         """Return what ``run(local_rank, store)`` returns in the first process.
 
         Args:
@@ -159,7 +162,7 @@ def threads_for_each(num_processes: int) -> int | None:
 class RunScriptAgain(Launcher):
     """Run the program again, from its first line, once for each other process of this machine."""
 
-    def launch(self, run: Run[T], cluster: ClusterEnvironment, num_processes: int, owner: object) -> T:
+    def launch(self, run: Run[T], cluster: ClusterEnvironment, num_processes: int, owner: KeepsResults | None) -> T:
         """See ``Launcher``."""
         if cluster.creates_processes_externally:
             return join_external(run, cluster)

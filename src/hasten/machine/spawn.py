@@ -59,7 +59,9 @@ class StartCopies(launch.Launcher):
     def __init__(self, start_method: str) -> None:
         self.start_method = start_method
 
-    def launch(self, run: launch.Run[T], cluster: clusters.ClusterEnvironment, num_processes: int, owner: object) -> T:
+    def launch(
+        self, run: launch.Run[T], cluster: clusters.ClusterEnvironment, num_processes: int, owner: KeepsResults | None
+    ) -> T:
         """See ``Launcher``."""
         if cluster.creates_processes_externally:
             return launch.join_external(run, cluster)

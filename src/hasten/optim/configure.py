@@ -276,7 +276,7 @@ def _check_single(optimizers: list[Any], what: str, do: str) -> None:
         )
 
 
-def check_accumulation(optimizer: object, batches: int, argument: str) -> None:
+def check_accumulation(optimizer: Optimizer, batches: int, argument: str) -> None:
     """Refuse accumulation with LBFGS, which computes the loss several times per step.
 
     Args:
@@ -292,7 +292,7 @@ def check_accumulation(optimizer: object, batches: int, argument: str) -> None:
         raise no_accumulation(optimizer, argument)
 
 
-def no_accumulation(optimizer: object, argument: str) -> MisconfigurationException:
+def no_accumulation(optimizer: Optimizer, argument: str) -> MisconfigurationException:
     """Return the error for an optimizer that computes the loss again in a step of several batches."""
     return MisconfigurationException(
         f"{argument} with {type(optimizer).__name__}: its step computes the loss several times, which is only "
@@ -315,7 +315,7 @@ class HastenOptimizer:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         step: Callable[..., Any] | None = None,
         toggled: Callable[[bool], AbstractContextManager[Any]] | None = None,
     ) -> None:

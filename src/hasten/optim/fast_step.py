@@ -93,7 +93,7 @@ _own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).p
 # -- the optimizer
 
 
-def make_step(optimizer: Any) -> Step:
+def make_step(optimizer: Optimizer) -> Step:
     """Return ``step(closure=None)`` for one optimizer.
 
     Args:
@@ -144,7 +144,7 @@ def make_step(optimizer: Any) -> Step:
     return step
 
 
-def clears_gradients(optimizer: object) -> bool:
+def clears_gradients(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer.zero_grad()`` is torch's, which sets gradients to None."""
     kind: Any = type(optimizer)
     return (
@@ -155,7 +155,7 @@ def clears_gradients(optimizer: object) -> bool:
     )
 
 
-def make_zero_grad(optimizer: Any) -> Callable[[], None]:
+def make_zero_grad(optimizer: Optimizer) -> Callable[[], None]:
     """Return ``zero_grad()`` for one optimizer, which sets gradients to None."""
     if _profiler_enabled is None or not clears_gradients(optimizer):
         return lambda: optimizer.zero_grad()
@@ -173,7 +173,7 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     return zero_grad
 
 
-def needs_closure(optimizer: object) -> bool:
+def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer.step`` needs a closure because it may call it several times.
 
     This is known for the optimizers of torch and hasten; others may use a closure whenever they accept one.
@@ -191,7 +191,7 @@ def needs_closure(optimizer: object) -> bool:
     return _accepts(step, optimizer, None)
 
 
-def is_watched(optimizer: object) -> bool:
+def is_watched(optimizer: Optimizer) -> bool:
     """Return whether code of the user's runs around ``optimizer.step``: hooks of torch's, or a patched method."""
     own = getattr(optimizer, "__dict__", {})
     hooks = (own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks"), _pre_hooks, _post_hooks)

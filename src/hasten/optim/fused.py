@@ -29,7 +29,7 @@ _DEVICES: dict[type[Optimizer], tuple[str, ...]] = {
 _own: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
-def use_fused(optimizer: object, fused: bool = True, *, owner: str = "use_fused") -> None:
+def use_fused(optimizer: Optimizer, fused: bool = True, *, owner: str = "use_fused") -> None:
     """Make an optimizer update all parameters in one kernel, or not, in place.
 
     The arithmetic is the same in another order: weights are equal up to rounding. The state is kept. Checkpoints have
@@ -83,7 +83,7 @@ def on_several_meshes(parameters: Iterable[Tensor]) -> bool:
 _LEAVE = "Leave fused_optimizer out."
 
 
-def why_not_fused(optimizer: Any) -> Parts | None:
+def why_not_fused(optimizer: Optimizer) -> Parts | None:
     """Return why torch has no fused kernel for an optimizer, and what to write; None if it has one."""
     # An optimizer that steps in backward has the arithmetic of another class.
     kind = getattr(optimizer, "optimizer_class", type(optimizer))
@@ -130,7 +130,7 @@ def unwrapped(step: Callable[..., Any]) -> Callable[..., Any]:
     return inner if getattr(step, "hooked", False) else step
 
 
-def check_dense(optimizer: object, modules: Iterable[nn.Module], owner: str) -> None:
+def check_dense(optimizer: Optimizer, modules: Iterable[nn.Module], owner: str) -> None:
     """Refuse to fuse the step of parameters whose gradients are sparse, before it fails.
 
     Args:

@@ -56,7 +56,7 @@ class Precision:
         """Return the outputs of the module with floating tensors in torch's default type."""
         return data
 
-    def convert_optimizer(self, optimizer: object) -> None:
+    def convert_optimizer(self, optimizer: Optimizer) -> None:
         """Prepare an optimizer in place for parameters in this precision; may be called more than once."""
 
     def forward_context(self) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from hasten._lib.optional import need
 from hasten.precision.base import DtypePrecision, Precision
 from hasten.precision.builtin import HalfName, HalfPrecision
 from hasten.precision.layers import check_ignored, check_names, ignored, replace
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
@@ -137,7 +140,7 @@ class BitsandbytesPrecision(DtypePrecision):
         quantized: nn.Module = made
         return quantized
 
-    def convert_optimizer(self, optimizer: object) -> None:
+    def convert_optimizer(self, optimizer: Optimizer) -> None:
         """Make the optimizer step in 32 bits."""
         self._rest.convert_optimizer(optimizer)
 

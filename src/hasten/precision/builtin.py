@@ -101,7 +101,7 @@ class HalfPrecision(DtypePrecision):
             tensor.data = data.to(torch.float32)
         return module
 
-    def convert_optimizer(self, optimizer: object) -> None:
+    def convert_optimizer(self, optimizer: Optimizer) -> None:
         """Make the optimizer step in 32 bits."""
         if self.keep_small_updates and isinstance(optimizer, Optimizer):
             keep_small_updates(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from hasten.precision.base import DefaultType, DtypePrecision
 from hasten.precision.builtin import HalfPrecision
 from hasten.precision.float8 import check_float8
 from hasten.precision.layers import classes_replaced, put_back, replace
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _PURPOSE = "TransformerEnginePrecision"
 
@@ -90,7 +93,7 @@ class TransformerEnginePrecision(DtypePrecision):
             self._replaced += replace(module, _replacement)
         return module.to(dtype=self.weights_dtype)
 
-    def convert_optimizer(self, optimizer: object) -> None:
+    def convert_optimizer(self, optimizer: Optimizer) -> None:
         """Make the optimizer step in 32 bits where the parameters have 16."""
         if self.weights_dtype != torch.float32:
             HalfPrecision().convert_optimizer(optimizer)

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.report.summary import LayerTable
     from hasten.strategies.recorded_steps import RecordedSteps
-    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, Tensors
+    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, StorageOptions, Tensors
 
 T = TypeVar("T")
 
@@ -173,7 +174,9 @@ class Strategy(ProgramMethods, ABC):
     # -- once
 
     @abstractmethod
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         """Start the other processes if they do not run yet, and return what ``function`` returns here.
 
         Args:
@@ -573,8 +576,14 @@ class StepEngine(StrategyPart):
                 fix=f"Use one process, or torch.optim.{optimizer_name} as it is.",
             )
 
-    def check_compile(self, owner: str) -> None:
-        """Raise ValueError if steps cannot be compiled by torch; ``owner`` is "Trainer" or "Fabric"."""
+    def check_compile(self, owner: str, *, trains: bool) -> None:
+        """Raise ValueError if steps cannot be compiled by torch.
+
+        Args:
+            owner: "Trainer" or "Fabric".
+            trains: whether they are steps of training.
+
+        """
 
     def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
         """Raise MisconfigurationException for what an engine that computes and steps by itself cannot do.
@@ -822,9 +831,15 @@ class StepEngine(StrategyPart):
         """Return ``zero_grad()`` for ``optimizer``."""
         return fast_step.make_zero_grad(optimizer)
 
-    def clears_gradients(self, optimizer: object) -> bool:
-        """Return whether ``zero_grad`` of an optimizer leaves no gradient."""
-        return fast_step.clears_gradients(optimizer)
+    def may_keep_gradients(self, optimizers: Iterable[Optimizer], *, cleared_by_user: bool) -> bool:
+        """Return whether gradients may stay after a step.
+
+        Args:
+            optimizers: those of the run.
+            cleared_by_user: whether methods of the user call ``zero_grad``.
+
+        """
+        return cleared_by_user or not all(map(fast_step.clears_gradients, optimizers))
 
 
 def _nothing() -> None:
@@ -895,7 +910,7 @@ class StateIO(StrategyPart):
                 argument="plugins",
             )
 
-    def write(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
+    def write(self, path: PathLike, contents: dict[str, Any], storage_options: StorageOptions = None) -> None:
         """Write a checkpoint; all processes must call it, and fail together.
 
         When they return it is complete, unless ``checkpoint_io`` writes in the background.

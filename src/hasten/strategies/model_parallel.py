@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.strategies.plans import Plan
     from hasten.types import Group
 
@@ -215,7 +216,9 @@ class ModelParallelStrategy(ShardedStrategy):
 
     # -- once
 
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         result: T = super().launch(self._with_mesh, function, args, kwargs, owner=owner)
         return result
 

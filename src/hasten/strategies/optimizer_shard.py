@@ -259,24 +259,30 @@ class OptimizerShard:
                 if entry.is_sent:
                     collectives.send(entry.value, 0, device=self._device)
             return {}
-        parts: dict[Any, dict[Any, list[_PieceState]]] = {}
-        for rank, (_, announced) in enumerate(by_rank):
-            for number, entry in enumerate(announced):
-                if entry.is_sent:
-                    shape, dtype = entry.value
-                    here = rank == 0
-                    value = (
-                        entries[number].value.detach().to("cpu", copy=True)
-                        if here
-                        else collectives.receive(shape, dtype, rank, device=self._device)
-                    )
-                    entry = entry._replace(value=value)
-                parts.setdefault(entry.parameter, {}).setdefault(entry.key, []).append(entry)
+        parts = self._received(entries, [announced for _, announced in by_rank])
         shapes = [parameter.shape for parameter in parameters_of(self._optimizer)]
         states = {
             index: {key: _joined(each, shapes[index]) for key, each in parts[index].items()} for index in sorted(parts)
         }
         return {**local, "state": states}
+
+    def _received(
+        self, own: list[_PieceState], announced_by_rank: list[list[_PieceState]]
+    ) -> dict[Any, dict[Any, list[_PieceState]]]:
+        """Return the states of all processes, on the CPU, by parameter and key; in process 0."""
+        parts: dict[Any, dict[Any, list[_PieceState]]] = {}
+        for rank, announced in enumerate(announced_by_rank):
+            for number, entry in enumerate(announced):
+                if entry.is_sent:
+                    shape, dtype = entry.value
+                    value = (
+                        own[number].value.detach().to("cpu", copy=True)
+                        if rank == 0
+                        else collectives.receive(shape, dtype, rank, device=self._device)
+                    )
+                    entry = entry._replace(value=value)
+                parts.setdefault(entry.parameter, {}).setdefault(entry.key, []).append(entry)
+        return parts
 
     def _local_state(self) -> tuple[dict[str, Any], list[_PieceState]]:
         """Return the state dict with the groups of the whole optimizer, and the states of the parts of this process."""
@@ -351,7 +357,7 @@ class OptimizerShard:
         )
 
 
-def shard_of(optimizer: object) -> OptimizerShard | None:
+def shard_of(optimizer: Optimizer) -> OptimizerShard | None:
     """Return the shard of an optimizer that was divided, else None."""
     shard: OptimizerShard | None = getattr(optimizer, "__dict__", {}).get("_hasten_shard")
     return shard

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.precision.base import Precision
     from hasten.types import Group, ReduceOperation, Tensors
 
@@ -281,7 +282,9 @@ class ParallelStrategy(Strategy):
         own.gather_objects = lambda obj: [obj] * self.world_size
         own.reduce_boolean_decision = lambda decision, all=True: decision
 
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         cluster = self.cluster_environment
         assert cluster is not None
         if collectives.joined() and collectives.world_size() == 1 < self.world_size:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hasten.machine.devices import Accelerator
     from hasten.runtime import Runtime
     from hasten.strategies.base import StateIO, StepEngine
-    from hasten.types import Group, PathLike, ReduceOperation, Tensors
+    from hasten.types import Group, PathLike, ReduceOperation, StorageOptions, Tensors
 
     class Trains(Protocol):
         """Whoever has the optimizers and schedulers of a run: a Trainer."""
@@ -106,7 +106,7 @@ class ProgramMethods:
             return self.connected_module
         return None if self._trainer is None else self._trainer.lightning_module
 
-    def connect(self, model: Any) -> None:
+    def connect(self, model: nn.Module | None) -> None:
         """Let ``Trainer.save_checkpoint`` save a module that is not in a run yet.
 
         Args:
@@ -133,7 +133,7 @@ class ProgramMethods:
         """Same as ``all_reduce``."""
         return self.all_reduce(tensor, group=group, reduce_op=reduce_op)
 
-    def setup(self, trainer: object) -> None:
+    def setup(self, trainer: Trains) -> None:
         """Called by a Trainer when the module is on the device, before the first hook of a fit."""
 
     def batch_to_device(self, batch: T, device: torch.device | None = None, dataloader_idx: int = 0) -> T:
@@ -164,7 +164,9 @@ class ProgramMethods:
 
     # -- a step
 
-    def backward(self, closure_loss: Tensor, optimizer: object = None, *args: object, **kwargs: object) -> object:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | nn.Module | None = None, *args: object, **kwargs: object
+    ) -> object:
         """Compute the gradients of a loss.
 
         Args:
@@ -211,7 +213,9 @@ class ProgramMethods:
 
     # -- checkpoints
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: StorageOptions = None
+    ) -> None:
         """Write a checkpoint; all processes call it.
 
         Args:

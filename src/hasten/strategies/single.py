@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
     from hasten.precision.base import Precision
     from hasten.types import Group, ReduceOperation, Tensors
 
@@ -73,6 +74,8 @@ class SingleDeviceStrategy(OneProcess):
     def simulate_one_process(self) -> None:
         """Do nothing: there is one process."""
 
-    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
         self.setup_environment()
         return function(*args, **kwargs)

@@ -27,6 +27,7 @@ from hasten.profilers.base import PassThroughProfiler
 from hasten.seed import collect_rng_state, restore_rng_state
 
 if TYPE_CHECKING:
+    from hasten.arguments import Arguments
     from hasten.module.datamodule import LightningDataModule
     from hasten.trainer import Trainer
 
@@ -122,20 +123,13 @@ def limited_run(
             logged_step=now.logged_step,
         )  # fmt: skip
         batches = steps * trainer._accumulate_grad_batches
-        limit = batches if fits else steps
+        limited = _limited_to(arguments, limit=batches if fits else steps, fits=fits, keep_limit=keep_limit)
         ends_early = keep_limit and conventions.current().lr_find_in_single_precision
         trainer._arguments = dataclasses.replace(
-            arguments,
+            limited,
             # Each epoch has at least one batch, unless the program skips it.
             max_epochs=arguments.max_epochs if ends_early else now.current_epoch + batches,
             max_steps=now.global_step + steps,
-            min_epochs=None,
-            min_steps=None,
-            fast_dev_run=0,
-            limit_train_batches=arguments.limit_train_batches if keep_limit else None,
-            limit_val_batches=0 if arguments.limit_val_batches == 0 and fits else limit,
-            limit_test_batches=limit,
-            limit_predict_batches=limit,
         )
         several = outer.runtime.several_processes
         # Several processes check for signals at steps that they agree on, and these are not steps of the outer run.
@@ -156,6 +150,20 @@ def limited_run(
         finally:
             for source in run.data.all():
                 source.close()
+
+
+def _limited_to(arguments: Arguments, *, limit: int, fits: bool, keep_limit: bool) -> Arguments:
+    """Return the arguments of a run of few steps."""
+    return dataclasses.replace(
+        arguments,
+        min_epochs=None,
+        min_steps=None,
+        fast_dev_run=0,
+        limit_train_batches=arguments.limit_train_batches if keep_limit else None,
+        limit_val_batches=0 if arguments.limit_val_batches == 0 and fits else limit,
+        limit_test_batches=limit,
+        limit_predict_batches=limit,
+    )
 
 
 def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradients: bool) -> None:

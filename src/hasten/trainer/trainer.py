@@ -72,6 +72,7 @@ from hasten.types import (
 if TYPE_CHECKING:
     from hasten.loggers.base import Logger
     from hasten.runtime import Runtime
+    from hasten.types import StorageOptions
 
 Result = TypeVar("Result")
 
@@ -461,7 +462,7 @@ class Trainer(TrainerView):
         return self._evaluate(TrainerFn.PREDICTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
     def save_checkpoint(
-        self, filepath: PathLike, weights_only: bool | None = None, storage_options: object = None
+        self, filepath: PathLike, weights_only: bool | None = None, storage_options: StorageOptions = None
     ) -> None:
         """Save everything needed to continue exactly from here; all processes must call it.
 

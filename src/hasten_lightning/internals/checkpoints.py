@@ -15,7 +15,7 @@ from hasten.module.hparams import construct
 from hasten_lightning.names import VERSION
 
 if TYPE_CHECKING:
-    from hasten.types import MapLocation, PathLike
+    from hasten.types import MapLocation, PathLike, StorageOptions
 
 T = TypeVar("T")
 
@@ -150,7 +150,9 @@ class WrappingCheckpointIO(CheckpointIO):
         elif self._checkpoint_io is None:
             self._checkpoint_io = checkpoint_io
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
+    ) -> None:
         """Let the wrapped object write."""
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
-    from hasten.types import PathLike
+    from hasten.types import PathLike, StorageOptions
 
 T = TypeVar("T")
 State = Mapping[str, object]
@@ -144,7 +144,7 @@ class FabricMethods(Methods):
         return self.state.optimizer_state(optimizer)
 
     def save_checkpoint(  # type: ignore[override]  # as Lightning's
-        self, path: PathLike, state: State, storage_options: object = None, filter: Filter | None = None
+        self, path: PathLike, state: State, storage_options: StorageOptions = None, filter: Filter | None = None
     ) -> None:
         """Write a checkpoint; all processes call it.
 
@@ -397,7 +397,7 @@ class FabricShardedMethods(FullyShardedMethods, FabricMethods):
         return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def save_checkpoint(  # type: ignore[override]  # as Lightning's
-        self, path: PathLike, state: State, storage_options: object = None, filter: Filter | None = None
+        self, path: PathLike, state: State, storage_options: StorageOptions = None, filter: Filter | None = None
     ) -> None:
         """Write a checkpoint with one sharded module; see ``FabricMethods.save_checkpoint``.
 
@@ -476,7 +476,9 @@ class TrainerFolderMethods(TrainerMethods):
 
     __slots__ = ()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: StorageOptions = None
+    ) -> None:
         """Write a checkpoint; see ``Strategy.save_checkpoint``.
 
         Raises:

@@ -129,12 +129,12 @@ def sized_len(data: object) -> int | None:
         return None
 
 
-def has_iterable_dataset(dataloader: object) -> bool:
+def has_iterable_dataset(dataloader: Iterable[Any]) -> bool:
     """Return whether a loader reads an ``IterableDataset``."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
-def has_len(dataloader: object) -> bool:
+def has_len(dataloader: Iterable[Any]) -> bool:
     """Return whether a loader has a length; warn if it is 0."""
     length = sized_len(dataloader)
     if length == 0:
@@ -143,7 +143,7 @@ def has_len(dataloader: object) -> bool:
 
 
 def has_len_all_ranks(
-    dataloader: object, strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
+    dataloader: Iterable[Any], strategy: Strategy, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
     """Return whether a loader has a length; all processes must call it.
 

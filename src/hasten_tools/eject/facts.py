@@ -20,7 +20,9 @@ from hasten_tools.eject.source import EjectError
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.module.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Dataloaders
 
 # The arguments under which a fit is prepared on any machine, and nothing is written or shown.
 QUIETLY: dict[str, Any] = {
@@ -128,10 +130,10 @@ def _same(value: object, default: object) -> bool:
 
 def gather(
     trainer: Trainer,
-    model: Any,
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    datamodule: Any = None,
+    model: LightningModule,
+    train_dataloaders: Dataloaders = None,
+    val_dataloaders: Dataloaders = None,
+    datamodule: LightningDataModule | None = None,
     **_: object,
 ) -> Facts:
     """Prepare a fit as ``Trainer.fit`` does, and return what it has; nothing is trained, and all is as before."""

@@ -26,6 +26,7 @@ from hasten_tools.eject.reader import SIGNATURES
 from hasten_tools.eject.source import EjectError
 
 if TYPE_CHECKING:
+    from hasten.module.module import LightningModule
     from hasten.trainer import Trainer
 
 # Modules of names for annotations, which do not say where they come from.
@@ -39,7 +40,7 @@ _STORED = {
 }
 
 
-def eject(trainer: Trainer, model: Any, data: dict[str, Any], output: str | os.PathLike[str] | None) -> str:
+def eject(trainer: Trainer, model: LightningModule, data: dict[str, Any], output: str | os.PathLike[str] | None) -> str:
     """Return the plain program, and write it to ``output``; see ``Trainer.eject``."""
     facts = gather(trainer, model, **data)
     main = sys.modules.get("__main__")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +85,7 @@ def _samples(loader: Any) -> int:
         return 0
 
 
-def one_pass(loader: object) -> str:
+def one_pass(loader: Iterable[Any]) -> str:
     """Return what is in a loader that can be read once only, such as a generator; "" if nothing is.
 
     Example::
@@ -343,7 +343,7 @@ class _Light(pickle.Pickler):
 # -- samples
 
 
-def failing_sample(loader: object) -> tuple[str, Exception] | None:
+def failing_sample(loader: Iterable[Any]) -> tuple[str, Exception] | None:
     """Return the first sample of the first batch that cannot be read, and its error; None if all can."""
     if not isinstance(loader, DataLoader) or is_iterable(loader):
         return None

@@ -20,6 +20,8 @@ from hasten.module.callback import Callback
 from hasten_tools.preflight.waits import Waits
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
@@ -152,7 +154,7 @@ class StepWatch(Callback):
             if not bool(torch.isfinite(loss).all()):
                 raise NotFinite
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """End here if a gradient is not finite."""
         seen = self._seen
         # A scaler leaves such steps out, and most runs in 16 bits begin with some.

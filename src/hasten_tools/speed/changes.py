@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hasten.machine.host import usable_cores
+
+if TYPE_CHECKING:
+    from hasten.module.module import LightningModule
+    from hasten.trainer import Trainer
 
 _DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "attn_drop")
 
@@ -57,7 +62,7 @@ def no_attention_dropout(module: nn.Module) -> None:
             setattr(child, name, 0.0)
 
 
-def switch_attention_dropout_off(trainer: object, module: nn.Module) -> None:
+def switch_attention_dropout_off(trainer: Trainer, module: nn.Module) -> None:
     """``no_attention_dropout`` as a lever calls it."""
     no_attention_dropout(module)
 
@@ -65,17 +70,17 @@ def switch_attention_dropout_off(trainer: object, module: nn.Module) -> None:
 # -- threads: in a small step they cost more than they save, and a container may have fewer cores than its machine
 
 
-def one_thread(trainer: object = None, module: object = None) -> Callable[[], None]:
+def one_thread(trainer: Trainer | None = None, module: LightningModule | None = None) -> Callable[[], None]:
     """Compute with one thread; return a function that undoes it."""
     return _set_threads(1)
 
 
-def half_the_threads(trainer: object = None, module: object = None) -> Callable[[], None]:
+def half_the_threads(trainer: Trainer | None = None, module: LightningModule | None = None) -> Callable[[], None]:
     """Compute with half as many threads; return a function that undoes it."""
     return _set_threads(max(1, torch.get_num_threads() // 2))
 
 
-def a_thread_a_core(trainer: object = None, module: object = None) -> Callable[[], None]:
+def a_thread_a_core(trainer: Trainer | None = None, module: LightningModule | None = None) -> Callable[[], None]:
     """Compute with as many threads as there are usable cores; return a function that undoes it.
 
     Example::

@@ -34,8 +34,9 @@ from hasten.seed import isolate_rng
 from hasten_tools.speed.changes import attention_dropouts
 
 if TYPE_CHECKING:
+    from hasten.module.datamodule import LightningDataModule
     from hasten.trainer import Trainer
-    from hasten.types import Batch
+    from hasten.types import Batch, Dataloaders
 
 # Memory that the driver takes on a GPU in addition to torch's.
 _CONTEXT_BYTES = 600 * 2**20
@@ -215,7 +216,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return process_memory_bytes(peak=True) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def data_shape(loader: object, datamodule: object, module: nn.Module) -> list[Any]:
+def data_shape(loader: Dataloaders, datamodule: LightningDataModule | None, module: nn.Module) -> list[Any]:
     """Return what a result depends on of the training data: kinds, sizes of samples and batches.
 
     Numbers are rounded to powers of two: a few samples more are the same data. Data of a datamodule, or of the module

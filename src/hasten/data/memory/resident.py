@@ -129,7 +129,7 @@ def resident(
     return required_in_training(lambda: _made_resident(loader, device, argument, name), loader, stage, name)
 
 
-def is_resident(loader: object) -> bool:
+def is_resident(loader: Iterable[Any]) -> bool:
     """Return whether a loader reads from memory already."""
     return isinstance(loader, DataLoader) and type(loader)._get_iterator is ResidentLoader._get_iterator
 

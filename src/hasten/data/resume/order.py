@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,7 @@ class Rest:
         return GoesOn(tuple(Reads(*each) for each in self.state["before"]), drawn["seed"], rng)
 
 
-def described(loader: object) -> State:
+def described(loader: Iterable[Any]) -> State:
     """Return as plain data how the batches of a loader are formed, over all processes.
 
     Raises:
@@ -148,7 +148,7 @@ def _described_stream(loader: DataLoader[Any]) -> State:
     }
 
 
-def state_of(loader: object, start: State, last: Any, *, has_workers_from_before: bool) -> State:
+def state_of(loader: Iterable[Any], start: State, last: Any, *, has_workers_from_before: bool) -> State:
     """Return as plain data what draws the order of the current epoch.
 
     Args:

@@ -611,7 +611,7 @@ def _set_random_state(generators: list[torch.Generator], state: dict[str, Any]) 
 # -- where a loader's epoch ends, and whether its next one can begin before this one is over
 
 
-def ends_at_its_length(loader: object) -> bool:
+def ends_at_its_length(loader: Iterable[Any]) -> bool:
     """Return whether a loader is sure to give as many batches as ``len(loader)`` says.
 
     Sure is a length that torch or hasten computes from the samplers it reads. An ``IterableDataset`` may give another
@@ -664,12 +664,12 @@ class NextEpoch:
     batches: Iterator[Any]
 
 
-def _epochs_of(loader: object) -> list[Any]:
+def _epochs_of(loader: Iterable[Any]) -> list[Any]:
     """Return the epoch that was last set in each part of a loader."""
     return [getattr(each, "epoch", None) for each in epoch_setters(loader)]
 
 
-def begins_early(loader: object) -> bool:
+def begins_early(loader: Iterable[Any]) -> bool:
     """Return whether a loader's next epoch can begin at any time after the last batch, with the same batches.
 
     Its workers must live on: new ones would be copies of a dataset that a callback may still change. Its order must
