@@ -201,9 +201,10 @@ class DeepSpeedStrategy(ParallelStrategy):
     ) -> None:
         given = dict(locals())
         if not installed("deepspeed"):
-            raise ModuleNotFoundError(
-                "DeepSpeedStrategy needs the package deepspeed, which is not installed. Run: "
-                + install_line("deepspeed"),
+            raise make_error(
+                ModuleNotFoundError,
+                "DeepSpeedStrategy needs the package deepspeed, which is not installed.",
+                fix=f"Run: {install_line('deepspeed')}",
                 name="deepspeed",
             )
         super().__init__(
@@ -592,8 +593,8 @@ class ZeroEngine(StepEngine):
             )
         if self.strategy._engine is not None:
             raise MisconfigurationException(
-                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer; "
-                "put modules that train together into one nn.Module.",
+                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer;",
+                fix="put modules that train together into one nn.Module.",
                 argument="strategy",
             )
         for what, here in (("optimizer", optimizers), ("scheduler", schedulers)):

@@ -291,29 +291,32 @@ def _check_beside_engine(run: Run) -> None:
     }
     batches, every = run.window.accumulate_grad_batches, arguments.val_check_interval
     splits = isinstance(every, int) and every % batches > 0 and arguments.limit_val_batches != 0
-    for holds, what, why in (
-        ("backward" in own, own.get("backward"), "the engine computes backward. Change the loss in training_step"),
+    for holds, what, why, fix in (
+        ("backward" in own, own.get("backward"), " the engine computes backward.", "Change the loss in training_step."),
         (
             len(own.keys() - {"backward"}) > 0,
             next(reversed(own.values()), ""),
-            "the engine clips. Use gradient_clip_val",
+            " the engine clips.",
+            "Use gradient_clip_val.",
         ),
         (
             bool(clip_norm) and arguments.gradient_clip_algorithm == "value",
             "Trainer(gradient_clip_algorithm='value')",
-            "the engine clips by norm. Leave it out",
+            " the engine clips by norm.",
+            "Leave it out.",
         ),
-        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "use 'warn'"),
+        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "", "use 'warn'."),
         (
             splits,
             f"Trainer(val_check_interval={every}, accumulate_grad_batches={batches})",
-            f"checkpoints after validation cannot hold an open accumulation. Use a multiple of {batches}",
+            " checkpoints after validation cannot hold an open accumulation.",
+            f"Use a multiple of {batches}.",
         ),
-        (_settings(run) is not None, "Trainer(compile=...) or a compiled module", "leave it out"),
-        (speed.memory == "auto", "Trainer(memory='auto')", "use 'selective' or 'full'"),
+        (_settings(run) is not None, "Trainer(compile=...) or a compiled module", "", "leave it out."),
+        (speed.memory == "auto", "Trainer(memory='auto')", "", "use 'selective' or 'full'."),
     ):
         if holds:
-            raise MisconfigurationException(f"{what} and strategy={strategy.name!r}: {why}.")
+            raise MisconfigurationException(f"{what} and strategy={strategy.name!r}:{why}", fix=fix)
     accumulation = batches if run.module.automatic_optimization else None
     strategy.engine.prepare(owner="Trainer", accumulation=accumulation, clip_norm=clip_norm)
 

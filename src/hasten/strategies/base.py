@@ -355,8 +355,11 @@ class Sharding(StrategyPart):
             raise make_error(
                 ValueError,
                 f"strategy={self.strategy.name!r}: the parameter {name!r} is a DTensor, of which this process has a "
-                "part. After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
-                "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards.",
+                "part.",
+                fix=(
+                    "After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
+                    "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
+                ),
                 argument="strategy",
             )
 
