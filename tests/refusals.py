@@ -14,15 +14,13 @@ Kinds: TypeAlias = type[BaseException] | tuple[type[BaseException], ...]
 
 
 @contextmanager
-def refused(
-    argument: str = "", *, fix: str = "", kind: Kinds = (ValueError, TypeError)
-) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+def refused(kind: Kinds, argument: str = "", *, fix: str = "") -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """Expect an error of hasten in the block, and yield what pytest knows of it.
 
     Args:
+        kind: its class, or one of several.
         argument: the argument that it names; "" if it is about none.
         fix: a part of what it tells to write: the code, not the sentence around it.
-        kind: its class, or one of several.
 
     """
     with pytest.raises(kind) as caught:

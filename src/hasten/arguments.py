@@ -217,7 +217,11 @@ def _not_a_callback(owner: str, name: str, value: object) -> WrongType:
 
 
 def _is_class(owner: str, written: str, kind: type, arguments: str) -> WrongType:
-    return WrongType(f"{owner}({written}): that is a class.", fix=f"Write {kind.__name__}{arguments}.")
+    return WrongType(
+        f"{owner}({written}): that is a class.",
+        fix=f"Write {kind.__name__}{arguments}.",
+        argument=written.partition("=")[0],
+    )
 
 
 _LOGGERS = {
@@ -470,7 +474,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
         if least is not None and 0 <= most < least:
             message = f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum"
             if not conventions.current().mistakes_are_warnings:
-                raise MisconfigurationException(f"{message}.")
+                raise MisconfigurationException(f"{message}.", argument=f"min_{unit}")
             rank_zero_warn(f"{message}, which ends the run.")
     values.update(_validation_schedule(values["val_check_interval"], values["check_val_every_n_epoch"]))
     return Arguments(**values, speed=check_speed("Trainer", given))
@@ -576,6 +580,7 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
             raise MisconfigurationException(
                 f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}.",
                 fix="Leave out one of them.",
+                argument=name,
             )
         found[unit] = name, amount
     epochs, steps, time = (found.get(unit, (None, None))[1] for unit in ("epochs", "steps", "time"))

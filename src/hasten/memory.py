@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from hasten._lib import torch_private
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, Parts, make_error
 from hasten._lib.tree import leaves
 from hasten.extend.origin import ROOTS, comes_from
 from hasten.seed import is_generator
@@ -106,7 +106,8 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
         raise make_error(ValueError, f"memory={how!r}:", fix=f"use {' or '.join(map(repr, HOW))}.", argument="memory")
     blocks = repeated_blocks(module)
     if not blocks:
-        raise make_error(ValueError, f"memory={how!r}: {nothing_repeated(module)}", argument="memory")
+        what, fix, _ = nothing_repeated(module)
+        raise make_error(ValueError, f"memory={how!r}: {what}", fix=fix, argument="memory")
     with recomputed_blocks(blocks, how):
         yield len(blocks)
 
@@ -128,11 +129,12 @@ def recomputed_blocks(blocks: Sequence[nn.Module], how: str) -> Iterator[None]:
                 block.__dict__["forward"] = own
 
 
-def nothing_repeated(module: nn.Module) -> str:
+def nothing_repeated(module: nn.Module) -> Parts:
     """Return the message for a module without repeated blocks, with an alternative."""
-    return (
+    return Parts(
         f"{type(module).__name__} has no repeated blocks (of one class, in an nn.ModuleList or nn.Sequential) to "
-        "recompute. Use micro_batch='auto' to compute fewer samples at once."
+        "recompute.",
+        "Use micro_batch='auto' to compute fewer samples at once.",
     )
 
 

@@ -304,6 +304,7 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         raise MisconfigurationException(
             f"{given}: this machine has no {name.upper()} device that torch {torch.__version__} can use.",
             fix=f"Use one of {_listed(_present_accelerators())}.",
+            argument="accelerator",
         )
     return kind()
 
@@ -431,6 +432,7 @@ def _strategy(
         raise MisconfigurationException(
             f"{given}, devices={len(devices)}, num_nodes={num_nodes}): one device cannot be {count}.",
             fix="Use devices=1, or strategy='auto'.",
+            argument="strategy",
         )
     return chosen
 
@@ -477,18 +479,22 @@ def _check_kind_of_device(strategy: Strategy, accelerator: Accelerator, device: 
     if own and is_builtin(type(strategy)) and (kind is None or kind.device_type() != device):
         name = accelerator.name()
         raise MisconfigurationException(
-            f"{given}, accelerator={name!r}): on {name.upper()}s use one of 'auto', {_listed(own)}."
+            f"{given}, accelerator={name!r}):",
+            fix=f"on {name.upper()}s use one of 'auto', {_listed(own)}.",
+            argument="strategy",
         )
     if kind is not None and kind.device_type() != device:
         name = kind.name()
         raise MisconfigurationException(
             f"{given}, accelerator={device!r}): it trains on {name.upper()}s.",
             fix=f"Use accelerator={name!r}, or strategy='auto'.",
+            argument="strategy",
         )
     if isinstance(strategy, ParallelStrategy) and device == "mps":
         raise MisconfigurationException(
             f"{given}, accelerator='mps'): MPS has one device and no communication between processes.",
             fix="Use strategy='auto', or accelerator='cpu'.",
+            argument="strategy",
         )
 
 
@@ -622,11 +628,11 @@ def _precision_name(precision: Any, owner: str) -> str:
             return name
     given = f"{owner}(precision={precision!r})"
     if not written:
-        raise WrongType(f"{given}:", fix=f"use one of {_listed(PRECISIONS)}, not {type(precision).__name__}.")
+        fix = f"use one of {_listed(PRECISIONS)}, not {type(precision).__name__}."
+        raise WrongType(f"{given}:", fix=fix, argument="precision")
     if text in MODES:
-        raise MisconfigurationException(
-            f"{given}: a plugin quantizes weights.", fix=f"Use plugins=BitsandbytesPrecision({text!r})."
-        )
+        fix = f"Use plugins=BitsandbytesPrecision({text!r})."
+        raise MisconfigurationException(f"{given}: a plugin quantizes weights.", fix=fix, argument="precision")
     allowed = [spelling for spellings in PRECISIONS.values() for spelling in spellings]
     what, fix = _unknown(given, text, allowed, f"use one of {_listed(allowed)}.", _OTHER_PRECISIONS)
     raise MisconfigurationException(what, fix=fix, argument="precision")

@@ -203,9 +203,10 @@ class DeepSpeedStrategy(ParallelStrategy):
     ) -> None:
         given = dict(locals())
         if not installed("deepspeed"):
-            raise ModuleNotFoundError(
-                "DeepSpeedStrategy needs the package deepspeed, which is not installed. Run: "
-                + install_line("deepspeed"),
+            raise make_error(
+                ModuleNotFoundError,
+                "DeepSpeedStrategy needs the package deepspeed, which is not installed.",
+                fix=f"Run: {install_line('deepspeed')}",
                 name="deepspeed",
             )
         super().__init__(
@@ -582,11 +583,11 @@ class ZeroEngine(StepEngine):
                 f"{owner}(compile=...) or a compiled module, and strategy={self.strategy.name!r}: leave it out."
             )
 
-    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
+    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str, str]]]) -> None:
         """Refuse what loops do between backward and step elsewhere."""
-        for holds, what, why in conflicts():
+        for holds, what, why, fix in conflicts():
             if holds:
-                raise MisconfigurationException(f"{what} and strategy={self.strategy.name!r}: {why}.")
+                raise MisconfigurationException(f"{what} and strategy={self.strategy.name!r}:{why}", fix=fix)
 
     def require_parameters(self, optimizer: Optimizer) -> None:
         """Accept an optimizer without parameters: the engine has taken them."""
@@ -615,8 +616,8 @@ class ZeroEngine(StepEngine):
             )
         if self.strategy._engine is not None:
             raise MisconfigurationException(
-                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer; "
-                "put modules that train together into one nn.Module.",
+                "strategy='deepspeed': there is an engine already. DeepSpeed trains one module with one optimizer;",
+                fix="put modules that train together into one nn.Module.",
                 argument="strategy",
             )
         for what, here in (("optimizer", optimizers), ("scheduler", schedulers)):

@@ -13,6 +13,7 @@ import hasten as L
 from hasten.callbacks import GradientAccumulationScheduler, LambdaCallback
 from tests.callbacks.resuming import assert_resumes_exactly, fitted, weights
 from tests.models import Classifier, loader, quiet
+from tests.refusals import refused
 
 
 def test_it_equals_the_loop_written_by_hand() -> None:
@@ -93,7 +94,7 @@ def test_contradictions_are_refused_before_training() -> None:
     assert callback.going_to_accumulate_grad_batches()
     assert not GradientAccumulationScheduler({0: 1, 2: 1}).going_to_accumulate_grad_batches()
     trainer = quiet(callbacks=[callback], accumulate_grad_batches=4)
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=4\) and GradientAccumulationScheduler contradict"):
+    with refused(ValueError, "accumulate_grad_batches"):
         trainer.fit(Untrained(), loader(4))
     assert trainer.accumulate_grad_batches == 4
     manual = Untrained()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 import hasten as L
 from hasten.callbacks import BasePredictionWriter, LambdaCallback
 from tests.models import Classifier, dataset, quiet
+from tests.refusals import refused
 
 
 class Writer(BasePredictionWriter):
@@ -142,7 +143,7 @@ def test_intervals_and_missing_methods_are_refused() -> None:
         message = rf"Half\(write_interval='{interval}'\) calls write_on_epoch_end, which it does not"
         with pytest.raises(ValueError, match=message):
             quiet(callbacks=[Half(interval)]).predict(Classifier(), data)
-    with pytest.raises(ValueError, match="calls write_on_batch_end"):
+    with refused(ValueError, "write_interval", fix="write_on_batch_end"):
         quiet(callbacks=[BasePredictionWriter()]).predict(Classifier(), data)
     quiet(callbacks=[Half("epoch")]).validate(Classifier(), data, verbose=False)
     patched = BasePredictionWriter("epoch")

@@ -17,6 +17,7 @@ from hasten.fabric import is_wrapped
 from hasten.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer
 from hasten.plugins import MixedPrecision
 from tests.models import quiet
+from tests.refusals import refused
 
 
 class Model(nn.Module):
@@ -305,7 +306,7 @@ def test_an_unscaled_backward_is_refused_where_a_scaler_is_needed() -> None:
     fabric = L.Fabric(accelerator="cpu", plugins=precision)
     module = nn.Linear(4, 1)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"Call fabric.backward\(loss\)"):
+    with refused(RuntimeError, fix="fabric.backward(loss)"):
         model(torch.ones(1, 4)).sum().backward()
     optimizer.zero_grad()
     fabric.backward(model(torch.ones(1, 4)).sum())
@@ -375,7 +376,7 @@ def test_entries_can_be_filtered(fabric: L.Fabric, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         fabric.load(tmp_path / "a.ckpt", {"model": model})
     assert fabric.load(tmp_path / "a.ckpt", {"model": model, "m": 2}, strict=False) == {"n": 1}
-    with pytest.raises(KeyError, match="Did you mean 'model'"):
+    with refused(KeyError, fix="'model'"):
         fabric.load(tmp_path / "a.ckpt", {"modle": Model()})
 
 
@@ -614,7 +615,7 @@ def test_mistakes_are_named_with_what_to_do(fabric: L.Fabric, mistake: Any, kind
 )  # fmt: skip
 def test_several_processes_must_be_launched_first(use: Any) -> None:
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
-    with pytest.raises(RuntimeError, match=r"Call fabric.launch\(\)"):
+    with refused(RuntimeError, fix="fabric.launch()"):
         use(fabric)
 
 
@@ -633,7 +634,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 def test_an_optimizer_of_another_module_is_refused(fabric: L.Fabric) -> None:
     with pytest.raises(ValueError, match=r"4 of the 4 parameters of SGD do not belong to .*\(Model\)"):
         fabric.setup(Model(), sgd(Model()))
-    with pytest.raises(ValueError, match=r"Write SGD\(model.parameters\(\), ...\)"):
+    with refused(ValueError, fix="model.parameters()"):
         fabric.setup(model := Model(), sgd(copy.deepcopy(model)))
 
 
@@ -659,7 +660,7 @@ def test_what_is_no_optimizer_and_no_loss_is_told_what_to_do(fabric: L.Fabric) -
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"a DataLoader is not an optimizer. Give loaders to fabric.setup_dataloaders"):
         fabric.setup(layer, sgd, loader())
-    with pytest.raises(TypeError, match=r"SGD is a class, not an optimizer. Make one: SGD\(module.parameters\(\), lr="):
+    with refused(TypeError, fix="module.parameters()"):
         fabric.setup(layer, torch.optim.SGD)
     wrapped, _ = fabric.setup(layer, sgd)
     with pytest.raises(RuntimeError) as caught:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten as L
 from hasten.plugins import Precision
 from tests.models import Classifier, dataset, loader, quiet, same_weights
+from tests.refusals import refused
 
 BAD = 3
 
@@ -185,10 +186,10 @@ def test_what_is_left_out_is_counted_and_said_at_intervals(caplog: pytest.LogCap
 def test_the_run_ends_when_too_many_steps_are_left_out(mode: str) -> None:
     model = Classifier()
     before = copy.deepcopy(model)
-    with pytest.raises(FloatingPointError, match=r"(10 steps in a row|went back 5 times).*, so the run ends here"):
+    with refused(FloatingPointError, "on_bad_loss", fix="on_bad_loss='stop'"):
         quiet(max_epochs=5, on_bad_loss=mode).fit(model, data(*range(10)))
     assert same_weights(model, before)
-    with pytest.raises(FloatingPointError, match="each of the 4 steps so far was left out"):
+    with refused(FloatingPointError, "on_bad_loss"):
         quiet(on_bad_loss=mode).fit(Classifier(), data(*range(4), samples=16))
 
 
@@ -213,7 +214,7 @@ def test_an_optimizer_step_that_changes_weights_before_the_loss_is_refused() -> 
     quiet(on_bad_loss="skip").fit(mine, data(BAD))
     quiet().fit(plain, [batch for index, batch in enumerate(data()) if index != BAD])
     assert same_weights(mine, plain)
-    with pytest.raises(RuntimeError, match="changed before the closure of Perturbs was called"):
+    with refused(RuntimeError, "on_bad_loss", fix="on_bad_loss='warn'"):
         quiet(on_bad_loss="skip").fit(OwnStep(), data(BAD))
 
 

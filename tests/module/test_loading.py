@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hasten as L
 from tests.models import quiet, same_weights
+from tests.refusals import refused
 
 
 class Net(L.LightningModule):
@@ -161,16 +162,16 @@ def test_hyper_parameters_of_a_file(saved: tuple[Net, Path], tmp_path: Path) -> 
         assert load(name, text).width == 3
         with pytest.raises(RuntimeError, match="mis-shaped"):
             load(name, text, width=9)
-    with pytest.raises(ValueError, match=r"use a \.yaml, \.yml or \.csv file"):
+    with refused(ValueError, "hparams_file"):
         load("h.txt", "width: 3")
-    with pytest.raises(ValueError, match="file with names and values"):
+    with refused(ValueError, "hparams_file"):
         load("h.yaml", "- 1\n- 2")
 
 
 def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "objects.ckpt"
     torch.save({"state_dict": Net().state_dict(), "hyper_parameters": {"width": 4}, "other": Fraction(1, 2)}, path)
-    with pytest.raises(Exception, match="weights_only=False"):
+    with refused(Exception, fix="weights_only=False"):
         Net.load_from_checkpoint(path)
     assert Net.load_from_checkpoint(path, weights_only=False).width == 4
     with pytest.raises(Exception, match=r"calls fractions.Fraction[\s\S]*weights_only=False[\s\S]*add_safe_globals"):

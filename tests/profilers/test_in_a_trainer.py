@@ -17,6 +17,7 @@ from hasten.profilers import AdvancedProfiler, PassThroughProfiler, SimpleProfil
 from hasten.profilers.simple import LOOP, PARTS
 from tests.models import Classifier, Manual, loader, quiet, same_weights
 from tests.profilers.test_profilers import rows
+from tests.refusals import refused
 
 
 class Watched(Classifier):
@@ -311,5 +312,5 @@ def test_which_profiler_is_used() -> None:
             quiet(profiler=given)
     with pytest.raises(ImportError, match=r"pip install '[^']+\[tpu\]'"):
         XLAProfiler()
-    with pytest.raises(ValueError, match=r"Trainer\(barebones=True, profiler='simple'\)"):
+    with refused(ValueError, "barebones"):
         L.Trainer(barebones=True, accelerator="cpu", profiler="simple")

@@ -15,6 +15,7 @@ from hasten._lib.rank_zero import rank_zero_only
 from hasten.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from hasten.profilers import simple as simple_module
 from hasten.profilers.simple import LOOP, part_of
+from tests.refusals import refused
 
 
 class Clock:
@@ -92,7 +93,7 @@ def test_what_does_not_match_is_refused_and_an_error_ends_its_action() -> None:
     with pytest.raises(ValueError, match="Attempted to start a which has already started"):
         simple.start("a")
     for restriction in (-1, 1.5, -0.5, True, "all"):
-        with pytest.raises(ValueError, match="line_count_restriction"):
+        with refused(ValueError, "line_count_restriction"):
             AdvancedProfiler(line_count_restriction=restriction)  # type: ignore[arg-type]
     advanced = AdvancedProfiler(dump_stats=True)
     with advanced.profile("a") as name:

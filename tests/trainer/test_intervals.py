@@ -11,6 +11,7 @@ import torch
 from hasten.callbacks import ModelCheckpoint
 from tests.fakes import watching
 from tests.models import Classifier, loader, quiet
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_checkpoint_intervals_that_contradict_each_other() -> None:
     assert ModelCheckpoint(every_n_epochs="90min")._train_time_interval == timedelta(minutes=90)
     with pytest.raises(ValueError, match="mutually exclusive"):
         ModelCheckpoint(every_n_epochs="2ep", every_n_train_steps=5)
-    with pytest.raises(TypeError, match=r"train_time_interval=5\): use a datetime.timedelta, or a text"):
+    with refused(TypeError, "train_time_interval", fix="datetime.timedelta"):
         ModelCheckpoint(train_time_interval=5)
 
 
@@ -126,7 +127,7 @@ def test_schedulers(interval: str, times: int) -> None:
 
 
 def test_schedulers_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"interval='90min': use epochs or steps"):
+    with refused(ValueError, "interval", fix="'2ep'"):
         quiet().fit(Scheduled(interval="90min"), loader())
-    with pytest.raises(ValueError, match=r"interval='2ep' and frequency=3: both set the frequency"):
+    with refused(ValueError, "interval"):
         quiet().fit(Scheduled(interval="2ep", frequency=3), loader())

@@ -14,6 +14,7 @@ from hasten_lightning.loops.counts import BatchCounts, OptimizationCounts, Ready
 from hasten_lightning.loops.views import Loop
 from tests.fakes import watching
 from tests.models import Classifier, Several, loader, quiet, same_weights
+from tests.refusals import refused
 
 
 def test_counters_of_the_fit_loop() -> None:
@@ -66,9 +67,9 @@ def test_limits_raised_between_two_fits_continue_the_run() -> None:
     trainer.fit_loop.epoch_loop.max_steps = 34
     trainer.fit(twice, loader())
     assert trainer.global_step == trainer.max_steps == trainer.fit_loop.max_steps == 34
-    with pytest.raises(ValueError, match=r"max_epochs=-2\): use a whole number of at least 0, or -1"):
+    with refused(ValueError, "max_epochs"):
         trainer.fit_loop.max_epochs = -2
-    with pytest.raises(TypeError, match=r"min_epochs=1\.5"):
+    with refused(TypeError, "min_epochs"):
         trainer.fit_loop.min_epochs = 1.5
 
 

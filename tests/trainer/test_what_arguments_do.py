@@ -21,6 +21,7 @@ from hasten.loggers import CSVLogger
 from hasten.plugins import LayerSync, TorchSyncBatchNorm
 from hasten.utilities.exceptions import MisconfigurationException
 from tests.models import Classifier, Several, loader, quiet, same_weights
+from tests.refusals import refused
 
 
 def test_fast_dev_run_runs_programs_that_write_to_their_logger(tmp_path: Path, monkeypatch: Any) -> None:
@@ -58,7 +59,7 @@ def test_fast_dev_run_runs_programs_that_write_to_their_logger(tmp_path: Path, m
     assert len(trainer.predict(Classifier(), loader()) or ()) == 2
     assert quiet(fast_dev_run=True, logger=False).logger is None
     assert quiet(fast_dev_run=True).fast_dev_run == 1
-    with pytest.raises(TypeError, match="logger=3"):
+    with refused(TypeError, "logger"):
         L.Trainer(fast_dev_run=True, logger=3)
 
 
@@ -267,7 +268,7 @@ def test_enable_arguments(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path)
     assert type(trainer.progress_bar_callback).__name__ == "TQDMProgressBar"
     assert trainer.early_stopping_callback is None
-    with pytest.raises(ValueError, match="enable_checkpointing"):
+    with refused(ValueError, "enable_checkpointing"):
         L.Trainer(accelerator="cpu", enable_checkpointing=False, callbacks=[ModelCheckpoint()])
 
 
@@ -354,7 +355,7 @@ def test_sync_batchnorm_in_one_process() -> None:
         trainer.fit(model, loader(8))
     assert sync.calls == []
     assert type(model.norm) is nn.BatchNorm1d
-    with pytest.raises(MisconfigurationException, match="both say how layers are computed over all processes"):
+    with refused(MisconfigurationException, "sync_batchnorm"):
         quiet(sync_batchnorm=True, plugins=sync)
 
 

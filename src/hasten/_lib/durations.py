@@ -37,7 +37,7 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
 
     Args:
         value: the value of the argument.
-        argument: the name of the argument, for the message.
+        argument: the argument as the message shows it; its name comes last.
 
     Raises:
         ValueError: it cannot be parsed, or is zero.
@@ -55,7 +55,8 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         return Period(time=parse_duration(value, argument=argument))
     number = int(count.group(1))
     if number == 0:
-        raise MisconfigurationException(f"{argument} got {value!r}: it must be more than zero.")
+        what = f"{argument} got {value!r}: it must be more than zero."
+        raise MisconfigurationException(what, argument=_name_of(argument))
     return Period(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Period(steps=number)
 
 
@@ -64,7 +65,7 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
 
     Args:
         value: the value of the argument.
-        argument: the name of the argument, for the message.
+        argument: the argument as the message shows it; its name comes last.
 
     Raises:
         ValueError: it cannot be parsed.
@@ -83,9 +84,8 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         try:
             return timedelta(**value)
         except TypeError as error:
-            raise MisconfigurationException(
-                f"{argument} got {value!r}: {error}.", fix="Use timedelta's arguments."
-            ) from None
+            what, fix = f"{argument} got {value!r}: {error}.", "Use timedelta's arguments."
+            raise MisconfigurationException(what, fix=fix, argument=_name_of(argument)) from None
     text = value.strip().lower()
     clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text)
     if clock:
@@ -96,7 +96,15 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         return timedelta(**{_UNITS[amount.group(2)]: float(amount.group(1))})
     hint = f" A number is written without quotes: {text}." if text.isdecimal() else ""
     raise MisconfigurationException(
-        f"{argument} got {value!r}: write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and "
-        "optimizer steps, where they can be given: '2ep', '500st').",
-        fix=hint,
+        f"{argument} got {value!r}:",
+        fix=(
+            "write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and optimizer steps, where they "
+            f"can be given: '2ep', '500st').{hint}"
+        ),
+        argument=_name_of(argument),
     )
+
+
+def _name_of(argument: str) -> str:
+    """Return the name in an argument as it is shown: "max_time" in "Trainer(max_time=...)"."""
+    return argument.removesuffix("=...)").replace("(", " ").rpartition(" ")[2]

@@ -348,20 +348,23 @@ def _hugging_face_name(key: Any) -> Any:
 
 def check_lengths(owner: str, lengths: Sequence[int] | Tensor) -> Tensor:
     """Return the lengths of all samples as an int64 tensor."""
-    allowed = "give whole numbers, the tokens of every sample, (samples,), and at least one"
+    allowed = "give whole numbers, the tokens of every sample, (samples,), and at least one."
     try:
         found = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{owner}(lengths): a {type(lengths).__name__} ({error}); {allowed}.") from error
+        what = f"{owner}(lengths): a {type(lengths).__name__} ({error});"
+        raise make_error(TypeError, what, fix=allowed, argument="lengths") from error
     is_whole = not (found.dtype == torch.bool or found.is_floating_point() or found.is_complex())
     if found.numel() and not is_whole:
-        raise TypeError(f"{owner}(lengths): they are {found.dtype}; {allowed}.")
+        raise make_error(TypeError, f"{owner}(lengths): they are {found.dtype};", fix=allowed, argument="lengths")
     if found.dim() != 1 or not found.numel():
-        raise ValueError(f"{owner}(lengths): the shape is {tuple(found.shape)}; {allowed}.")
+        what = f"{owner}(lengths): the shape is {tuple(found.shape)};"
+        raise make_error(ValueError, what, fix=allowed, argument="lengths")
     found = found.detach().to("cpu", torch.int64)
     if int(found.min()) < 0:
         place = int(found.argmin())
-        raise ValueError(f"{owner}(lengths): lengths[{place}] is {int(found[place])}; use 0 or more.")
+        what = f"{owner}(lengths): lengths[{place}] is {int(found[place])};"
+        raise make_error(ValueError, what, fix="use 0 or more.", argument="lengths")
     return found
 
 

@@ -197,7 +197,7 @@ class EarlyStopping(Callback):
             if self.strict:
                 raise error
             if self.verbose:
-                rank_zero_warn(str(error), RuntimeWarning)
+                rank_zero_warn(error.what, RuntimeWarning, fix=error.fix)
             return
         self._checked_validations = self._source.validations
         # A copy on the host: the logged value may change later.
@@ -271,7 +271,9 @@ def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged
     listed = ", ".join(map(repr, known)) if known else "nothing"
     return MonitorNotLogged(
         f"{owner}(monitor={name!r}) could not find the monitored key, which is not available: logged so far is "
-        f"{listed}.{did_you_mean(name, known)} Log it with self.log({name!r}, ...), or monitor another value."
+        f"{listed}.",
+        fix=f"{did_you_mean(name, known)} Log it with self.log({name!r}, ...), or monitor another value.",
+        argument="monitor",
     )
 
 

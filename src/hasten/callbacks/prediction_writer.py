@@ -88,6 +88,7 @@ class BasePredictionWriter(Callback):
                     f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
                     "define.",
                     fix=f"Define {name}, or use another write_interval.",
+                    argument="write_interval",
                 )
 
     def write_on_batch_end(

@@ -216,19 +216,22 @@ class ModelPruning(Callback):
             module, name = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else (None, None)
             if not isinstance(module, nn.Module) or not isinstance(name, str):
                 raise MisconfigurationException(
-                    f"{owner}: {pair!r} is not a pair of a module and a parameter's name; write "
-                    '[(model.layer, "weight"), ...].'
+                    f"{owner}: {pair!r} is not a pair of a module and a parameter's name;",
+                    fix='write [(model.layer, "weight"), ...].',
+                    argument="parameters_to_prune",
                 )
             if not any(module is inner for inner in pl_module.modules()):
                 raise MisconfigurationException(
                     f"{owner}: the {type(module).__name__} with {name!r} is not part of {kind}.",
                     fix="Take it from the model that is trained.",
+                    argument="parameters_to_prune",
                 )
             if not isinstance(_original(module, name), Tensor):
                 known = [key.removesuffix("_orig") for key in module._parameters]
                 raise MisconfigurationException(
                     f"{owner}: {type(module).__name__} has no parameter {name!r}; it has {known}.",
                     fix=did_you_mean(name, known),
+                    argument="parameters_to_prune",
                 )
         return parameters_to_prune
 

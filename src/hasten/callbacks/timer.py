@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib import check
 from hasten._lib.durations import parse_duration
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, parts_of
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage
@@ -66,7 +66,8 @@ class Timer(Callback):
             try:
                 self._duration = parse_duration(duration, argument="Timer(duration=...)").total_seconds()
             except ValueError as unreadable:
-                raise MisconfigurationException(str(unreadable)) from None
+                what, fix, _ = parts_of(unreadable)
+                raise MisconfigurationException(what, fix=fix, argument="duration") from None
         check.one_of("Timer", "interval", interval, list(map(str, Interval)), error=MisconfigurationException)
         self._interval = Interval(interval)
         self._verbose = verbose

@@ -202,8 +202,11 @@ class Compiled(ABC):
             if not reason.endswith(FROZEN):
                 warn_once(
                     f"recompile {self.name}",
-                    f"compile: a graph was made again. {reason} Pad inputs to few shapes (batching='length'), and keep "
-                    "what changes out of forward and of the step. All causes: trainer.compile_report.recompiles",
+                    f"compile: a graph was made again. {reason}",
+                    fix=(
+                        "Pad inputs to few shapes (batching='length'), and keep what changes out of forward and of the "
+                        "step. All causes: trainer.compile_report.recompiles"
+                    ),
                 )
 
     def _leave_to_python(self, reason: str) -> None:
@@ -249,8 +252,8 @@ class Region(Compiled):
     def _failed(self, reason: str) -> None:
         warn_once(
             f"compile {self.name} {reason}",
-            f"compile: {self.name} could not be compiled and stays Python. {reason} Change that part, or leave it "
-            "out of the graph with @torch.compiler.disable.",
+            f"compile: {self.name} could not be compiled and stays Python. {reason}",
+            fix="Change that part, or leave it out of the graph with @torch.compiler.disable.",
         )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from hasten._lib.errors import make_error
 from hasten._lib.tree import leaves
 from hasten.data.memory.dataset_parts import contents_of
 from hasten.machine import agreement
@@ -49,12 +50,16 @@ def compare_first(first: FirstSample) -> None:
     other = agreement.differs_from_neighbor(place, first.digest)
     if other is not None:
         # By the process that knows it.
-        warnings.warn(
+        warning = make_error(
+            UserWarning,
             f"{first.loader}: {first.dataset} begins with another sample on rank {dist.get_rank()} than on rank "
-            f"{other}, so some samples are read twice and others not at all. Give it the same order on all processes, "
-            "with a seed of its own, or pass use_distributed_sampler=False.",
-            stacklevel=2,
+            f"{other}, so some samples are read twice and others not at all.",
+            fix=(
+                "Give it the same order on all processes, with a seed of its own, or pass "
+                "use_distributed_sampler=False."
+            ),
         )
+        warnings.warn(warning, stacklevel=2)
 
 
 def digest_of(sample: object) -> str:

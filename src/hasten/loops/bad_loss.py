@@ -282,8 +282,8 @@ class Guard:
         self._before.undo_statistics()
         if self._mode == "stop":
             self._end = BadLossError(
-                f"{self._last} {place}The step was not taken, and the run ends here (on_bad_loss='stop'). To go on "
-                "without that data, resume it, or use on_bad_loss='skip'."
+                f"{self._last} {place}The step was not taken, and the run ends here (on_bad_loss='stop').",
+                fix="To go on without that data, resume it, or use on_bad_loss='skip'.",
             )
         elif self._in_a_row >= MOST_IN_A_ROW:
             self._end = self._too_often(f"{self._in_a_row} steps in a row were left out")

@@ -529,7 +529,7 @@ class MemoryLimits:
     def advice(self) -> str:
         """Return what else would help when nothing is left to try."""
         if self.recomputes and self.memory is None:
-            return nothing_repeated(self._module).partition(" Use micro_batch")[0]
+            return nothing_repeated(self._module).what
         missing = [name for name, used in (("micro_batch", self.shrinks), ("memory", self.recomputes)) if not used]
         added = f"Add {missing[0]}='auto', or use" if missing else "Use"
         return f"{added} a smaller model, shorter samples, a precision of fewer bytes, or more devices."

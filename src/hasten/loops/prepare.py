@@ -283,7 +283,7 @@ def configure_optimizers(run: Run) -> None:
     set_optimizers(run, optimizers, schedulers)
 
 
-def _conflicts_with_engine(run: Run) -> tuple[tuple[object, str, str], ...]:
+def _conflicts_with_engine(run: Run) -> tuple[tuple[object, str, str, str], ...]:
     """Return what an engine that computes backward and steps does not do; see ``StepEngine.check_beside``."""
     arguments, owner = run.arguments, type(run.module).__name__
     own = {
@@ -294,24 +294,32 @@ def _conflicts_with_engine(run: Run) -> tuple[tuple[object, str, str], ...]:
     batches, every = run.window.accumulate_grad_batches, arguments.val_check_interval
     splits = isinstance(every, int) and every % batches > 0 and arguments.limit_val_batches != 0
     return (
-        ("backward" in own, own.get("backward", ""), "the engine computes backward. Change the loss in training_step"),
+        (
+            "backward" in own,
+            own.get("backward", ""),
+            " the engine computes backward.",
+            "Change the loss in training_step.",
+        ),
         (
             len(own.keys() - {"backward"}) > 0,
             next(reversed(own.values()), ""),
-            "the engine clips. Use gradient_clip_val",
+            " the engine clips.",
+            "Use gradient_clip_val.",
         ),
         (
             bool(arguments.gradient_clip_val) and arguments.gradient_clip_algorithm == "value",
             "Trainer(gradient_clip_algorithm='value')",
-            "the engine clips by norm. Leave it out",
+            " the engine clips by norm.",
+            "Leave it out.",
         ),
-        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "use 'warn'"),
+        (arguments.on_bad_loss != "warn", f"Trainer(on_bad_loss={arguments.on_bad_loss!r})", "", "use 'warn'."),
         (
             splits,
             f"Trainer(val_check_interval={every}, accumulate_grad_batches={batches})",
-            f"checkpoints after validation cannot hold an open accumulation. Use a multiple of {batches}",
+            " checkpoints after validation cannot hold an open accumulation.",
+            f"Use a multiple of {batches}.",
         ),
-        (arguments.speed.memory == "auto", "Trainer(memory='auto')", "use 'selective' or 'full'"),
+        (arguments.speed.memory == "auto", "Trainer(memory='auto')", "", "use 'selective' or 'full'."),
     )
 
 

@@ -357,22 +357,23 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
     is_begun = counters["batch"] or counters["last_batch"] or counters.get("begun")
     begun = counters["epoch"] + bool(is_begun or counters["epoch_ended"])
     epochs, steps, done = arguments.max_epochs, arguments.max_steps, counters["global_step"]
-    advice = "counted from the beginning of the run"
+    counted = "or more, counted from the beginning of the run."
     if epochs is not None and 0 <= epochs < begun:
         raise MisconfigurationException(
             f"ckpt_path={path!r}: the checkpoint was saved in or after epoch {begun}, and "
-            f"Trainer(max_epochs={epochs}) ends before that. To train on, write max_epochs={max(begun, complete + 1)} "
-            f"or more, {advice}.",
+            f"Trainer(max_epochs={epochs}) ends before that.",
+            fix=f"To train on, write max_epochs={max(begun, complete + 1)} {counted}",
             argument="ckpt_path",
         )
     if epochs is not None and 0 <= epochs == complete:
-        left = f"all of max_epochs={epochs}. To train on, write max_epochs={epochs + 1}"
+        trained, write = f"all of max_epochs={epochs}", f"max_epochs={epochs + 1}"
     elif steps is not None and 0 <= steps <= done:
-        left = f"{done} steps, and max_steps={steps}. To train on, write max_steps={done + 1}"
+        trained, write = f"{done} steps, and max_steps={steps}", f"max_steps={done + 1}"
     else:
         return
     rank_zero_warn(
-        f"ckpt_path={path!r}: nothing is left to train: the checkpoint has trained {left} or more, {advice}."
+        f"ckpt_path={path!r}: nothing is left to train: the checkpoint has trained {trained}.",
+        fix=f"To train on, write {write} {counted}",
     )
 
 

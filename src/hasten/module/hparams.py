@@ -479,8 +479,11 @@ def construct(
             raise files.CheckpointRefused(
                 f"{cls.__name__}.load_from_checkpoint({path!r}): the hyper-parameters "
                 f"{[name for name, value in arguments.items() if not_read(value)]} are objects of {', '.join(names)}; "
-                "reading those could run code. Pass them, as load_from_checkpoint(path, name=...), or pass "
-                f"weights_only=False if you trust the file as you would trust a program. {how_to_allow(names)}".strip()
+                "reading those could run code.",
+                fix=(
+                    "Pass them, as load_from_checkpoint(path, name=...), or pass weights_only=False if you trust the "
+                    f"file as you would trust a program. {how_to_allow(names)}"
+                ),
             )
         made = cls(**arguments)
     if is_module:

@@ -217,13 +217,13 @@ def _read_interval(config: LRSchedulerConfig, argument: str) -> None:
     interval = parse_interval(config.interval, argument=argument)
     if interval.unit == "time":
         raise MisconfigurationException(
-            f"{argument}={config.interval!r}:", fix="use epochs or steps, '2ep' or '500st'.", argument=argument
+            f"{argument}={config.interval!r}:", fix="use epochs or steps, '2ep' or '500st'.", argument="interval"
         )
     if config.frequency != 1:
         raise MisconfigurationException(
             f"{argument}={config.interval!r} and frequency={config.frequency}: both set the frequency.",
             fix="Leave out one.",
-            argument=argument,
+            argument="interval",
         )
     config.frequency = interval.epochs or interval.steps or 1
     config.interval = "epoch" if interval.epochs else "step"

@@ -142,6 +142,7 @@ def check_float8(device: torch.device, precision: str = "fp8") -> None:
         raise make_error(
             ValueError,
             f"precision={precision!r}: {name} has the compute capability {major}.{minor} and cannot multiply 8-bit "
-            f"floats, which begin with 8.9 (Ada, Hopper). {bf16}",
+            "floats, which begin with 8.9 (Ada, Hopper).",
+            fix=bf16,
             argument="precision",
         )

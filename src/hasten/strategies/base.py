@@ -356,8 +356,11 @@ class Sharding(StrategyPart):
             raise make_error(
                 ValueError,
                 f"strategy={self.strategy.name!r}: the parameter {name!r} is a DTensor, of which this process has a "
-                "part. After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
-                "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards.",
+                "part.",
+                fix=(
+                    "After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
+                    "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
+                ),
                 argument="strategy",
             )
 
@@ -585,11 +588,11 @@ class StepEngine(StrategyPart):
 
         """
 
-    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str]]]) -> None:
+    def check_beside(self, conflicts: Callable[[], Iterable[tuple[object, str, str, str]]]) -> None:
         """Raise MisconfigurationException for what an engine that computes and steps by itself cannot do.
 
         Args:
-            conflicts: returns (whether it is so, what is asked for, why not) of each.
+            conflicts: returns (whether it is so, what is asked for, why not, what to write) of each.
 
         """
 

@@ -529,13 +529,14 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
             )
         if name not in known:
             named = [*inspect.signature(FSDPStrategy.__init__).parameters][1:-1]
-            raise make_error(TypeError, f"{given}: unknown argument.", fix=did_you_mean(name, [*named, *known]))
+            hint = did_you_mean(name, [*named, *known])
+            raise make_error(TypeError, f"{given}: unknown argument.", fix=hint, argument=name)
         if name in _ALWAYS and value is not _ALWAYS[name]:
-            raise make_error(ValueError, f"{given}: FSDP2 always has {name}={_ALWAYS[name]}.", fix="Leave it out.")
+            what = f"{given}: FSDP2 always has {name}={_ALWAYS[name]}."
+            raise make_error(ValueError, what, fix="Leave it out.", argument=name)
         if name == "backward_prefetch" and getattr(value, "name", value) != "BACKWARD_PRE":
-            raise make_error(
-                ValueError, f"{given}: FSDP2 gathers the next block before backward needs it.", fix="Leave it out."
-            )
+            what = f"{given}: FSDP2 gathers the next block before backward needs it."
+            raise make_error(ValueError, what, fix="Leave it out.", argument=name)
     taken = dict(options)
     for argument in ("ignored_states", "ignored_modules", "ignored_parameters"):
         value = taken.get(argument)

@@ -331,9 +331,11 @@ def resolve(
         if sequence_parallel:
             raise make_error(
                 ValueError,
-                f"{OWNER}(plan={{...}}, sequence_parallel=True): it completes plan='auto'. In a plan of your own, "
-                "give the norms SequenceParallel() and the layers beside them input_layouts and output_layouts of "
-                "Shard(1).",
+                f"{OWNER}(plan={{...}}, sequence_parallel=True): it completes plan='auto'.",
+                fix=(
+                    "In a plan of your own, give the norms SequenceParallel() and the layers beside them input_layouts "
+                    "and output_layouts of Shard(1)."
+                ),
                 argument="plan",
             )
         named = _written(model, plan)

@@ -172,7 +172,7 @@ def rate_of(
         try:
             value.get()
         except MisconfigurationException as error:
-            raise LearningRateNotFound(str(error)) from None
+            raise LearningRateNotFound(error.what, fix=error.fix) from None
         return value
     values = (TunedValue(module, datamodule, each) for each in ("lr", "learning_rate"))
     found = next((value for value in values if value.holders()), None)
