@@ -42,12 +42,9 @@ from hasten.seed import (
 
 # How many levels of objects and containers inside one another may belong to a step.
 _DEPTH = 8
-_ATTRIBUTE_DEPTH = 2
 # Containers with more items are not searched: names of files, or what was gathered over many steps.
 _MOST_ITEMS = 100_000
 _MOST_ITEMS_OF_A_STEP = 1000
-# Tensors that a step may change are copied, up to this size, until the first steps have shown which it does change.
-_COPIED_BYTES = 1 << 26
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device,
            types.FunctionType, types.MethodType, types.ModuleType)  # fmt: skip
@@ -107,7 +104,7 @@ class _SavedTensor:
         if self.copy is not None:
             self._restore_values()
         elif self.was_written():
-            raise self._lost("was changed in place by", "register what belongs to the module with register_buffer, ")
+            raise self._lost("was changed in place by")
         may_have_gradient = tensor.requires_grad or self.required or tensor.grad is not self.gradient
         if self.owns_gradient and tensor.is_leaf and may_have_gradient:
             tensor.grad = self.gradient
@@ -118,7 +115,7 @@ class _SavedTensor:
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             if tensor.grad_fn is not None and not self.required:
                 if torch_private.is_view(tensor):
-                    raise self._lost("is a view and became part of the graph in", "")
+                    raise self._lost("is a view and became part of the graph in")
                 tensor.detach_()
             values = tensor.detach()
             if values.shape == copy.shape and values.dtype == copy.dtype:
@@ -128,10 +125,10 @@ class _SavedTensor:
         if self.version is not None:
             self.version = tensor._version
 
-    def _lost(self, what: str, instead: str) -> RuntimeError:
+    def _lost(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"{self.where} {what} the attempt that ran out of memory, so the step cannot begin again.\n"
-            f"Make a new tensor instead (x = x * 2, not x.mul_(2)), {instead}or give micro_batch a number that fits."
+            "Make a new tensor instead (x = x * 2, not x.mul_(2)), or give micro_batch a number that fits."
         )
 
 
@@ -153,8 +150,6 @@ class SavedObjects:
         ([1.0], tensor([0., 0.]))
 
     """
-
-    _most_items = _MOST_ITEMS
 
     def __init__(self) -> None:
         self._contents: list[_SavedContents] = []
@@ -225,7 +220,7 @@ class SavedObjects:
                 self._visit_attributes(thing, where, depth, values)
         else:
             items = enumerate(self._note(thing, list, _fill_items))
-        if len(thing) <= self._most_items:
+        if len(thing) <= _MOST_ITEMS:
             for key, each in items:
                 self._visit(each, f"{where}[{key!r}]", depth - 1, values)
 
@@ -274,43 +269,22 @@ class SavedObjects:
             self._tensors.append(_SavedTensor(where, array, None, copy=array.copy()))
 
 
-class StepObjects(SavedObjects):
-    """The batch, the user's attributes and the parameters of a module, saved before each attempt at a step.
+class SavedBatch(SavedObjects):
+    """A batch, whatever classes it is made of, saved before each attempt at a step.
 
-    Values are copied until the first step that succeeds has shown which tensors it changes, and from then on those
-    alone; of the module at most ``_COPIED_BYTES`` are copied before that. A write to another tensor shows in its
-    version, and is refused. Attributes of torch's own layers are not the user's.
+    Tensors are copied until the first step that succeeds has shown which of them it changes, and from then on those
+    alone. A write to another tensor shows in its version, and is refused.
     """
-
-    _most_items = _MOST_ITEMS_OF_A_STEP
 
     def __init__(self) -> None:
         super().__init__()
-        self._searches_all = False
-        self._free_bytes = 0
         # The places of the tensors that a step changes; None until one has succeeded.
         self._changing: set[str] | None = None
 
-    def look_through(self, module: nn.Module) -> None:
-        """Find the parts of the module that ``save_step`` saves."""
-        owner = type(module).__name__
-        parts = [(f"{owner}.{name}".rstrip("."), part) for name, part in module.named_modules()]
-        self._parts = [(name, part) for name, part in parts if not comes_from(type(part), "torch.nn")]
-        self._parameters = [(f"{owner}.{name}", parameter) for name, parameter in module.named_parameters()]
-
-    def save_step(self, batch: object) -> None:
-        """Save a batch, whatever classes it is made of, and the module."""
+    def save_batch(self, batch: object) -> None:
+        """Save a batch in place of the one before."""
         self._contents, self._tensors, self._seen = [], [], {}
-        self._searches_all, self._free_bytes = True, sys.maxsize
         self._visit(batch, "batch", _DEPTH, True)
-        self._searches_all, self._free_bytes = False, _COPIED_BYTES
-        for name, part in self._parts:
-            for key, value in self._note(part, _own_attributes, _put_attributes_back).items():
-                if key not in _BACK_REFERENCES:
-                    self._visit(value, f"{name}.{key}", _ATTRIBUTE_DEPTH, True)
-        for name, parameter in self._parameters:
-            if self._changing is None or name in self._changing:
-                self._save_tensor(parameter, name, True)
 
     def learn(self) -> None:
         """Note which tensors a step that succeeded has changed: the first one any, later ones as the version shows."""
@@ -324,43 +298,105 @@ class StepObjects(SavedObjects):
             self._changing = set()
         self._changing |= changed
 
-    def _save_container(self, thing: Any, where: str, depth: int, values: bool) -> None:
-        if len(thing) <= self._most_items:
-            super()._save_container(thing, where, depth, values)
-        elif isinstance(thing, list):
-            # It grows; copying it in each step would cost more than the step.
-            self._note(thing, len, lambda thing, before: list.__delitem__(thing, slice(before, None)))
-
     def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
-        """Leave them alone: each module is saved by itself, and loaders do not change in a step."""
+        """Leave them alone: modules and loaders are no part of a batch."""
 
     def _searches(self, thing: Any) -> bool:
-        return self._searches_all or super()._searches(thing)
+        return True
 
     def _save_tensor(self, tensor: Tensor, where: str, values: bool) -> None:
         if is_lazy(tensor):
             return
         version = None if tensor.is_inference() else tensor._version
         saved = _SavedTensor(where, tensor, version, required=tensor.requires_grad)
-        copies = version is None or self._copies(tensor, where)
+        copies = version is None or self._copies(where)
         if copies and not tensor.is_meta and not _is_expanded(tensor):
             saved.copy = _copy_of(tensor)
         if tensor.is_leaf and not isinstance(tensor, nn.Parameter):
-            # The gradients of parameters are saved by StepState, if they are part of an accumulation.
             saved.owns_gradient = True
             saved.gradient = tensor.grad if tensor.requires_grad else None
         self._tensors.append(saved)
 
     def _save_array(self, array: Any, where: str, values: bool) -> None:
-        if self._copies(array, where):
+        if self._copies(where):
             super()._save_array(array, where, values)
 
-    def _copies(self, thing: Any, where: str) -> bool:
-        """Return whether to copy a tensor: it is known to change, or may turn out to."""
-        if self._changing is not None:
-            return where in self._changing
-        self._free_bytes -= thing.nbytes
-        return self._free_bytes >= 0
+    def _copies(self, where: str) -> bool:
+        return self._changing is None or where in self._changing
+
+
+class _Held(NamedTuple):
+    """What a module holds in an attribute, and what it looked like."""
+
+    where: str
+    thing: Any
+    look: Callable[[Any], Any]
+    before: Any
+
+
+class StepAttributes:
+    """The attributes of a module's parts, restored after an attempt at a step, and what they hold, compared.
+
+    Attributes get their former values, generators of random numbers their former states. What a step changes inside of
+    a list, another container or an object, and writes to tensors that are no buffers, is not undone: it is refused, as
+    far as it shows. Attributes of torch's own layers are not the user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owner = type(module).__name__
+        parts = [(f"{owner}.{name}".rstrip("."), part) for name, part in module.named_modules()]
+        self._parts = [(name, part) for name, part in parts if not comes_from(type(part), "torch.nn")]
+        self._parameters = [(f"{owner}.{name}", parameter) for name, parameter in module.named_parameters()]
+        self._saved: list[_SavedContents] = []
+        self._held: list[_Held] = []
+
+    def save(self) -> None:
+        """Look at the attributes before an attempt."""
+        self._saved, self._held = [], []
+        for name, part in self._parts:
+            attributes = _own_attributes(part)
+            self._saved.append(_SavedContents(part, attributes, _own_attributes, _put_attributes_back))
+            for key, value in attributes.items():
+                if key in _BACK_REFERENCES or isinstance(value, _SIMPLE):
+                    continue
+                if is_generator(value):
+                    state = state_of_generator(value)
+                    self._saved.append(_SavedContents(value, state, state_of_generator, set_state_of_generator))
+                elif not is_metric(part) and (look := _look_into(value)) is not None:
+                    self._held.append(_Held(f"{name}.{key}", value, look, look(value)))
+        self._held += [_Held(name, each, _version_of, _version_of(each)) for name, each in self._parameters]
+
+    def restore(self) -> None:
+        """Restore the attributes; raise if something that they hold was changed."""
+        for held in self._held:
+            if not _differ(held.look(held.thing), held.before):
+                continue
+            what, instead = "was changed by", "Change it in on_train_batch_end"
+            if isinstance(held.thing, Tensor):
+                what = "was changed in place by"
+                instead = "Make a new tensor (x = x * 2, not x.mul_(2)), use register_buffer"
+            raise RuntimeError(
+                f"{held.where} {what} the attempt that ran out of memory, so the step cannot begin again.\n"
+                f"{instead}, or give micro_batch a number that fits."
+            )
+        for saved in self._saved:
+            saved.restore()
+
+
+def _look_into(thing: Any) -> Callable[[Any], Any] | None:
+    """Return what sees changes inside of a thing; None for one that is not looked into."""
+    if isinstance(thing, Tensor):
+        return None if is_lazy(thing) else _version_of
+    if isinstance(thing, (list, dict, set, deque)):
+        # Copying one that grows would cost more than the step.
+        return len if len(thing) > _MOST_ITEMS_OF_A_STEP else dict if isinstance(thing, dict) else list
+    if isinstance(thing, _TRAINING_OBJECTS) or not _is_user_defined(_class_of(thing)):
+        return None
+    return _attributes
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # -- tensors and arrays
@@ -490,9 +526,6 @@ def _is_user_defined(kind: type) -> bool:
     return packages[0] not in _FOREIGN and _FOREIGN_BASES.isdisjoint(packages)
 
 
-# -- generators of random numbers
-
-
 # -- a step
 
 
@@ -577,23 +610,24 @@ class StepState:
     """What a training step changes besides the weights, saved between two batches.
 
     Random generators, buffers, values logged, torchmetrics, the counts of the open accumulation; on request its
-    gradients, and with ``objects`` the batch and the user's attributes. Kept on the device, without waiting for it.
+    gradients, and with a ``SavedBatch`` the batch and the module's attributes. Kept on the device, without waiting for
+    it.
     """
 
-    def __init__(self, run: Run, objects: StepObjects | None = None) -> None:
+    def __init__(self, run: Run, batch: SavedBatch | None = None) -> None:
         self._run = run
-        self._objects = objects
-        if objects is not None:
-            objects.look_through(run.module)
+        self._batch = batch
+        self._attributes = None if batch is None else StepAttributes(run.module)
         self.buffers = SavedBuffers(run.module)
         self._metrics = [part for part in run.module.modules() if is_metric(part)]
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
 
     def save(self, batch: object = None, *, gradients: bool = False) -> None:
-        """Save the present state, with that of ``batch`` where objects are saved, and with the gradients if asked."""
+        """Save the present state, with that of ``batch`` where batches are saved, and with the gradients if asked."""
         run = self._run
-        if self._objects is not None:
-            self._objects.save_step(batch)
+        if self._batch is not None and self._attributes is not None:
+            self._batch.save_batch(batch)
+            self._attributes.save()
         self._random = collect_rng_state()
         self.buffers.save()
         self._values = {logged: _logged_state(logged) for logged in run.logged.of_stage("train")}
@@ -607,8 +641,9 @@ class StepState:
     def restore(self) -> None:
         """Restore the saved state, as often as needed; raise if a tensor of which there is no copy was changed."""
         run = self._run
-        if self._objects is not None:
-            self._objects.restore()
+        if self._batch is not None and self._attributes is not None:
+            self._attributes.restore()
+            self._batch.restore()
         restore_rng_state(self._random)
         self.buffers.restore()
         for logged in run.logged.of_stage("train"):
@@ -666,12 +701,10 @@ class StepState:
         finally:
             show(random, present, gradients)
 
-    # -- where objects are saved
-
     def step_succeeded(self) -> None:
-        """Note what the step changed of the batch and the module."""
-        if self._objects is not None:
-            self._objects.learn()
+        """Note what the step changed of the batch."""
+        if self._batch is not None:
+            self._batch.learn()
 
     def _restore_metrics(self) -> None:
         for metric, state in self._metric_states:
