@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import leaves
-from hasten.extend.origin import ROOTS, comes_from
+from hasten.extend.origin import ROOTS, comes_from, functions_reached, names_in
 from hasten.seed import is_generator
 
 HOW = ("selective", "full")
@@ -363,22 +363,10 @@ def _has_attributes(value: Any) -> bool:
 @functools.cache
 def _generators_of(kind: Any) -> tuple[Any, ...]:
     """Return the generators that are global variables which the methods of a class read."""
-    found: dict[int, Any] = {}
-
-    def visit(function: Any, depth: int) -> None:
-        for name in function.__code__.co_names:
-            value = function.__globals__.get(name)
-            if is_generator(value):
-                found[id(value)] = value
-            elif depth > 0 and isinstance(value, FunctionType) and not comes_from(value, "torch"):
-                visit(value, depth - 1)
-
-    for base in kind.__mro__:
-        if not comes_from(base, *_LIBRARIES):
-            for function in vars(base).values():
-                if isinstance(function, FunctionType):
-                    visit(function, 2)
-    return tuple(found.values())
+    bases = [base for base in kind.__mro__ if not comes_from(base, *_LIBRARIES)]
+    functions = functions_reached((each for base in bases for each in vars(base).values()), depth=2)
+    values = [function.__globals__.get(name) for function in functions for name in names_in(function)]
+    return tuple({id(value): value for value in values if is_generator(value)}.values())
 
 
 def _contents(thing: Any) -> Any:

@@ -19,7 +19,7 @@ AT_MOST = {
     "capabilities": 30,
     "world_size": 24,
     "device": 33,
-    "introspection": 60,
+    "introspection": 43,
     "Strategy": 35,
     "Run": 25,
     "batch loop": 10,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from hasten.extend.origin import is_builtin_file
+from hasten.extend.origin import caller_outside, is_builtin_file
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -69,15 +68,9 @@ def rank_zero_warn(
         kwargs: for ``warnings.warn``.
 
     """
-    warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs)
-
-
-def _users_level() -> int:
-    """Return the stacklevel, seen from the caller, of the first frame outside this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and is_builtin_file(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(
+        message, category, stacklevel=caller_outside(is_builtin_file)[0] if stacklevel is None else stacklevel, **kwargs
+    )
 
 
 class LightningDeprecationWarning(DeprecationWarning):

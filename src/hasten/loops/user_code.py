@@ -25,7 +25,7 @@ from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
 from hasten.arguments import Arguments
 from hasten.elsewhere import conventions
-from hasten.extend.origin import comes_from, is_builtin
+from hasten.extend.origin import comes_from, is_builtin, module_of
 from hasten.hooks import overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
@@ -553,7 +553,7 @@ def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.
     """
     found = {}
     # A loss that is a layer is called by a line of torch.
-    for name in {**{kind.__module__: None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
+    for name in {**{module_of(kind): None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
         for shown in vars(sys.modules.get(name, sys)).get("__warningregistry__", ()):
             if isinstance(shown, tuple) and (shapes := _OF_TWO_SHAPES.match(str(shown[0]))):
                 found[name, str(shown[0]), shown[2]] = shapes

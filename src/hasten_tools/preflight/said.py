@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import site
-import sys
 import sysconfig
 import traceback
 import warnings
@@ -17,7 +16,7 @@ from typing import Any
 from hasten._lib import rank_zero
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.explain import remedy_for, remedy_of
-from hasten.extend.origin import is_builtin, is_builtin_file
+from hasten.extend.origin import caller_outside, is_builtin, is_builtin_file
 from hasten.hooks import HOOK_NAMES
 from hasten_tools.preflight.report import CheckRow, Rows
 
@@ -82,9 +81,8 @@ def place_of(file: str, line: int) -> str:
     return f"{file if shown.startswith('..') else shown}:{line}"
 
 
-def _entries(trace: TracebackType | None) -> Iterator[tuple[str, int, str]]:
-    for frame, line in traceback.walk_tb(trace):
-        yield frame.f_code.co_filename, line, frame.f_code.co_name
+def _entries(trace: TracebackType | None) -> list[tuple[str, int, str]]:
+    return [(each.filename, each.lineno or 0, each.name) for each in traceback.extract_tb(trace)]
 
 
 def _entries_of_program(error: BaseException) -> list[tuple[str, int, str]]:
@@ -176,14 +174,8 @@ class Warned:
 
 def _who_warns() -> str:
     """Return the file that called ``warnings.warn``, from within ``warnings.showwarning``."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and os.path.basename(frame.f_code.co_filename) in (
-        "warnings.py",
-        "_py_warnings.py",
-        os.path.basename(__file__),
-    ):
-        frame = frame.f_back
-    return "" if frame is None else str(frame.f_code.co_filename)
+    between = ("warnings.py", "_py_warnings.py", os.path.basename(__file__))
+    return caller_outside(lambda file: os.path.basename(file) in between)[1]
 
 
 # By a part of the message.

@@ -8,13 +8,13 @@ import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hasten.extend.origin import caller_outside, module_of
 from hasten.logged_value import is_metric
 from hasten_tools.preflight.report import Rows
 from hasten_tools.preflight.said import is_of_library, place_of
@@ -89,12 +89,9 @@ class Waits(TorchFunctionMode):
         return noted
 
     def _note(self, text: str) -> None:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.startswith((_FRAMEWORK, __file__)):
-            frame = frame.f_back
-        if frame is None or is_of_library(frame.f_code.co_filename):
+        _, file, line = caller_outside(lambda file: file.startswith((_FRAMEWORK, __file__)))
+        if is_of_library(file):
             return
-        file, line = frame.f_code.co_filename, frame.f_lineno
         place = place_of(file, line)
         count, texts, code = self._found.get(place, (0, {}, linecache.getline(file, line).strip()))
         texts.setdefault(text)
@@ -132,7 +129,7 @@ def check_tensors(module: LightningModule, rows: Rows) -> None:
     """Warn of tensors that modules of the program hold in plain attributes."""
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for path, part in module.named_modules():
-        source = sys.modules.get(type(part).__module__)
+        source = sys.modules.get(module_of(type(part)))
         file = getattr(source, "__file__", None) or ""
         if is_metric(part) or is_of_library(file):
             continue

@@ -13,6 +13,7 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten.extend.entry_points import found
+from hasten.extend.origin import module_of
 from hasten.machine.allocator import file_of
 from hasten_tools.speed.safety import Safety
 
@@ -126,7 +127,7 @@ class Lever:
                 f"Lever({self.name!r}, change=...): other processes must find the function. Define it at the top of a "
                 "module."
             )
-        return f"{self.change.__module__}:{name}"
+        return f"{module_of(self.change)}:{name}"
 
 
 # -- where levers apply

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ from hasten.data.loader_parts import (
 )
 from hasten.data.resume.order import Rest
 from hasten.data.resume.workers import RngWatch, StateCollate, UnpackingIterator, WorkerInit, WorkerStates
+from hasten.extend.origin import full_name
 from hasten.seed import generator_state, restore_rng_state, set_generator_state
 
 State = dict[str, Any]
@@ -199,9 +199,8 @@ class _DataLoaderSource(BatchSource):
         return self._iterator
 
     def _place(self, number: int) -> str:
-        kind = type(users_dataset(self._loader))
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        return f"batch {number - 1} of the dataset {module}{kind.__qualname__}"
+        kind = full_name(type(users_dataset(self._loader))).removeprefix("builtins.")
+        return f"batch {number - 1} of the dataset {kind}"
 
 
 class InProcessSource(_DataLoaderSource):
@@ -233,7 +232,7 @@ class InProcessSource(_DataLoaderSource):
     def describe(self, error: Exception, number: int) -> str:
         found = None
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename.endswith(os.path.join("data", "_utils", "fetch.py")):
+            if frame.f_globals.get("__name__") == "torch.utils.data._utils.fetch":
                 found = frame.f_locals.get("idx", found)
         return self._place(number) + ("" if found is None else f", sample {found}")
 

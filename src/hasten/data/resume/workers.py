@@ -19,6 +19,7 @@ from torch.utils.data import get_worker_info
 
 from hasten._lib import torch_private
 from hasten.data.loader_parts import has_state, state_between
+from hasten.extend.origin import module_of
 from hasten.seed import collect_rng_state, generator_state, numpy_state, restore_rng_state
 
 State = dict[str, Any]
@@ -153,7 +154,7 @@ def _observe(dataset: Any, *, ended: bool) -> None:
         return iter(kind.__iter__(self))
 
     try:
-        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "__module__": kind.__module__})
+        dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "__module__": module_of(kind)})
     except TypeError:
         # A class with __slots__, say, cannot be replaced. Then later epochs of persistent workers begin with the
         # state of their first epoch.
