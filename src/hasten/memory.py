@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import sys
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import (
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import leaves
+from hasten.checkpoint.snapshots import own_attributes, put_attributes_back, ways_of
 from hasten.extend.origin import ROOTS, comes_from, functions_reached, names_in
 from hasten.seed import is_generator
 
@@ -225,12 +225,6 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 # -- what a forward may change
 
 
-def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
-    """Return whether a buffer may have been written to since it had ``version``."""
-    # Writes to the running statistics of normalization do not increase the version.
-    return buffer._version != version or isinstance(owner, torch_private.NormBase)
-
-
 class _Before:
     """What a forward may change, as it was before: buffers, attributes, generators of random numbers.
 
@@ -272,7 +266,7 @@ class _Before:
 def put_back(held: Iterable[tuple[Any, Any]]) -> None:
     """Give things the contents they had."""
     for thing, contents in held:
-        _put(thing, contents)
+        _ways_of(thing)[1](thing, contents)
 
 
 class _Earlier:
@@ -291,7 +285,6 @@ class _Earlier:
 
 
 _SIMPLE = (int, float, complex, str, bytes, type(None))
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _LIBRARIES = (*ROOTS, "torch", "lightning", "numpy", "builtins")
 # How deep attributes of attributes are looked through, how many things at most, and how long a list may be.
 _DEPTH, _MOST_THINGS, _MOST_ITEMS = 3, 200, 200
@@ -369,45 +362,22 @@ def _generators_of(kind: Any) -> tuple[Any, ...]:
     return tuple({id(value): value for value in values if is_generator(value)}.values())
 
 
-def _contents(thing: Any) -> Any:
-    """Return what a thing holds, to be given to ``_put``."""
+def _own(thing: Any) -> dict[str, Any]:
+    return {name: value for name, value in own_attributes(thing).items() if name != "forward"}
+
+
+def _ways_of(thing: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+    """Return what looks at the contents of a thing, and what puts them back."""
+    if thing is _Python or thing is _Numpy:
+        return lambda thing: thing.getstate(), lambda thing, state: thing.setstate(state)
     if isinstance(thing, nn.Module):
-        return {name: value for name, value in vars(thing).items() if name not in _MODULE_ATTRIBUTES}
-    if isinstance(thing, (list, dict, set, deque)):
-        return copy.copy(thing)
-    if isinstance(thing, torch.Generator):
-        return thing.get_state()
-    if isinstance(thing, random.Random) or thing in (_Python, _Numpy):
-        return thing.getstate()
-    if not is_generator(thing):
-        return dict(vars(thing))
-    return thing.get_state(legacy=False) if hasattr(thing, "get_state") else thing.bit_generator.state
+        # Its forward is replaced while blocks are recomputed.
+        return _own, functools.partial(put_attributes_back, look=_own)
+    return ways_of(thing)
 
 
-def _put(thing: Any, contents: Any) -> None:
-    if isinstance(thing, dict):
-        thing.clear()
-        thing.update(contents)
-    elif isinstance(thing, list):
-        thing[:] = contents
-    elif isinstance(thing, set):
-        thing.clear()
-        thing.update(contents)
-    elif isinstance(thing, deque):
-        thing.clear()
-        thing.extend(contents)
-    elif isinstance(thing, torch.Generator):
-        thing.set_state(contents)
-    elif isinstance(thing, random.Random) or thing in (_Python, _Numpy):
-        thing.setstate(contents)
-    elif not is_generator(thing):
-        for name in set(_contents(thing)) - set(contents):
-            del vars(thing)[name]
-        vars(thing).update(contents)
-    elif hasattr(thing, "set_state"):
-        thing.set_state(contents)
-    else:
-        thing.bit_generator.state = contents
+def _contents(thing: Any) -> Any:
+    return _ways_of(thing)[0](thing)
 
 
 def _values(contents: Any) -> Iterable[Any]:
@@ -426,9 +396,6 @@ def _same(before: Any, now: Any) -> bool:
         return True
     if type(before) is not type(now):
         return False
-    if isinstance(before, Tensor):
-        # States of torch's generators; other tensors are the same object or not.
-        return before.dtype == torch.uint8 and torch.equal(before, now)
     if isinstance(before, _SIMPLE):
         return bool(before == now)
     if isinstance(before, dict):
