@@ -245,23 +245,25 @@ def test_a_stream_goes_on_exactly() -> None:
     for dataset, workers in itertools.product((Shuffled, ByWorker, Stateful), (0, 2)):
         for persistent in (False, True) if workers else (False,):
             options = {"workers": workers, "persistent_workers": persistent}
-            made = stream(dataset, 2, 1, 2, **options)
-            read(made)
-            made.set_epoch(2)
-            batches = made.batches()
-            for _ in range(3):
-                next(batches)
-            state = made.state_dict(3)
-            rest = [batch.tolist() for batch, _ in batches]
-            made.set_epoch(3)
-            rest += read(made)
-            made.close()
-            again = stream(dataset, 2, 1, 2, **options)
-            again.load_state_dict(state)
-            found = read(again)
-            again.set_epoch(3)
-            assert found + read(again) == rest, (dataset, options)
-            again.close()
+            # After one sample, the dataset is further than what was kept of it.
+            for batch_size, count in ((2, 3), (1, 1)):
+                made = stream(dataset, 2, 1, batch_size, **options)
+                read(made)
+                made.set_epoch(2)
+                batches = made.batches()
+                for _ in range(count):
+                    next(batches)
+                state = made.state_dict(count)
+                rest = [batch.tolist() for batch, _ in batches]
+                made.set_epoch(3)
+                rest += read(made)
+                made.close()
+                again = stream(dataset, 2, 1, batch_size, **options)
+                again.load_state_dict(state)
+                found = read(again)
+                again.set_epoch(3)
+                assert found + read(again) == rest, (dataset, options)
+                again.close()
 
 
 def chained(dataset: Any, *runs: tuple[int, int, int, int | None]) -> list[int] | str:
@@ -446,29 +448,26 @@ def test_what_the_first_samples_show_is_said_once() -> None:
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore")
 def test_a_dataset_that_divides_itself_goes_on_exactly() -> None:
-    def made() -> Stream:
-        found = Stream(prepare(DataLoader(drawn(), 2), num_replicas=2, rank=dist.get_rank()))
+    def made(kind: Any) -> Stream:
+        found = Stream(prepare(DataLoader(kind(by_rank(range(SAMPLES))), 2), num_replicas=2, rank=dist.get_rank()))
         found.set_epoch(1)
         return found
 
-    def drawn() -> Any:
-        return Drawn(by_rank(range(SAMPLES)))
-
-    for count in (1, 3):
-        first = made()
+    for kind, count in itertools.product((Drawn, WithPlace), (1, 3)):
+        first = made(kind)
         batches = first.batches()
         for _ in range(count):
             next(batches)
         state = first.state_dict(count)
         rest = [batch.tolist() for batch, _ in batches]
-        again = made()
+        again = made(kind)
         again.load_state_dict(state)
         assert read(again) == rest
         found: list[Any] = [None, None]
         dist.all_gather_object(found, rest)
         assert found[0] != found[1]
     # One process less: what is left is not known, and as many batches are left out.
-    alone = Stream(DataLoader(drawn(), 2))
+    alone = Stream(DataLoader(Drawn(range(SAMPLES)), 2))
     alone.load_state_dict(state, moved=True)
     assert "which divides its samples itself" in alone.not_known
 
@@ -484,6 +483,18 @@ class Drawn(IterableDataset[Any]):
             yield number + 0.5 * random.random()
 
 
+class WithPlace(Stateful):
+    def __init__(self, numbers: Any) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < len(self.numbers):
+            self.place += 1
+            yield self.numbers[self.place - 1] + 0.5 * random.random()
+        self.place = 0
+
+
 @pytest.mark.world_size(2)
 def test_a_loader_that_one_process_does_not_read_is_an_error() -> None:
     first_samples._PATIENCE_SECONDS = 0.5  # type: ignore[misc]
@@ -491,6 +502,6 @@ def test_a_loader_that_one_process_does_not_read_is_an_error() -> None:
     fabric.launch()
     loader = fabric.setup_dataloaders(DataLoader(Numbers(), 4), DataLoader(Numbers(), 4))[0]
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="dataloader 0: rank 1 did not begin to read it within 0 s"):
+        with pytest.raises(RuntimeError, match="dataloader 0: rank 1 did not begin to read it"):
             list(loader)
     fabric.barrier()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from hasten._lib.tree import leaves
 from hasten.data.memory.dataset_parts import comparable, contents_of
@@ -146,7 +147,7 @@ class Meeting(NamedTuple):
                 samples = zip(readers, map(json.loads, map(messages.get, places)), strict=True)
                 messages.set(self.token, json.dumps(compare_readers(dict(samples), self.shares)))
                 break
-            if time.monotonic() - began > _PATIENCE_SECONDS:
+            if time.monotonic() - began > _PATIENCE_SECONDS or (pause == _LONGEST_POLL_SECONDS and _someone_left(self)):
                 absent = {rank for (rank, _), place in zip(readers, places, strict=True) if not messages.check([place])}
                 raise RuntimeError(_missing(self.name, sorted(absent), "begin to read it"))
             time.sleep(pause)
@@ -195,8 +196,14 @@ def meet(dataset: object, name: str, share: int, workers: int, setup: int) -> tu
     ) == 1
 
 
+def _someone_left(meeting: Meeting) -> bool:
+    """Return whether a process has ended the program, as far as this one can ask: a worker cannot."""
+    in_group = dist.is_available() and dist.is_initialized() and get_worker_info() is None
+    return in_group and any(map(agreement.has_left, range(len(meeting.shares))))
+
+
 def _missing(name: str, ranks: list[int], what: str) -> str:
     return (
-        f"{name}: {agreement.format_ranks(ranks)} did not {what} within {_PATIENCE_SECONDS:.0f} s, so its samples "
-        "cannot be divided. Do it on all processes, or pass use_distributed_sampler=False."
+        f"{name}: {agreement.format_ranks(ranks)} did not {what}, so its samples cannot be divided. Do it on all "
+        "processes, or pass use_distributed_sampler=False."
     )
