@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.seed import collect_rng_state, isolate_rng, reset_seed, restore_rng_state, seed_everything
+from hasten.checkpoint.snapshots import Snapshot
+from hasten.seed import (
+    collect_rng_state,
+    is_generator,
+    isolate_rng,
+    reset_seed,
+    restore_rng_state,
+    seed_everything,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +155,20 @@ def test_state_has_the_gpu() -> None:
     first = torch.rand(3, device="cuda")
     restore_rng_state(state)
     assert torch.equal(torch.rand(3, device="cuda"), first)
+
+
+def test_generators_of_every_kind_return_to_a_state() -> None:
+    ways: dict[Any, Any] = {
+        torch.Generator(): lambda each: torch.rand(1, generator=each).item(),
+        random.Random(3): lambda each: each.random(),
+        np.random.default_rng(3): lambda each: each.random(),
+        np.random.RandomState(3): lambda each: each.random_sample(),
+        np.random.PCG64(3): lambda each: int(each.random_raw()),
+    }
+    for generator, draw in ways.items():
+        assert is_generator(generator)
+        before = Snapshot.of(generator)
+        first = draw(generator)
+        before.restore()
+        assert draw(generator) == first
+    assert not is_generator(random.SystemRandom())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import sys
@@ -24,7 +23,8 @@ from torch.utils.checkpoint import (
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, Parts, make_error
 from hasten._lib.tree import leaves
-from hasten.extend.origin import ROOTS, comes_from
+from hasten.checkpoint.snapshots import own_attributes, put_attributes_back, ways_of
+from hasten.extend.origin import ROOTS, comes_from, functions_reached, names_in
 from hasten.seed import is_generator
 
 HOW = ("selective", "full")
@@ -230,12 +230,6 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 # -- what a forward may change
 
 
-def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
-    """Return whether a buffer may have been written to since it had ``version``."""
-    # Writes to the running statistics of normalization do not increase the version.
-    return buffer._version != version or isinstance(owner, torch_private.NormBase)
-
-
 class _Before:
     """The state that a forward may change, saved before it: buffers, attributes, generators of random numbers.
 
@@ -277,7 +271,7 @@ class _Before:
 def put_back(held: Iterable[tuple[Any, Any]]) -> None:
     """Restore the contents of objects."""
     for thing, contents in held:
-        _put(thing, contents)
+        _ways_of(thing)[1](thing, contents)
 
 
 class _Earlier:
@@ -296,7 +290,6 @@ class _Earlier:
 
 
 _SIMPLE = (int, float, complex, str, bytes, type(None))
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _LIBRARIES = (*ROOTS, "torch", "lightning", "numpy", "builtins")
 # How deep attributes of attributes are searched, how many objects at most, and how long a list may be.
 _DEPTH, _MOST_THINGS, _MOST_ITEMS = 3, 200, 200
@@ -368,63 +361,28 @@ def _has_attributes(value: Any) -> bool:
 @functools.cache
 def _generators_of(kind: Any) -> tuple[Any, ...]:
     """Return the generators that are global variables which the methods of a class read."""
-    found: dict[int, Any] = {}
+    bases = [base for base in kind.__mro__ if not comes_from(base, *_LIBRARIES)]
+    functions = functions_reached((each for base in bases for each in vars(base).values()), depth=2)
+    values = [function.__globals__.get(name) for function in functions for name in names_in(function)]
+    return tuple({id(value): value for value in values if is_generator(value)}.values())
 
-    def visit(function: Any, depth: int) -> None:
-        for name in function.__code__.co_names:
-            value = function.__globals__.get(name)
-            if is_generator(value):
-                found[id(value)] = value
-            elif depth > 0 and isinstance(value, FunctionType) and not comes_from(value, "torch"):
-                visit(value, depth - 1)
 
-    for base in kind.__mro__:
-        if not comes_from(base, *_LIBRARIES):
-            for function in vars(base).values():
-                if isinstance(function, FunctionType):
-                    visit(function, 2)
-    return tuple(found.values())
+def _own(thing: Any) -> dict[str, Any]:
+    return {name: value for name, value in own_attributes(thing).items() if name != "forward"}
+
+
+def _ways_of(thing: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+    """Return what looks at the contents of a thing, and what puts them back."""
+    if thing is _Python or thing is _Numpy:
+        return lambda thing: thing.getstate(), lambda thing, state: thing.setstate(state)
+    if isinstance(thing, nn.Module):
+        # Its forward is replaced while blocks are recomputed.
+        return _own, functools.partial(put_attributes_back, look=_own)
+    return ways_of(thing)
 
 
 def _contents(thing: Any) -> Any:
-    """Return the contents of an object, for ``_put``."""
-    if isinstance(thing, nn.Module):
-        return {name: value for name, value in vars(thing).items() if name not in _MODULE_ATTRIBUTES}
-    if isinstance(thing, (list, dict, set, deque)):
-        return copy.copy(thing)
-    if isinstance(thing, torch.Generator):
-        return thing.get_state()
-    if isinstance(thing, random.Random) or thing in (_Python, _Numpy):
-        return thing.getstate()
-    if not is_generator(thing):
-        return dict(vars(thing))
-    return thing.get_state(legacy=False) if hasattr(thing, "get_state") else thing.bit_generator.state
-
-
-def _put(thing: Any, contents: Any) -> None:
-    if isinstance(thing, dict):
-        thing.clear()
-        thing.update(contents)
-    elif isinstance(thing, list):
-        thing[:] = contents
-    elif isinstance(thing, set):
-        thing.clear()
-        thing.update(contents)
-    elif isinstance(thing, deque):
-        thing.clear()
-        thing.extend(contents)
-    elif isinstance(thing, torch.Generator):
-        thing.set_state(contents)
-    elif isinstance(thing, random.Random) or thing in (_Python, _Numpy):
-        thing.setstate(contents)
-    elif not is_generator(thing):
-        for name in set(_contents(thing)) - set(contents):
-            del vars(thing)[name]
-        vars(thing).update(contents)
-    elif hasattr(thing, "set_state"):
-        thing.set_state(contents)
-    else:
-        thing.bit_generator.state = contents
+    return _ways_of(thing)[0](thing)
 
 
 def _values(contents: Any) -> Iterable[Any]:
@@ -443,9 +401,6 @@ def _same(before: Any, now: Any) -> bool:
         return True
     if type(before) is not type(now):
         return False
-    if isinstance(before, Tensor):
-        # States of torch's generators; other tensors are the same object or not.
-        return before.dtype == torch.uint8 and torch.equal(before, now)
     if isinstance(before, _SIMPLE):
         return bool(before == now)
     if isinstance(before, dict):

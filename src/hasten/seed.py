@@ -315,9 +315,12 @@ def is_generator(thing: object) -> bool:
 def is_kind_of_generator(kind: type) -> bool:
     """Return the same for a class, cached: there are few classes and many objects."""
     if issubclass(kind, (torch.Generator, random.Random)):
-        return True
+        # The generator of the system has no state.
+        return not issubclass(kind, random.SystemRandom)
     numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
+    if numpy is None:
+        return False
+    return issubclass(kind, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator))
 
 
 def state_of_generator(generator: object) -> object:
@@ -327,8 +330,9 @@ def state_of_generator(generator: object) -> object:
     if isinstance(generator, random.Random):
         return _python_state(generator)
     numpy_generator: Any = generator
-    bits = getattr(generator, "bit_generator", None)
-    return _packed(numpy_generator.get_state(legacy=False) if bits is None else bits.state)
+    if hasattr(generator, "get_state"):
+        return _packed(numpy_generator.get_state(legacy=False))
+    return _packed(getattr(generator, "bit_generator", numpy_generator).state)
 
 
 def set_state_of_generator(generator: object, state: object) -> None:
@@ -339,10 +343,10 @@ def set_state_of_generator(generator: object, state: object) -> None:
         set_generator_state(generator, state)
     elif isinstance(generator, random.Random):
         _set_python_state(generator, state)
-    elif hasattr(generator, "bit_generator"):
-        numpy_generator.bit_generator.state = _unpacked(state)
-    else:
+    elif hasattr(generator, "set_state"):
         numpy_generator.set_state(_unpacked(state))
+    else:
+        getattr(generator, "bit_generator", numpy_generator).state = _unpacked(state)
 
 
 def python_state() -> list[Any]:

@@ -214,14 +214,6 @@ def test_loaders() -> None:
     end = torch_private.shut_down_workers(workers)
     assert end is not None
     end()
-    assert torch_private.worker_info() is None
-    info = type("Info", (), {"id": 7})()
-    torch_private.set_worker_info(info)
-    try:
-        assert Asking()[0] == 7
-        assert torch_private.worker_info() is info
-    finally:
-        torch_private.set_worker_info(None)
 
 
 PROCESSES = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
+import logging
 import random
 import warnings
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import hasten as L
-from hasten.data.divided import DividedDataset
+from hasten.data import first_samples
 from hasten.data.loaders import prepare
 from hasten.data.resume.stream import Stream
 from tests.models import quiet
@@ -57,17 +57,6 @@ def give_bounds(worker: int) -> None:
     each = -(-SAMPLES // info.num_workers)
     dataset.start = worker * each
     dataset.end = min(dataset.start + each, SAMPLES)
-
-
-def give_bounds_of_rank(worker: int) -> None:
-    info: Any = get_worker_info()
-    each = -(-SAMPLES // dist.get_world_size())
-    info.dataset.start = dist.get_rank() * each
-    info.dataset.end = min(info.dataset.start + each, SAMPLES)
-
-
-def seed_by_rank(worker: int) -> None:
-    random.seed(100 * dist.get_rank() + worker)
 
 
 class Stateful(IterableDataset[Any]):
@@ -123,37 +112,14 @@ class Doubled(IterableDataset[Any]):
         return (2 * number for number in self.inner)
 
 
-class AsksForRank(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return self._own(range(SAMPLES))
+class Part(IterableDataset[Any]):
+    """A part that the user has chosen."""
 
-    def _own(self, samples: Any) -> Iterator[Any]:
-        return iter(samples[dist.get_rank() :: dist.get_world_size()])
-
-
-def node_of(samples: Any) -> Any:
-    return samples[int(os.environ["SLURM_PROCID"]) :: 2]
-
-
-class AsksInFunctions(IterableDataset[Any]):
-    """As a pipeline does whose parts are functions."""
-
-    def __init__(self) -> None:
-        self.pipeline = [sorted, lambda samples: iter(node_of(samples))]
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = list(numbers)
 
     def __iter__(self) -> Iterator[Any]:
-        samples: Any = range(SAMPLES)
-        for step in self.pipeline:
-            samples = step(samples)  # type: ignore[operator]
-        yield from samples
-
-
-class AsksTrainer(IterableDataset[Any]):
-    def __init__(self) -> None:
-        self.trainer = SimpleNamespace()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.trainer.global_rank, SAMPLES, 2))
+        return iter(self.numbers)
 
 
 class Batches(IterableDataset[Any]):
@@ -179,18 +145,19 @@ def samples(found: list[list[list[int]]]) -> list[int]:
 
 
 def test_each_process_takes_every_nth_sample_with_one_warning() -> None:
+    prepared = prepare(DataLoader(Numbers(), 4), num_replicas=2, rank=0)
     with pytest.warns(
         UserWarning, match="each of 2 processes reads all samples of Numbers and keeps its share"
     ) as said:
-        prepared = prepare(DataLoader(Numbers(), 4), num_replicas=2, rank=0)
-    assert len(said) == 1
+        found = [batch.tolist() for batch in itertools.chain(prepared, prepared)]
+    assert len(said) == 1  # In the first epoch.
     assert "shard(num_shards, index)" in str(said[0].message)
     assert "use_distributed_sampler=False" in str(said[0].message)
-    assert [batch.tolist() for batch in prepared][:2] == [[0, 2, 4, 6], [8, 10, 12, 14]]
-    for dataset in (Sharded, TakesRank, AsksForRank):
+    assert found[:2] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    for dataset in (Sharded, TakesRank):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            prepare(DataLoader(dataset(), 4), num_replicas=2, rank=0)
+            list(prepare(DataLoader(dataset(), 4), num_replicas=2, rank=0))
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps its share")
@@ -220,32 +187,34 @@ def test_a_dataset_that_shuffles_has_the_same_order_everywhere_and_another_in_ea
     assert random.getstate() == before
 
 
-def test_a_dataset_that_divides_itself_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    for dataset, why in (
-        (AsksForRank(), "its code reads get_rank"),
-        (AsksInFunctions(), "its code reads SLURM_PROCID"),
-        (AsksTrainer(), "its code reads global_rank"),
-        (
-            torch.utils.data.ChainDataset([Numbers(), AsksForRank()]),
-            "ChainDataset gives, because its code reads get_rank",
-        ),
-    ):
-        loader = DataLoader(dataset, 4)
-        caplog.clear()
-        for _ in range(2):
-            assert prepare(loader, num_replicas=2, rank=0, name=f"the {type(dataset).__name__}") is loader
-        assert caplog.text.count(why) == 1  # Though loaders may be made ready in every epoch.
-    caplog.clear()
-    by_init = DataLoader(Bounds(), 4, num_workers=1, worker_init_fn=give_bounds_of_rank)
-    assert prepare(by_init, num_replicas=2, rank=0) is by_init
-    assert "worker_init_fn reads get_rank" in caplog.text
-    with pytest.warns(UserWarning, match="keeps its share"):
-        prepare(DataLoader(Bounds(), 4, num_workers=1, worker_init_fn=seed_by_rank), num_replicas=2, rank=0)
+def test_a_dataset_that_says_how_it_is_divided_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     split = Numbers()
     split._distributed = SimpleNamespace(rank=0, world_size=2)  # type: ignore[attr-defined]
-    loader = DataLoader(split, 4)
-    assert prepare(loader, num_replicas=2, rank=0) is loader
-    assert "split_dataset_by_node" in caplog.text
+    loader = DataLoader(torch.utils.data.ChainDataset([Numbers(), split]), 4)
+    for _ in range(2):
+        assert prepare(loader, num_replicas=2, rank=0, name="the chained") is loader
+    # Though loaders may be made ready in every epoch.
+    assert caplog.text.count("the chained: each process reads all that its ChainDataset gives, because split_") == 1
+
+
+def test_a_loader_that_makes_its_batches_itself_is_left_alone() -> None:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return itertools.islice(super().__iter__(), 0, None, 2)
+
+    loader = Own(Numbers(), 4)
+    with pytest.warns(UserWarning, match="Own makes its batches itself, .* use_distributed_sampler=False"):
+        assert prepare(loader, num_replicas=2, rank=0) is loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_repeat_show_nothing(workers: int, recwarn: pytest.WarningsRecorder) -> None:
+    for pattern in ([7], [0, 1]):
+        loader = DataLoader(Part(pattern * 20), 2, num_workers=workers)
+        found = torch.cat(list(prepare(loader, num_replicas=2, rank=1))).tolist()
+        assert found == torch.cat(list(loader)).tolist()
+    if not workers:  # Those of workers are written by the workers.
+        assert "use_distributed_sampler=False if it does, else give Part a method shard" in str(recwarn[0].message)
 
 
 @pytest.mark.filterwarnings("ignore:.*keeps its share")
@@ -276,23 +245,25 @@ def test_a_stream_goes_on_exactly() -> None:
     for dataset, workers in itertools.product((Shuffled, ByWorker, Stateful), (0, 2)):
         for persistent in (False, True) if workers else (False,):
             options = {"workers": workers, "persistent_workers": persistent}
-            made = stream(dataset, 2, 1, 2, **options)
-            read(made)
-            made.set_epoch(2)
-            batches = made.batches()
-            for _ in range(3):
-                next(batches)
-            state = made.state_dict(3)
-            rest = [batch.tolist() for batch, _ in batches]
-            made.set_epoch(3)
-            rest += read(made)
-            made.close()
-            again = stream(dataset, 2, 1, 2, **options)
-            again.load_state_dict(state)
-            found = read(again)
-            again.set_epoch(3)
-            assert found + read(again) == rest, (dataset, options)
-            again.close()
+            # After one sample, the dataset is further than what was kept of it.
+            for batch_size, count in ((2, 3), (1, 1)):
+                made = stream(dataset, 2, 1, batch_size, **options)
+                read(made)
+                made.set_epoch(2)
+                batches = made.batches()
+                for _ in range(count):
+                    next(batches)
+                state = made.state_dict(count)
+                rest = [batch.tolist() for batch, _ in batches]
+                made.set_epoch(3)
+                rest += read(made)
+                made.close()
+                again = stream(dataset, 2, 1, batch_size, **options)
+                again.load_state_dict(state)
+                found = read(again)
+                again.set_epoch(3)
+                assert found + read(again) == rest, (dataset, options)
+                again.close()
 
 
 def chained(dataset: Any, *runs: tuple[int, int, int, int | None]) -> list[int] | str:
@@ -341,21 +312,6 @@ def test_other_processes_read_the_rest_of_an_epoch() -> None:
 # -- two processes
 
 
-class Part(IterableDataset[Any]):
-    """A part that the user has chosen."""
-
-    def __init__(self, numbers: Any) -> None:
-        self.numbers = list(numbers)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.numbers)
-
-
-class AnyOrder(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(random.Random().sample(range(1000), SAMPLES))
-
-
 class Seen(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +340,6 @@ def everywhere(own: list[int]) -> list[int]:
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_divide_what_is_the_same_on_both() -> None:
-    rank = dist.get_rank()
     module, trainer = Seen(), quiet(devices=2, strategy="ddp", num_sanity_val_steps=0)
     trainer.fit(module, DataLoader(Numbers(), 2), DataLoader(Numbers(), 4))
     assert everywhere(module.trained) == list(range(36))  # All but the last: one process has none to pair with it.
@@ -400,22 +355,153 @@ def test_two_processes_divide_what_is_the_same_on_both() -> None:
     undivided = one.setup_dataloaders(DataLoader(Numbers(), 4), use_distributed_sampler=False)
     assert torch.cat(list(undivided)).tolist() == list(range(SAMPLES))
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        chosen = one.setup_dataloaders(DataLoader(Part(range(SAMPLES)[rank::2]), 4))
-        same = one.setup_dataloaders(DataLoader(Part(range(SAMPLES)), 4))
-    assert not isinstance(chosen.dataset, DividedDataset)
-    assert isinstance(same.dataset, DividedDataset)
-    assert torch.cat(list(chosen)).tolist() == list(range(SAMPLES)[rank::2])
-    if rank == 0:
-        assert "(numbers differs)" in str(said[0].message)
 
-    for how in ({}, {"num_workers": 1, "multiprocessing_context": "fork"}):
+def by_rank(samples: Any) -> Any:
+    return samples[dist.get_rank() :: 2]
+
+
+class ByRank(IterableDataset[Any]):
+    """Divides itself among processes, in code that no search would find."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(eval("by_rank")(range(SAMPLES)))
+
+
+class ByRankAndWorker(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(SAMPLES)[dist.get_rank() * workers + worker :: 2 * workers])
+
+
+class InHalves(IterableDataset[Any]):
+    """Two halves that begin alike: only a process that knows more can tell them from one stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [100, 100, 101] + [200 + dist.get_rank()] * 4
+
+
+def bounds_of_rank(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.start, info.dataset.end = (0, 20) if dist.get_rank() == 0 else (20, SAMPLES)
+
+
+class Already(Sharded):
+    """Is given the part that the program has chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(slice(dist.get_rank(), None, 2))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore")
+def test_no_sample_is_lost_whoever_divides() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    everything = list(range(SAMPLES))
+    kinds: Any = (Numbers, Shuffled, ByWorker, ByRankAndWorker, Sharded, TakesRank, Already)
+    for dataset, workers, init in (
+        *itertools.product(kinds, (0, 2), (None,)),
+        (ByRank, 0, None),
+        (ByRank, 1, None),
+        (Stateful, 0, None),
+        (Bounds, 2, give_bounds),
+        (Bounds, 1, bounds_of_rank),
+    ):
+        how: Any = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        loader = fabric.setup_dataloaders(DataLoader(dataset(), 2, worker_init_fn=init, **how))
+        for _ in range(2):
+            found = [sample for batch in loader for sample in batch.tolist()]
+            assert everywhere(found) == everything, (dataset, workers)
+
+
+@pytest.mark.world_size(2)
+def test_what_the_first_samples_show_is_said_once() -> None:
+    rank = dist.get_rank()
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    log = logging.getLogger("hasten")
+    for dataset, messages, logged in (
+        (Numbers(), ["each of 2 processes reads all samples of Numbers and keeps its share"], ""),
+        (Part(range(SAMPLES)[rank::2]), [], "because the first samples of each are different ones"),
+        (Part([3] * 8), ["do not show whether it divides them itself. Pass use_distributed_sampler=False"], ""),
+        (InHalves(), ["do not show whether it divides them itself"], ""),
+    ):
+        seen: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, seen=seen: seen.append(record.getMessage())  # type: ignore[method-assign, misc]
+        log.addHandler(handler)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            trainer.fit_loop.max_epochs += 1
-            trainer.fit(module, DataLoader(AnyOrder(), 4, **how))
+            loader = fabric.setup_dataloaders(DataLoader(dataset, 4))
+            first, second = (torch.cat(list(loader)).tolist() for _ in range(2))
+        log.removeHandler(handler)
+        found = [str(each.message) for each in said]
+        assert first == second
+        assert len(found) == (0 if rank else len(messages)), (dataset, found)
+        assert all(message in text for message, text in zip(messages, found, strict=False)), found
+        assert logged in "".join(seen) or rank
+        if not isinstance(dataset, Numbers):
+            assert first == list(dataset)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore")
+def test_a_dataset_that_divides_itself_goes_on_exactly() -> None:
+    def made(kind: Any) -> Stream:
+        found = Stream(prepare(DataLoader(kind(by_rank(range(SAMPLES))), 2), num_replicas=2, rank=dist.get_rank()))
+        found.set_epoch(1)
+        return found
+
+    for kind, count in itertools.product((Drawn, WithPlace), (1, 3)):
+        first = made(kind)
+        batches = first.batches()
+        for _ in range(count):
+            next(batches)
+        state = first.state_dict(count)
+        rest = [batch.tolist() for batch, _ in batches]
+        again = made(kind)
+        again.load_state_dict(state)
+        assert read(again) == rest
         found: list[Any] = [None, None]
-        dist.all_gather_object(found, [str(each.message) for each in said])
-        message = "AnyOrder begins with another sample on rank"
-        assert any(message in each for each in found[0] + found[1]), how
+        dist.all_gather_object(found, rest)
+        assert found[0] != found[1]
+    # One process less: what is left is not known, and as many batches are left out.
+    alone = Stream(DataLoader(Drawn(range(SAMPLES)), 2))
+    alone.load_state_dict(state, moved=True)
+    assert "which divides its samples itself" in alone.not_known
+
+
+class Drawn(IterableDataset[Any]):
+    """Numbers with noise of the generator that all samples share."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers:
+            yield number + 0.5 * random.random()
+
+
+class WithPlace(Stateful):
+    def __init__(self, numbers: Any) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < len(self.numbers):
+            self.place += 1
+            yield self.numbers[self.place - 1] + 0.5 * random.random()
+        self.place = 0
+
+
+@pytest.mark.world_size(2)
+def test_a_loader_that_one_process_does_not_read_is_an_error() -> None:
+    first_samples._PATIENCE_SECONDS = 0.5  # type: ignore[misc]
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    loader = fabric.setup_dataloaders(DataLoader(Numbers(), 4), DataLoader(Numbers(), 4))[0]
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="dataloader 0: rank 1 did not begin to read it"):
+            list(loader)
+    fabric.barrier()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -191,43 +193,39 @@ def test_recomputing_finds_the_batch_as_it_came_whatever_it_is(batch_class: Any)
     assert same_weights(*both(take, lambda: batches(batch_class), (0, 3), Deep, memory="auto"))
 
 
-def test_attributes_and_generators_of_the_module() -> None:
-    class Tracker:
-        def __init__(self) -> None:
-            self.total = 0.0
+def out_of_memory(attempts: list[Any], fails: tuple[int, ...]) -> None:
+    attempts.append(None)
+    if len(attempts) - 1 in fails:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
+
+def test_attributes_and_generators_of_the_module() -> None:
     class Keeps(Classifier):
         attempts = Attempts()
 
         def __init__(self, fails: tuple[int, ...]) -> None:
             super().__init__()
             self.fails = fails
-            self.steps, self.bank, self.by_name = 0, [], collections.Counter()
-            self.recent: collections.deque[Tensor] = collections.deque(maxlen=2)
-            self.tracker = Tracker()
+            self.steps = 0
+            self.last: Tensor | None = None
             self.generator = torch.Generator().manual_seed(3)
             self.python = random.Random(3)
-            self.mean = torch.zeros(8)
             self.register_buffer("shift", None)
-            self.teacher = nn.Linear(8, 2).requires_grad_(False)
+            self.register_buffer("mean", torch.zeros(8))
+            self.numbers = torchmetrics.CatMetric()
             self.block = Block()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
             self.steps += 1
-            self.bank.append(x.mean())
-            self.recent.append(x.mean())
-            self.by_name["steps"] += 1
-            self.tracker.total += 0.1
+            self.numbers.update(x.mean())
             self.mean.mul_(0.9).add_(x.detach().mean(0))
-            self.teacher.weight.data.mul_(0.9).add_(self.layers[0].weight.data[:2])
             self.shift = self.mean * 2 if self.shift is None else self.shift + self.mean
             noise = torch.rand(1, generator=self.generator) + self.python.random()
-            weight = self.steps + len(self.bank) + sum(self.recent) + self.by_name["steps"] + self.tracker.total
-            loss = self.loss((self.block(x) + self.mean + self.shift + self.teacher(x).sum() * 0.01, y))
-            self.attempts.append(None)
-            if len(self.attempts) - 1 in self.fails:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            weight = self.steps + (0 if self.last is None else self.last) + self.numbers.compute().sum()
+            self.last = x.mean()
+            loss = self.loss((self.block(x) + self.mean + self.shift, y))
+            out_of_memory(self.attempts, self.fails)
             return loss * (weight * 0.01 + noise)
 
     data = DataLoader(dataset(40), 8)
@@ -240,8 +238,74 @@ def test_attributes_and_generators_of_the_module() -> None:
         quiet(memory="auto").fit(found, data)
         for name, value in plain.state_dict().items():
             assert torch.equal(value, found.state_dict()[name]), (name, fails)
-        assert (found.steps, len(found.bank), found.tracker.total) == (5, 5, plain.tracker.total)
+        assert (found.steps, found.numbers.compute().numel()) == (5, 5)
         assert len(found.attempts) == 5 + len(fails)
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Mutates(Classifier):
+    """Changes what its attributes hold."""
+
+    attempts = Attempts()
+
+    def __init__(self, change: Callable[[Mutates, Tensor], Any], fails: tuple[int, ...]) -> None:
+        super().__init__()
+        self.change = [change]
+        self.fails = fails
+        self.bank: list[Any] = []
+        self.many = [0] * 2000
+        self.recent: collections.deque[Tensor] = collections.deque(maxlen=2)
+        self.seen: set[int] = set()
+        self.by_name: collections.Counter[str] = collections.Counter()
+        self.tracker = Tracker()
+        self.mean = torch.zeros(8)
+        self.teacher = nn.Linear(8, 2).requires_grad_(False)
+        self.inner = Inner()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.change[0](self, batch[0])
+        out_of_memory(self.attempts, self.fails)
+        return loss
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+
+MUTATIONS: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
+    "list": (lambda self, x: self.bank.append(x.mean()), "Mutates.bank", "Change it in on_train_batch_end"),
+    "long list": (lambda self, x: self.many.append(1), "Mutates.many", "on_train_batch_end"),
+    "deque": (lambda self, x: self.recent.append(x.mean()), "Mutates.recent", "on_train_batch_end"),
+    "set": (lambda self, x: self.seen.add(len(self.seen)), "Mutates.seen", "on_train_batch_end"),
+    "counter": (lambda self, x: self.by_name.update(["steps"]), "Mutates.by_name", "on_train_batch_end"),
+    "object": (lambda self, x: setattr(self.tracker, "total", x.mean()), "Mutates.tracker", "on_train_batch_end"),
+    "a part of the module": (lambda self, x: self.inner.calls.append(1), "Mutates.inner.calls", "on_train_batch_end"),
+    "tensor": (lambda self, x: self.mean.mul_(0.9).add_(x.mean(0)), "Mutates.mean", "use register_buffer"),
+    "parameter": (lambda self, x: self.teacher.weight.mul_(0.9), "Mutates.teacher.weight", "changed in place"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_a_step_changes_inside_of_an_attribute_is_refused_by_its_name(name: str) -> None:
+    change, where, instead = MUTATIONS[name]
+    data = DataLoader(dataset(40), 8)
+    # Only an attempt that fails is refused.
+    whole = Mutates(change, ())
+    quiet(micro_batch="auto").fit(whole, data)
+    assert len(whole.attempts) == 5
+    for fails in ((0,), (3,)):
+        model = Mutates(change, fails)
+        with pytest.raises(RuntimeError, match=f"{re.escape(where)} was changed .*by the attempt") as error:
+            quiet(micro_batch="auto").fit(model, data)
+        assert instead in str(error.value)
+        assert "give micro_batch a number that fits" in str(error.value)
 
 
 class OnOneRank(Step):

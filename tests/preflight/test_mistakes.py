@@ -126,7 +126,7 @@ class Uneven(Broken):
 
 class Repeats(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        yield from [(torch.randn(8), 0)] * 16
+        yield from [(torch.full((8,), 1.0 * number), 0) for number in range(16)]
 
 
 class Short(IterableDataset[Any]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +39,37 @@ def test_a_package_is_not_taken_for_another_that_begins_alike() -> None:
     assert origin.comes_from(torch.optim.SGD, "torch.optim.sgd")
     assert not origin.comes_from(torch.optim.SGD, "torch.opt", "tor")
     assert not origin.comes_from(None, "torch")
+
+
+def outer() -> Any:
+    return [inner(each) for each in range(2)]
+
+
+@functools.wraps(outer)
+def inner(number: int) -> int:
+    return last(number)
+
+
+def last(number: int) -> int:
+    return number
+
+
+class Owner:
+    def begin(self) -> Any:
+        return self.step()
+
+    def step(self) -> Any:
+        return torch.save(last(2), "x")
+
+
+def test_what_code_calls_by_name_is_followed() -> None:
+    del inner.__wrapped__  # type: ignore[attr-defined]
+    reached = list(origin.functions_reached([outer]))
+    assert reached == [outer, inner, last]
+    assert list(origin.functions_reached([outer], depth=1)) == [outer, inner]
+    of_owner = list(origin.functions_reached([Owner().begin, 3, torch.save], lambda name: getattr(Owner, name, None)))
+    assert of_owner == [Owner.begin, Owner.step, last]
+    assert "save" in origin.names_in(Owner.step)
+    assert origin.names_in(len) == set()
+    assert origin.arguments_read(Owner.step) == set()
+    assert origin.arguments_read(inner) == {"number"}

@@ -24,7 +24,6 @@ from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils.data._utils import worker as _worker
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -212,20 +211,6 @@ def shut_down_workers(iterator: object) -> Callable[[], None] | None:
     """Return the method that ends the workers of a loader's iterator; None where it has none."""
     end: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
     return end
-
-
-def worker_info() -> Any:
-    """Return what ``get_worker_info`` returns."""
-    return _worker._worker_info
-
-
-def set_worker_info(info: Any) -> None:
-    """Set what ``get_worker_info`` returns in this process."""
-    own: Any = _worker
-    own._worker_info = info
-
-
-# -- processes
 
 
 def default_store() -> Any:

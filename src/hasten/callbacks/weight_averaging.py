@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind
+from hasten.checkpoint.snapshots import showing
 from hasten.hooks import STEPS
 from hasten.logged_value import LoggingContext
 from hasten.loops.progress import TrainerFn
@@ -360,29 +361,22 @@ class ModelAverage:
         return _shown(self._module, self._averages)
 
 
-@contextmanager
-def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Make ``module`` hold other tensors, given by their names in it, for its ``state_dict()``.
+def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Return a context in which ``module`` holds other tensors, by their names in it, for its ``state_dict()``.
 
     Nothing is copied, and the module's own tensors do not change.
     """
     # By the tensor: several parts may share one.
     stand_ins: dict[int, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    entries: list[tuple[dict[str, Any], str, Tensor]] = []
     for path, _, tensors in _tables(module):
         for name, tensor in tensors.items():
             value = values.get(f"{path}.{name}".lstrip("."))
             if tensor is not None and value is not None and id(tensor) not in stand_ins:
                 stand_ins[id(tensor)] = as_shard(value, tensor)
             if id(tensor) in stand_ins:
-                replaced.append((tensors, name, tensor))
-    try:
-        for tensors, name, tensor in replaced:
-            tensors[name] = stand_ins[id(tensor)]
-        yield
-    finally:
-        for tensors, name, tensor in replaced:
-            tensors[name] = tensor
+                entries.append((tensors, name, stand_ins[id(tensor)]))
+    return showing(entries)
 
 
 def _tables(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from hasten._lib.tree import leaves
 from hasten.compile.regions import Compiled, InstalledHooks, must_stay_python, own_code
 from hasten.compile.report import CompileCounters
 from hasten.compile.settings import CompileSettings
+from hasten.extend.origin import arguments_read
 
 # A step is compiled once, and again for inputs of other shapes; beyond this it is left to Python.
 _MAX_COMPILES = 3
@@ -172,18 +172,11 @@ def _python_only(step: Callable[..., Any]) -> str | None:
     taken = list(inspect.signature(function).parameters.values())
     if any(one.kind is one.VAR_POSITIONAL or one.kind is one.VAR_KEYWORD for one in taken):
         return "it takes any arguments (*args), batch_idx among them, which is another number each time."
-    used = {name for instruction in dis.get_instructions(code) for name in _loaded(instruction)}
+    used = arguments_read(function)
     for index in ("batch_idx", *[one.name for one in taken[2:]]):
-        if index in used and index in {one.name for one in taken}:
+        if index in used:
             return f"it uses {index}, which is another number each time. Its forward is compiled."
     return None
-
-
-def _loaded(instruction: dis.Instruction) -> tuple[str, ...]:
-    if not instruction.opname.startswith("LOAD"):
-        return ()
-    value = instruction.argval
-    return value if isinstance(value, tuple) else (str(value),)
 
 
 def _not_only_tensors(batch: Any) -> str | None:

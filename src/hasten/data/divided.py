@@ -3,67 +3,50 @@
 from __future__ import annotations
 
 import copy
-import dis
-import functools
-import hashlib
 import importlib
 import inspect
 import itertools
 import random
-import re
 import sys
-import types
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hasten._lib import torch_private
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.data.first_samples import FirstSample, compare_first, digest_of, first_of_worker
+from hasten.data.first_samples import (
+    DIFFERENT,
+    SAME,
+    Meeting,
+    ReaderComparison,
+    digest_of,
+    meet,
+    number_to_compare,
+)
 from hasten.data.loader_parts import has_state, is_hugging_face, overrides_iter, with_attributes
-from hasten.data.memory.dataset_parts import changed, comparable, fingerprint, parts
+from hasten.data.memory.dataset_parts import parts
 from hasten.data.memory.read import DatasetProxy
-from hasten.data.resume.workers import SeedByRank
-from hasten.extend.origin import ROOTS
-from hasten.machine import agreement
+from hasten.extend.origin import package_of
 from hasten.seed import collect_rng_state, restore_rng_state
 
 # Datasets of these packages, and of these classes only, divide themselves by the ranks that they find out.
 _DIVIDE_THEMSELVES = {"webdataset": None, "litdata": None, "streaming": "StreamingDataset"}
-# What code reads that finds out which process it runs in, and the variables that launchers set.
-_RANK_NAMES = frozenset(
-    {
-        *("get_rank", "get_world_size", "get_node_local_rank", "get_local_rank", "world_size", "num_replicas"),
-        *("global_rank", "local_rank", "node_rank", "data_parallel_rank", "data_parallel_size"),
-        *("process_index", "num_processes"),
-    }
-)
-_RANK_VARIABLES = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"}
-)
-# Packages whose code is not looked at.
-_NEVER = sys.stdlib_module_names - {"__main__"} | ROOTS | {"torch", "numpy", "lightning"}
-# Names of parts that say in which way a dataset is another one on each process.
-_DIVISION = re.compile("rank|replica|shard|split|part|process|node|world|distributed")
-# The processes get here at about the same time, unless one of them makes its data first.
-_PATIENCE_SECONDS = 600.0
 _counts: Counter[str] = Counter()
 
 
 def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str, seed: int = 0) -> DataLoader[Any]:
     """Return a loader of an ``IterableDataset`` that reads this process's part of the samples.
 
-    A dataset that divides itself is left alone: its code asks for the rank, it is another one on each process, or
-    ``split_dataset_by_node`` of Hugging Face made it. One that can be divided is: Hugging Face's, and those with
-    ``shard(num_shards, index)`` or ``set_rank(rank, world_size)``. Of any other, each process reads everything and
-    keeps every n-th sample.
+    The first samples that the processes, and their workers, read decide. If they are the same everywhere, each process
+    keeps every n-th sample; if they are different ones, or show nothing, each reads what its dataset gives. A dataset
+    that is the same on all processes and has ``shard(num_shards, index)`` or ``set_rank(rank, world_size)``, or is
+    Hugging Face's, gives each its part.
 
     Args:
         loader: over an ``IterableDataset``; it does not change.
@@ -92,34 +75,26 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
     """
     dataset: Any = loader.dataset
     kind = type(dataset).__name__
-    if why := divides_itself(dataset) or _loader_divides(loader):
+    if why := _known_to_divide(dataset):
         _say_once(f"{name}: each process reads all that its {kind} gives, because {why}.")
         return loader
-    if (where := _differing_part(dataset, name)) is not None:
-        message = (
-            f"{name}: each process reads all that its {kind} gives, because it is not the same on all processes"
-            f"{f' ({where} differs)' if where else ''} and so may be divided already."
-        )
-        if _DIVISION.search(where.lower()):
-            _say_once(message)
-        else:
-            rank_zero_warn(f"{message} Pass use_distributed_sampler=False if it is, else make it the same.")
-        return loader
-    own = _own_part(dataset, num_replicas, rank)
-    if own is None:
-        workers = " in each of its workers" if loader.num_workers > 1 else ""
-        if workers and asks_for_worker(loader):
-            workers = ", divided among its workers if these divide them,"
+    if overrides_iter(loader):
         rank_zero_warn(
-            f"{name}: each of {num_replicas} processes reads all samples of {kind}{workers} and keeps its share. To "
-            f"read only that, give {kind} a method shard(num_shards, index), or divide the samples yourself and pass "
-            "use_distributed_sampler=False."
+            f"{name}: {type(loader).__name__} makes its batches itself, so each process reads all that it gives. Pass "
+            "use_distributed_sampler=False if that is right, else give a DataLoader."
         )
-        return _in_parts(loader, dataset, Share(num_replicas, rank, seed, name=name, setup=_counts[name]))
-    if is_hugging_face(own):
+        return loader
+    _counts[name] += 1
+    meeting, is_same = meet(dataset, name, rank, loader.num_workers, _counts[name])
+    part = _part_of(dataset, num_replicas, rank) if is_same else None
+    if part is None:
+        return _in_parts(loader, dataset, Share(num_replicas, rank, seed, meeting=meeting))
+    if is_hugging_face(part):
         # Divides itself among workers too.
-        return with_attributes(loader, dataset=own)
-    return _in_parts(loader, own, Share(1, 0, f"{seed} rank {rank}", is_part=True))
+        return with_attributes(loader, dataset=part)
+    # Of the workers alone is it not known yet whether they divide it.
+    alone = Share(1, 0, f"{seed} rank {rank}", is_part=True, meeting=meeting if loader.num_workers > 1 else None)
+    return _in_parts(loader, part, alone)
 
 
 def _say_once(message: str) -> None:
@@ -148,56 +123,31 @@ def users_dataset(loader: DataLoader[Any]) -> Any:
     return dataset._hasten_dataset if isinstance(dataset, DividedDataset) else dataset
 
 
-def asks_for_worker(loader: DataLoader[Any]) -> bool:
-    """Return whether the dataset of a loader may divide itself among workers."""
-    return _users_init(loader) is not None or bool(mentioned(users_dataset(loader), frozenset({"get_worker_info"})))
-
-
 def _in_parts(loader: DataLoader[Any], dataset: Any, share: Share) -> DataLoader[Any]:
+    share.batch_size = loader.batch_size
     if not has_state(dataset):
         share.block = loader.batch_size or 1
-    if loader.num_workers and loader.persistent_workers:
-        share.epoch.share_memory_()
+    if loader.num_workers:
+        share.memory.share_memory_()
     made = (DividedWithState if has_state(dataset) else DividedDataset)(dataset, share)
-    init = DetectDivision(loader.worker_init_fn)
-    return with_attributes(loader, dataset=made, worker_init_fn=init if loader.num_workers else loader.worker_init_fn)
+    return with_attributes(loader, dataset=made)
 
 
-# -- who divides
+# -- datasets that say how they are divided
 
 
-def divides_itself(dataset: object) -> str:
-    """Return why a dataset is taken to give each process other samples; empty if nothing says so."""
+def _known_to_divide(dataset: object) -> str:
+    """Return why a dataset is known to give each process other samples; empty if nothing says so."""
     for part in (part for _, part in parts(dataset) if isinstance(part, IterableDataset)):
         if vars(part).get("_distributed") is not None:
             return "split_dataset_by_node has divided it"
         for kind in type(part).__mro__:
-            package = _package(kind)
+            package = package_of(kind)
             if package in _DIVIDE_THEMSELVES and _DIVIDE_THEMSELVES[package] in (None, kind.__name__):
                 return f"{package} divides it"
         if _has_sharding_filter(part):
             return "its sharding_filter divides it"
-    found = "" if is_hugging_face(dataset) else mentioned(dataset, _RANK_NAMES, _RANK_VARIABLES)
-    return f"its code reads {found} and so divides it" if found else ""
-
-
-def _loader_divides(loader: DataLoader[Any]) -> str:
-    """Return why the loader is taken to give each process other samples of the dataset; empty if nothing says so."""
-    function = _users_init(loader)
-    found = mentioned(function, _RANK_NAMES, _RANK_VARIABLES)
-    # Many ask for the rank only to seed.
-    if found and mentioned(function, frozenset({"dataset"})):
-        return f"worker_init_fn reads {found} and so divides it"
-    found = mentioned(type(loader), _RANK_NAMES, _RANK_VARIABLES) if overrides_iter(loader) else ""
-    return f"{type(loader).__name__} reads {found} and so divides it" if found else ""
-
-
-def _users_init(loader: DataLoader[Any]) -> Any:
-    """Return the user's ``worker_init_fn`` of a loader, or None."""
-    function: Any = loader.worker_init_fn
-    while isinstance(function, (DetectDivision, SeedByRank)):
-        function = function.user_function
-    return function
+    return ""
 
 
 def _has_sharding_filter(dataset: Any) -> bool:
@@ -216,7 +166,7 @@ def _has_sharding_filter(dataset: Any) -> bool:
     return False
 
 
-def _own_part(dataset: Any, num_replicas: int, rank: int) -> Any:
+def _part_of(dataset: Any, num_replicas: int, rank: int) -> Any:
     """Return this process's part of a dataset that knows how to give one; None for any other."""
     if is_hugging_face(dataset):
         huggings: Any = importlib.import_module("datasets.distributed")
@@ -225,9 +175,9 @@ def _own_part(dataset: Any, num_replicas: int, rank: int) -> Any:
     if _takes(type(dataset), "shard", "num_shards", "index"):
         return dataset.shard(num_shards=num_replicas, index=rank)
     if _takes(type(dataset), "set_rank", "rank", "world_size"):
-        own = copy.copy(dataset)
-        own.set_rank(rank=rank, world_size=num_replicas)
-        return own
+        part = copy.copy(dataset)
+        part.set_rank(rank=rank, world_size=num_replicas)
+        return part
     return None
 
 
@@ -241,140 +191,6 @@ def _takes(kind: type, method: str, *names: str) -> bool:
     except (TypeError, ValueError):
         return False
     return set(names) <= set(signature.parameters)
-
-
-def _differing_part(dataset: Any, name: str) -> str | None:
-    """Return the place of a part of a dataset that differs between two processes; None if all have the same."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    values = comparable(dataset)
-    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
-    _counts[name] += 1
-    place = f"dataset/{name}/{_counts[name]}"
-    found = agreement.exchange(place, digest, what=f"setting up {name}", patience_seconds=_PATIENCE_SECONDS)
-    absent = [rank for rank, each in enumerate(found) if each is None]
-    if absent:
-        raise RuntimeError(
-            f"{name}: {agreement.format_ranks(absent)} did not set it up within {_PATIENCE_SECONDS:.0f} s, so "
-            f"{type(dataset).__name__} cannot be divided. Set it up on all processes, or pass "
-            "use_distributed_sampler=False."
-        )
-    if len(set(found)) == 1:
-        return None
-    # Which part differs is asked of two processes only: there may be thousands.
-    other = next(rank for rank, each in enumerate(found) if each != found[0])
-    own = values if dist.get_rank() in (0, other) else {}
-    both = agreement.exchange(f"{place}/parts", own, what=f"setting up {name}", patience_seconds=_PATIENCE_SECONDS)
-    first, second = both[0] or {}, both[other] or {}
-    return next((each for each in {**first, **second} if first.get(each) != second.get(each)), "")
-
-
-def mentioned(dataset: object, names: frozenset[str], texts: frozenset[str] = frozenset()) -> str:
-    """Return the first of ``names``, or of the strings ``texts``, in the code that iterating over a dataset may run.
-
-    Or in that of a function. Looked at are the methods of its classes but ``__init__``, the datasets and functions that
-    it holds, and what they call, as far as it is not of installed packages other than the dataset's own.
-    """
-    search = _CodeSearch(names, texts, {_package(type(dataset))} - _NEVER, [dataset])
-    while search.waiting:
-        if found := search.look_at(search.waiting.pop()):
-            return found
-    return ""
-
-
-@dataclass
-class _CodeSearch:
-    names: frozenset[str]
-    texts: frozenset[str]
-    packages: set[str]
-    waiting: list[Any] = field(default_factory=list)
-    _seen: dict[int, Any] = field(default_factory=dict)
-    _held: set[str] = field(default_factory=set)
-
-    def look_at(self, thing: object) -> str:
-        if id(thing) in self._seen or len(self._seen) > 5000:
-            return ""
-        self._seen[id(thing)] = thing
-        if isinstance(thing, (list, tuple)):
-            self.waiting.extend(thing[:100])
-        elif isinstance(thing, dict):
-            self.waiting.extend(list(thing.values())[:100])
-        elif isinstance(thing, types.MethodType):
-            self.waiting += [thing.__func__, thing.__self__]
-        elif isinstance(thing, types.FunctionType):
-            return self._function(thing)
-        elif isinstance(thing, type):
-            for kind in filter(self._is_users, thing.__mro__):
-                for name, member in vars(kind).items():
-                    function = _function_of(member)
-                    if isinstance(function, types.FunctionType):
-                        # What the object is given has a value, too.
-                        self._held.update(_assigned(function.__code__))
-                        if name != "__init__":
-                            self.waiting.append(function)
-                    elif not isinstance(member, property):
-                        self._held.add(name)
-        elif isinstance(thing, functools.partial):
-            self.waiting += [thing.func, thing.args, thing.keywords]
-        elif "__wrapped__" in getattr(thing, "__dict__", ()):
-            self.waiting.append(vars(thing)["__wrapped__"])
-        elif isinstance(thing, IterableDataset) or self._is_users(type(thing)):
-            held = dict(getattr(thing, "__dict__", {}))
-            # Values that an object holds are compared among the processes.
-            self._held.update(held)
-            self.waiting += [type(thing), held]
-        return ""
-
-    def _function(self, function: types.FunctionType) -> str:
-        if not self._is_users(function):
-            return ""
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        for cell in cells.values():
-            if cell != types.CellType():
-                self.waiting.append(cell.cell_contents)
-        codes = [function.__code__]
-        for code in codes:
-            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-            texts = {each for each in code.co_consts if isinstance(each, str)}
-            called = set(code.co_names)
-            if found := sorted((called & self.names) - self._held) + sorted(texts & self.texts):
-                return found[0]
-            for name in called:
-                value = function.__globals__.get(name)
-                if isinstance(value, types.ModuleType) and self._is_users(value):
-                    self.waiting.extend(getattr(value, each, None) for each in called)
-                elif isinstance(value, (type, types.FunctionType)):
-                    self.waiting.append(value)
-        return ""
-
-    def _is_users(self, thing: Any) -> bool:
-        package = _package(thing)
-        if package in self.packages:
-            return True
-        module = sys.modules.get(package)
-        file = getattr(module, "__file__", None) or ""
-        return package not in _NEVER and "site-packages" not in file
-
-
-def _function_of(member: Any) -> Any:
-    """Return the function behind a member of a class, if there is one."""
-    if isinstance(member, property):
-        return member.fget
-    if isinstance(member, (staticmethod, classmethod)):
-        return member.__func__
-    if isinstance(member, functools.cached_property):
-        return member.func
-    return getattr(member, "__dict__", {}).get("__wrapped__", member)
-
-
-def _assigned(code: types.CodeType) -> set[str]:
-    """Return the names of the attributes that a function assigns."""
-    return {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
-
-
-def _package(thing: Any) -> str:
-    name = thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None)
-    return str(name).partition(".")[0]
 
 
 # -- every n-th sample
@@ -402,12 +218,18 @@ class GoesOn:
         after: what they read of it, one after the other.
         seed: theirs.
         rng: the states of the random generators in which one process alone began it; None for several.
+        by_workers: whether their workers divided the samples by themselves; None where that is not known.
 
     """
 
     after: tuple[Reads, ...]
     seed: int | str
     rng: dict[str, Any] | None = None
+    by_workers: bool | None = None
+
+
+# Who divides what the dataset gives to each reader. Workers divide among them what they all get.
+UNDECIDED, READERS, PROCESSES, NOBODY = range(4)
 
 
 @dataclass
@@ -420,12 +242,11 @@ class Share:
         seed: of the random numbers that the dataset draws, with the epoch.
         splits_workers: whether workers divide what the dataset does not divide among them itself.
         block: samples to read at once; 1 of a dataset whose position must be known after each.
-        epoch: the number of the epoch; in memory that persistent workers share.
+        batch_size: of the loader.
+        memory: the number of the epoch, and who divides the samples; shared with the workers.
         goes_on: what the next iteration continues.
-        name: what to call the loader in messages; empty where the processes need not read the same.
-        setup: how many loaders of this name this process has made ready.
+        meeting: where the readers compare their first samples; None if there is nothing to compare.
         is_part: whether the dataset is one process's part already, and only workers are left to divide it.
-        by_workers: whether the dataset divides itself among workers; False as long as that is not known.
 
     """
 
@@ -434,12 +255,22 @@ class Share:
     seed: int | str
     splits_workers: bool = True
     block: int = 1
-    epoch: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    batch_size: int | None = None
+    memory: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
     goes_on: GoesOn | None = None
-    name: str = ""
-    setup: int = 0
+    meeting: Meeting | None = None
     is_part: bool = False
-    by_workers: bool = False
+
+    @property
+    def decision(self) -> int:
+        """Who divides the samples: ``READERS``, ``PROCESSES`` or ``NOBODY``; ``UNDECIDED`` before the first ones."""
+        return int(self.memory[1])
+
+    @property
+    def by_workers(self) -> bool | None:
+        """Whether the dataset divides itself among workers; None as long as that is not known."""
+        known = self.meeting is not None and self.decision in (READERS, PROCESSES)
+        return self.decision == PROCESSES if known else None
 
 
 class DividedDataset(DatasetProxy, IterableDataset[Any]):
@@ -476,17 +307,19 @@ class DividedDataset(DatasetProxy, IterableDataset[Any]):
 
     def __len__(self) -> int:
         share = self._hasten_share
+        if share.decision == NOBODY:
+            return len(self._hasten_dataset)
         return len(range(share.rank, len(self._hasten_dataset), share.num_replicas))
 
     def __repr__(self) -> str:
         share, kind = self._hasten_share, type(self._hasten_dataset).__name__
-        if share.num_replicas == 1:
+        if share.num_replicas == 1 or share.decision == NOBODY:
             return repr(self._hasten_dataset)
         return f"every {_ordinal(share.num_replicas)} sample of {kind} from {share.rank}"
 
     def draw_for(self, epoch: int) -> None:
         """Draw other random numbers in another epoch."""
-        self._hasten_share.epoch.fill_(epoch)
+        self._hasten_share.memory[0] = epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Draw other random numbers in another epoch, and tell the dataset if it wants to know."""
@@ -523,14 +356,19 @@ class _Reading:
         loaded = loaded or {}
         self._dataset, self._share = dataset, share
         goes_on, share.goes_on = share.goes_on or GoesOn((), share.seed), None
-        self._after = goes_on.after
-        self._seed = f"{goes_on.seed} epoch {int(share.epoch)}"
+        self._goes_on = goes_on
+        self._seed = f"{goes_on.seed} epoch {int(share.memory[0])}"
         info = get_worker_info()
         self._workers, self._worker = (1, 0) if info is None else (info.num_workers, info.id)
-        self._by_workers: bool | None = loaded.get("by_workers")
         # How many samples the dataset gives until the next one that is kept; None for the first of all.
         self._skip: int | None = loaded.get("skip")
+        # Whether the dataset is where an epoch begins.
+        self._is_start = loaded.get("is_start", self._skip is None)
+        if decision := loaded.get("decision", _decision_of_earlier_version(loaded)):
+            self._take(decision)
         self._kept: list[Any] = []
+        # How many samples were kept, and how many the dataset gave before the first of them was.
+        self._count = self._ahead = 0
         self.ended = False
         self._own: Iterator[Any] | None = None
         self._random = _random_states()
@@ -539,9 +377,8 @@ class _Reading:
                 restore_rng_state(rng)
             else:
                 _seed_all(self._seed)
-            with _watched_worker_info() as asked:
-                self._samples: Iterator[Any] = iter(dataset)
-        self._asked = asked
+            self._start = self._position() if has_state(dataset) else {}
+            self._samples: Iterator[Any] = iter(dataset)
 
     def __iter__(self) -> _Reading:
         return self
@@ -552,6 +389,7 @@ class _Reading:
                 # As many as the loader asks for in a row: to change the random generators costs 30 us.
                 self._kept = list(itertools.islice(self._own or self._begin(), self._share.block))
             self._kept.reverse()
+            self._count += len(self._kept)
             self.ended = len(self._kept) < self._share.block
         if not self._kept:
             raise StopIteration
@@ -560,26 +398,41 @@ class _Reading:
     def state_dict(self) -> dict[str, Any]:
         """Return where the reading is."""
         assert not self._kept, "the position is known between two batches only"
-        step, _ = self._step()
-        skip = self._skip if self._own is None else step - 1
+        decision = self._share.decision
+        if self._own is None or not self._count:
+            return {**self._start, "skip": self._skip, "is_start": self._is_start, "decision": decision}
+        step, first = self._step()
+        given = (first if self._skip is None else self._skip) + step * (self._count - 1) + 1
+        if given < self._ahead:
+            # The dataset is further than what was kept of it.
+            return {**self._start, "skip": given - 1 + step, "is_start": True, "decision": decision}
         with self._own_random_numbers():
-            rng = collect_rng_state(cuda=False)
-        return {"dataset": self._dataset.state_dict(), "rng": rng, "skip": skip, "by_workers": self._by_workers}
+            return {**self._position(), "skip": step - 1, "is_start": False, "decision": decision}
+
+    def _position(self) -> dict[str, Any]:
+        return {"dataset": copy.deepcopy(self._dataset.state_dict()), "rng": collect_rng_state(cuda=False)}
 
     def _begin(self) -> Iterator[Any]:
-        samples = self._samples
-        if self._by_workers is None:
-            # A dataset that divides itself among workers has asked which one it is in to give its first sample.
-            with _watched_worker_info(self._asked):
-                first_one = list(itertools.islice(samples, 1))
-            samples = itertools.chain(first_one, samples)
-            self._by_workers = self._share.by_workers or bool(self._asked)
-            if self._by_workers:
+        samples, share = self._samples, self._share
+        if self._is_start:
+            number = number_to_compare(share.batch_size)
+            ahead: list[Any] = []
+            digests: list[str] = []
+            for sample in itertools.islice(samples, number):
+                # A dataset that is read one by one may give the same object each time, with other contents.
+                ahead.append(sample if (share.batch_size or 1) > 1 else _copied(sample))
+                if not share.decision:
+                    digests.append(digest_of(sample))
+            # At the end of its samples, a dataset may be back at its beginning.
+            self._ahead = len(ahead) if len(ahead) == number else sys.maxsize
+            samples = itertools.chain(ahead, samples)
+            if not share.decision:
+                self._take(self._decide(digests))
+            if share.decision in (PROCESSES, NOBODY):
                 # Other random numbers for other samples.
-                _seed_all(f"{self._seed} worker {self._worker}")
-            if first_one and self._share.name:
-                self._note_first(first_one[0])
-        if self._after:
+                rank = f" rank {share.rank}" * (share.decision == NOBODY)
+                _seed_all(f"{self._seed}{rank} worker {self._worker}")
+        if self._goes_on.after:
             samples = self._remaining(samples)
         step, first = self._step()
         if self._skip is not None:
@@ -587,35 +440,57 @@ class _Reading:
         self._own = itertools.islice(samples, first, None, step)
         return self._own
 
-    def _note_first(self, sample: Any) -> None:
-        share, kind = self._share, type(self._dataset).__name__
-        first = FirstSample(share.name, share.setup, kind, self._worker, digest_of(sample))
-        if get_worker_info() is None:
-            compare_first(first)
-        else:
-            # Only the main process can compare it.
-            first_of_worker.append(first)
+    def _take(self, decision: int) -> None:
+        """Remember who divides the samples; readers that have yet to find out need not wait for this one."""
+        share = self._share
+        if share.meeting is not None and not self._is_start:
+            share.meeting.publish(_AS_FOUND[decision])
+        share.memory[1] = decision
+
+    def _decide(self, digests: list[str]) -> int:
+        """Return who divides the samples, from the first ones that all readers get."""
+        share = self._share
+        if share.meeting is None:
+            return PROCESSES if self._goes_on.by_workers else READERS
+        found = share.meeting.compare(self._worker, digests)
+        processes = SAME if share.is_part else found.processes
+        if (share.meeting.rank, self._worker) == (0, 0):
+            _say_who_divides(share, type(self._dataset).__name__, found._replace(processes=processes), self._workers)
+        if processes != SAME or found.workers not in (SAME, DIFFERENT):
+            return NOBODY
+        return READERS if found.workers == SAME else PROCESSES
 
     def _step(self) -> tuple[int, int]:
         share = self._share
-        if self._by_workers or not share.splits_workers:
+        if share.decision == NOBODY:
+            return 1, 0
+        if share.decision == PROCESSES or not share.splits_workers:
             return share.num_replicas, share.rank
         # So that the numbers of batches differ by one at most: each worker's samples end before those of the next.
         return share.num_replicas * self._workers, self._worker * share.num_replicas + share.rank
 
     def _remaining(self, samples: Iterator[Any]) -> Iterator[Any]:
         """Return the samples that nobody has had in this epoch."""
-        kind = type(self._dataset).__name__
-        if not self._by_workers:
-            if self._workers > 1 and not self._share.splits_workers:
+        kind, share, after = type(self._dataset).__name__, self._share, self._goes_on.after
+        if share.decision == NOBODY:
+            had = sum(reads.samples for reads in after) // (share.num_replicas * self._workers)
+            warnings.warn(
+                f"{kind} does not give all processes the same samples, so it is not known which ones were read "
+                f"before the run was interrupted: {had} samples of each process are left out. Resume with as many "
+                "processes as before to go on exactly.",
+                stacklevel=2,
+            )
+            return itertools.islice(samples, had, None)
+        if share.decision == READERS:
+            if self._workers > 1 and not share.splits_workers:
                 raise RuntimeError(
                     f"each of {self._workers} workers reads all samples of {kind}, so the rest of the epoch cannot be "
                     "read once. Resume with num_workers=0, or with as many processes as before."
                 )
-            for reads in self._after:
+            for reads in after:
                 samples = _not_had(samples, reads)
             return samples
-        for reads in self._after:
+        for reads in after:
             if reads.workers != self._workers:
                 raise RuntimeError(
                     f"{kind} divides its samples among workers, so what {reads.workers} worker(s) have read of the "
@@ -675,68 +550,49 @@ def _seed_all(text: str) -> None:
         sys.modules["numpy"].random.seed([mixed.getrandbits(32) for _ in range(4)])
 
 
-# -- whether a dataset divides itself among workers
+# What a decision says of the first samples.
+_AS_FOUND = {
+    READERS: ReaderComparison(SAME, SAME),
+    PROCESSES: ReaderComparison(SAME, DIFFERENT),
+    NOBODY: ReaderComparison(DIFFERENT, DIFFERENT),
+}
 
 
-class _Asked:
-    """Stands for the information about a worker, and remembers whether something was read from it."""
-
-    def __init__(self, info: Any) -> None:
-        self._info, self._was_read = info, False
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._was_read = True
-        return getattr(self._info, name)
-
-    def __bool__(self) -> bool:
-        return True
-
-
-class _WasAsked:
-    """Whether a dataset has asked which worker it is in."""
-
-    def __init__(self) -> None:
-        self.infos: list[_Asked] = []
-
-    def __bool__(self) -> bool:
-        return any(info._was_read for info in self.infos)
+def _say_who_divides(share: Share, kind: str, found: ReaderComparison, workers: int) -> None:
+    """Say in one process what was decided, and what to write if that is wrong."""
+    assert share.meeting is not None
+    name = share.meeting.name
+    if found.processes == DIFFERENT:
+        _say_once(
+            f"{name}: each process reads all that its {kind} gives, because the first samples of each are different "
+            "ones. If they are the same in another order, give that a seed of its own, so that they can be divided."
+        )
+    elif found.processes != SAME or found.workers not in (SAME, DIFFERENT):
+        rank_zero_warn(
+            f"{name}: each process reads all that its {kind} gives, because the first samples repeat, or are the same "
+            "on some processes or workers only, and do not show whether it divides them itself. Pass "
+            f"use_distributed_sampler=False if it does, else give {kind} a method shard(num_shards, index)."
+        )
+    elif not share.is_part:
+        readers = " in each of its workers" if workers > 1 and found.workers == SAME else ""
+        rank_zero_warn(
+            f"{name}: each of {share.num_replicas} processes reads all samples of {kind}{readers} and keeps its share. "
+            f"To read only that, give {kind} a method shard(num_shards, index), or divide the samples yourself and "
+            "pass use_distributed_sampler=False."
+        )
 
 
-@contextmanager
-def _watched_worker_info(asked: _WasAsked | None = None) -> Iterator[_WasAsked]:
-    asked = _WasAsked() if asked is None else asked
-    info: Any = torch_private.worker_info()
-    if info is None:
-        yield asked
-        return
-    watched = _Asked(info)
-    asked.infos.append(watched)
-    torch_private.set_worker_info(watched)
-    try:
-        yield asked
-    finally:
-        torch_private.set_worker_info(info)
+def _decision_of_earlier_version(state: dict[str, Any]) -> int:
+    if (by_workers := state.get("by_workers")) is None:
+        return UNDECIDED
+    return PROCESSES if by_workers else READERS
 
 
-@dataclass(eq=False)
-class DetectDivision:
-    """A ``worker_init_fn`` that notices whether the user's one gives the dataset another part in each worker."""
-
-    user_function: Callable[[int], None] | None
-
-    def __call__(self, worker_id: int) -> None:
-        if self.user_function is None:
-            return
-        info = get_worker_info()
-        assert info is not None
-        dataset: Any = info.dataset
-        held = getattr(dataset, "_hasten_dataset", dataset)
-        before = fingerprint(held)
-        self.user_function(worker_id)
-        if isinstance(dataset, DividedDataset) and changed(before, fingerprint(held)):
-            dataset._hasten_share.by_workers = True
+def _copied(sample: Any) -> Any:
+    # What cannot be copied is given as it is.
+    with suppress(Exception):
+        return copy.deepcopy(sample)
+    return sample
 
 
 def _ordinal(number: int) -> str:

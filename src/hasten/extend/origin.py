@@ -1,4 +1,4 @@
-"""Where classes, functions and source files come from: hasten's own packages, a library, or the program.
+"""Where classes, functions and files come from (hasten, a library, the program), and what code of a program uses.
 
 hasten ships several packages in one wheel. Whether a thing is "ours" is asked here and nowhere by the name of one of
 them, so that code may live in each.
@@ -6,8 +6,14 @@ them, so that code may live in each.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from os import path
-from types import CodeType
+from types import CodeType, FunctionType
+from typing import Any
 
 # The packages of the wheel.
 ROOTS = frozenset({"hasten", "hasten_deepspeed", "hasten_lightning", "hasten_tools", "hasten_xla"})
@@ -105,3 +111,82 @@ def full_name(thing: object) -> str:
 
     """
     return f"{module_of(thing)}.{getattr(thing, '__qualname__', '')}"
+
+
+# -- what the code of a program uses
+
+# Their functions are not looked into.
+_LIBRARIES = {"torch", *ROOTS}
+
+
+def names_in(function: object) -> frozenset[str]:
+    """Return the names of globals and attributes in the code of a function, and of those defined inside it.
+
+    Example::
+
+        >>> def save(trainer):
+        ...     return [trainer.save_checkpoint(str(each)) for each in range(2)]
+        >>> sorted(names_in(save) & {"save_checkpoint", "str", "trainer"})
+        ['save_checkpoint', 'str']
+
+    """
+    return _names_in(getattr(function, "__code__", None))
+
+
+# In every fit of a program the same functions are looked at.
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType | None) -> frozenset[str]:
+    found: set[str] = set()
+    waiting = [] if code is None else [code]
+    for each in waiting:
+        found.update(each.co_names)
+        waiting += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+    return frozenset(found)
+
+
+def functions_reached(
+    functions: Iterable[Any], member: Callable[[str], Any] | None = None, *, depth: int = sys.maxsize
+) -> Iterator[FunctionType]:
+    """Yield functions of a program, and those that their code calls by a name, in turn.
+
+    Args:
+        functions: to begin with; what is no function of a program is left out.
+        member: returns what a name stands for beside the globals of a function, such as a method; None for nothing.
+        depth: how many calls deep.
+
+    """
+    seen: set[FunctionType] = set()
+    waiting = deque([(each, 0) for each in functions])
+    while waiting:
+        found, calls = waiting.popleft()
+        function: Any = getattr(found, "__func__", found)
+        function = inspect.unwrap(function) if hasattr(function, "__wrapped__") else function
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        # package_of(function), without a Python call for each method in every fit.
+        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+            continue
+        seen.add(function)
+        yield function
+        if calls < depth:
+            for name in names_in(function):
+                waiting.append((function.__globals__.get(name), calls + 1))
+                if member is not None:
+                    waiting.append((member(name), calls + 1))
+
+
+def arguments_read(function: Callable[..., object]) -> set[str]:
+    """Return which arguments the code of a function reads.
+
+    Example::
+
+        >>> sorted(arguments_read(lambda batch, batch_idx: batch + 1))
+        ['batch']
+
+    """
+    import dis
+
+    code = function.__code__
+    taken = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    loaded = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")]
+    return {name for value in loaded for name in (value if isinstance(value, tuple) else (value,)) if name in taken}

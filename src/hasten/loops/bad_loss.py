@@ -18,7 +18,8 @@ from hasten._lib import torch_private
 from hasten._lib.errors import BadLossError, make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of
-from hasten.loops.saved_state import SavedBuffers, StepState
+from hasten.checkpoint.snapshots import SavedBuffers
+from hasten.loops.saved_state import StepState
 from hasten.loops.user_code import with_batch_idx_if_taken
 from hasten.seed import isolate_rng
 from hasten.strategies.sharded import local_part

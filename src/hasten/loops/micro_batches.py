@@ -26,7 +26,7 @@ from hasten.logged_value import LoggedValue, extreme
 from hasten.logged_values import LoggedValues
 from hasten.loops.processes import host_group, zero_loss
 from hasten.loops.progress import TrainerFn
-from hasten.loops.saved_state import StepObjects, StepState
+from hasten.loops.saved_state import SavedBatch, StepState
 from hasten.loops.user_code import MEMORY_NOTE
 from hasten.memory import nothing_repeated, recomputed, repeated_blocks
 from hasten.module.datamodule import DataHooks
@@ -71,7 +71,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     if not plan.may_fail:
         return forward_backward
 
-    state, agree = StepState(run, plan.objects), _agreement(run)
+    state, agree = StepState(run, plan.batch), _agreement(run)
     sync = sync_gradients(run)
 
     def forward_backward_again(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
@@ -476,8 +476,8 @@ class MemoryLimits:
         self._shared = speed.shared_fields
         # Of the loaders read last.
         self._fields: tuple[list[Any], Fields | None] | None = None
-        # What steps were seen to change of their batch and the module.
-        self.objects = StepObjects()
+        # What steps were seen to change of their batch.
+        self.batch = SavedBatch()
 
     def fields_of(self, source: StageData, changed_later: bool) -> Fields | None:
         """Return which fields of the batches run over samples; with ``changed_later`` hooks may change batches."""

@@ -24,6 +24,7 @@ from hasten.compile.cuda_graphs import marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible, users_settings
 from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
+from hasten.extend.origin import names_in
 from hasten.hooks import nothing, overrides, redefines
 from hasten.loops import micro_batches
 from hasten.loops.processes import check_module, check_optimizers
@@ -227,8 +228,8 @@ def _explained_mesh(module: LightningModule) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        code = getattr(module.configure_model, "__code__", None)
-        if "'NoneType' object" in str(error) and code and "device_mesh" in code.co_names and module.device_mesh is None:
+        uses_mesh = "device_mesh" in names_in(module.configure_model)
+        if "'NoneType' object" in str(error) and uses_mesh and module.device_mesh is None:
             what = f"self.device_mesh is None under strategy={module.trainer.strategy.name!r}, which has no mesh."
             add_note(error, what, fix="Use ModelParallelStrategy.")
         raise

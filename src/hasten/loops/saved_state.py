@@ -2,20 +2,20 @@
 
 ``SavedObjects`` saves objects of the user's, with all inside them. ``StepState`` saves what a training step changes
 besides the weights: for a step that is tried again after running out of memory (``micro_batches.py``), one that is
-left out because of its loss (``bad_loss.py``), and a checkpoint saved inside a batch (``resume.py``).
+left out because of its loss (``bad_loss.py``), and a checkpoint saved inside a batch (``resume.py``). How one thing is
+looked at and put back is in ``checkpoint/snapshots.py``.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,54 +28,37 @@ from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import parameters_of
+from hasten.checkpoint.snapshots import (
+    FOREIGN,
+    SavedBuffers,
+    Snapshot,
+    attributes,
+    own_attributes,
+    put_attributes_back,
+    showing,
+    ways_of,
+)
 from hasten.extend.origin import ROOTS, comes_from, package_of
 from hasten.logged_value import LoggedValue, is_metric
 from hasten.loops.run import Run
-from hasten.memory import may_have_changed
 from hasten.seed import (
     collect_rng_state,
     is_generator,
     restore_rng_state,
-    set_state_of_generator,
-    state_of_generator,
 )
 
 # How many levels of objects and containers inside one another may belong to a step.
 _DEPTH = 8
-_ATTRIBUTE_DEPTH = 2
 # Containers with more items are not searched: names of files, or what was gathered over many steps.
 _MOST_ITEMS = 100_000
 _MOST_ITEMS_OF_A_STEP = 1000
-# Tensors that a step may change are copied, up to this size, until the first steps have shown which it does change.
-_COPIED_BYTES = 1 << 26
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device,
            types.FunctionType, types.MethodType, types.ModuleType)  # fmt: skip
 _TRAINING_OBJECTS = (nn.Module, Optimizer, LRScheduler, DataLoader, Dataset, Sampler)
 # Packages whose objects are not searched, and those whose subclasses are neither: handles of processes and files.
-_FOREIGN = {*sys.stdlib_module_names, *ROOTS, "torch", "numpy"}
 _FOREIGN_BASES = {*ROOTS, "torch", "enum", "io", "logging", "multiprocessing", "threading"}
 _BACK_REFERENCES = ("_trainer", "trainer", "_run_values")
-# What torch keeps in each module: parameters, sub-modules, buffers, hooks.
-_TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
-_ABSENT = object()
-
-
-class _SavedContents(NamedTuple):
-    """A container, an object or a generator, and what it held."""
-
-    thing: Any
-    before: Any
-    look: Callable[[Any], Any]
-    put_back: Callable[[Any, Any], None]
-
-    def changed(self) -> bool:
-        # Comparing the states of generators costs more than restoring one.
-        return self.look is state_of_generator or _differ(self.look(self.thing), self.before)
-
-    def restore(self) -> None:
-        if self.changed():
-            self.put_back(self.thing, self.before)
 
 
 @dataclass(slots=True)
@@ -107,7 +90,7 @@ class _SavedTensor:
         if self.copy is not None:
             self._restore_values()
         elif self.was_written():
-            raise self._lost("was changed in place by", "register what belongs to the module with register_buffer, ")
+            raise self._lost("was changed in place by")
         may_have_gradient = tensor.requires_grad or self.required or tensor.grad is not self.gradient
         if self.owns_gradient and tensor.is_leaf and may_have_gradient:
             tensor.grad = self.gradient
@@ -118,7 +101,7 @@ class _SavedTensor:
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             if tensor.grad_fn is not None and not self.required:
                 if torch_private.is_view(tensor):
-                    raise self._lost("is a view and became part of the graph in", "")
+                    raise self._lost("is a view and became part of the graph in")
                 tensor.detach_()
             values = tensor.detach()
             if values.shape == copy.shape and values.dtype == copy.dtype:
@@ -128,10 +111,10 @@ class _SavedTensor:
         if self.version is not None:
             self.version = tensor._version
 
-    def _lost(self, what: str, instead: str) -> RuntimeError:
+    def _lost(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"{self.where} {what} the attempt that ran out of memory, so the step cannot begin again.\n"
-            f"Make a new tensor instead (x = x * 2, not x.mul_(2)), {instead}or give micro_batch a number that fits."
+            "Make a new tensor instead (x = x * 2, not x.mul_(2)), or give micro_batch a number that fits."
         )
 
 
@@ -154,10 +137,8 @@ class SavedObjects:
 
     """
 
-    _most_items = _MOST_ITEMS
-
     def __init__(self) -> None:
-        self._contents: list[_SavedContents] = []
+        self._contents: list[Snapshot] = []
         self._tensors: list[_SavedTensor] = []
         # The objects themselves: an id is theirs only as long as they live.
         self._seen: dict[int, Any] = {}
@@ -191,11 +172,11 @@ class SavedObjects:
         self._seen[id(thing)] = thing
         return seen
 
-    def _note(self, thing: Any, look: Callable[[Any], Any], put_back: Callable[[Any, Any], None]) -> Any:
-        """Save what ``look`` sees in a thing, and return it."""
-        before = look(thing)
-        self._contents.append(_SavedContents(thing, before, look, put_back))
-        return before
+    def _note(self, thing: Any, *ways: Callable[..., Any]) -> Any:
+        """Save what a thing holds, and return it; ``ways`` are those of ``snapshots.ways_of``."""
+        look, put_back = ways or ways_of(thing)
+        self._contents.append(Snapshot(thing, look(thing), look, put_back))
+        return self._contents[-1].before
 
     def _visit(self, thing: Any, where: str, depth: int, values: bool) -> None:
         if isinstance(thing, _SIMPLE) or depth < 0 or self._was_seen(thing):
@@ -210,7 +191,7 @@ class SavedObjects:
         elif isinstance(thing, (list, dict, set, deque)):
             self._save_container(thing, where, depth, values)
         elif is_generator(thing):
-            self._note(thing, state_of_generator, set_state_of_generator)
+            self._note(thing)
         elif _is_array(thing):
             self._save_array(thing, where, values)
         elif isinstance(thing, _TRAINING_OBJECTS):
@@ -220,12 +201,12 @@ class SavedObjects:
 
     def _save_container(self, thing: Any, where: str, depth: int, values: bool) -> None:
         if isinstance(thing, dict):
-            items: Iterable[tuple[Any, Any]] = self._note(thing, dict, _fill_dict).items()
+            items: Iterable[tuple[Any, Any]] = self._note(thing).items()
             if type(thing) is not dict:
                 self._visit_attributes(thing, where, depth, values)
         else:
-            items = enumerate(self._note(thing, list, _fill_items))
-        if len(thing) <= self._most_items:
+            items = enumerate(self._note(thing))
+        if len(thing) <= _MOST_ITEMS:
             for key, each in items:
                 self._visit(each, f"{where}[{key!r}]", depth - 1, values)
 
@@ -238,10 +219,10 @@ class SavedObjects:
 
     def _searches(self, thing: Any) -> bool:
         """Return whether an object is of a class that the user wrote: what it holds may be part of a step."""
-        return _is_user_defined(_class_of(thing))
+        return _is_user_defined(thing)
 
     def _visit_attributes(self, thing: Any, where: str, depth: int, values: bool) -> None:
-        held = self._note(thing, _attributes, _put_attributes_back)
+        held = self._note(thing, attributes, put_attributes_back)
         # What a dataset holds is data, whoever has it.
         values = values and not isinstance(thing, Dataset)
         for key, each in held.items():
@@ -274,43 +255,22 @@ class SavedObjects:
             self._tensors.append(_SavedTensor(where, array, None, copy=array.copy()))
 
 
-class StepObjects(SavedObjects):
-    """The batch, the user's attributes and the parameters of a module, saved before each attempt at a step.
+class SavedBatch(SavedObjects):
+    """A batch, whatever classes it is made of, saved before each attempt at a step.
 
-    Values are copied until the first step that succeeds has shown which tensors it changes, and from then on those
-    alone; of the module at most ``_COPIED_BYTES`` are copied before that. A write to another tensor shows in its
-    version, and is refused. Attributes of torch's own layers are not the user's.
+    Tensors are copied until the first step that succeeds has shown which of them it changes, and from then on those
+    alone. A write to another tensor shows in its version, and is refused.
     """
-
-    _most_items = _MOST_ITEMS_OF_A_STEP
 
     def __init__(self) -> None:
         super().__init__()
-        self._searches_all = False
-        self._free_bytes = 0
         # The places of the tensors that a step changes; None until one has succeeded.
         self._changing: set[str] | None = None
 
-    def look_through(self, module: nn.Module) -> None:
-        """Find the parts of the module that ``save_step`` saves."""
-        owner = type(module).__name__
-        parts = [(f"{owner}.{name}".rstrip("."), part) for name, part in module.named_modules()]
-        self._parts = [(name, part) for name, part in parts if not comes_from(type(part), "torch.nn")]
-        self._parameters = [(f"{owner}.{name}", parameter) for name, parameter in module.named_parameters()]
-
-    def save_step(self, batch: object) -> None:
-        """Save a batch, whatever classes it is made of, and the module."""
+    def save_batch(self, batch: object) -> None:
+        """Save a batch in place of the one before."""
         self._contents, self._tensors, self._seen = [], [], {}
-        self._searches_all, self._free_bytes = True, sys.maxsize
         self._visit(batch, "batch", _DEPTH, True)
-        self._searches_all, self._free_bytes = False, _COPIED_BYTES
-        for name, part in self._parts:
-            for key, value in self._note(part, _own_attributes, _put_attributes_back).items():
-                if key not in _BACK_REFERENCES:
-                    self._visit(value, f"{name}.{key}", _ATTRIBUTE_DEPTH, True)
-        for name, parameter in self._parameters:
-            if self._changing is None or name in self._changing:
-                self._save_tensor(parameter, name, True)
 
     def learn(self) -> None:
         """Note which tensors a step that succeeded has changed: the first one any, later ones as the version shows."""
@@ -324,43 +284,101 @@ class StepObjects(SavedObjects):
             self._changing = set()
         self._changing |= changed
 
-    def _save_container(self, thing: Any, where: str, depth: int, values: bool) -> None:
-        if len(thing) <= self._most_items:
-            super()._save_container(thing, where, depth, values)
-        elif isinstance(thing, list):
-            # It grows; copying it in each step would cost more than the step.
-            self._note(thing, len, lambda thing, before: list.__delitem__(thing, slice(before, None)))
-
     def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
-        """Leave them alone: each module is saved by itself, and loaders do not change in a step."""
+        """Leave them alone: modules and loaders are no part of a batch."""
 
     def _searches(self, thing: Any) -> bool:
-        return self._searches_all or super()._searches(thing)
+        return True
 
     def _save_tensor(self, tensor: Tensor, where: str, values: bool) -> None:
         if is_lazy(tensor):
             return
         version = None if tensor.is_inference() else tensor._version
         saved = _SavedTensor(where, tensor, version, required=tensor.requires_grad)
-        copies = version is None or self._copies(tensor, where)
+        copies = version is None or self._copies(where)
         if copies and not tensor.is_meta and not _is_expanded(tensor):
             saved.copy = _copy_of(tensor)
         if tensor.is_leaf and not isinstance(tensor, nn.Parameter):
-            # The gradients of parameters are saved by StepState, if they are part of an accumulation.
             saved.owns_gradient = True
             saved.gradient = tensor.grad if tensor.requires_grad else None
         self._tensors.append(saved)
 
     def _save_array(self, array: Any, where: str, values: bool) -> None:
-        if self._copies(array, where):
+        if self._copies(where):
             super()._save_array(array, where, values)
 
-    def _copies(self, thing: Any, where: str) -> bool:
-        """Return whether to copy a tensor: it is known to change, or may turn out to."""
-        if self._changing is not None:
-            return where in self._changing
-        self._free_bytes -= thing.nbytes
-        return self._free_bytes >= 0
+    def _copies(self, where: str) -> bool:
+        return self._changing is None or where in self._changing
+
+
+class StepAttributes:
+    """The attributes of a module's parts, restored after an attempt at a step, and what they hold, compared.
+
+    Attributes get their former values, generators of random numbers their former states. What a step changes inside of
+    a list, another container or an object, and writes to tensors that are no buffers, is not undone: it is refused, as
+    far as it shows. Attributes of torch's own layers are not the user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        owner = type(module).__name__
+        parts = [(f"{owner}.{name}".rstrip("."), part) for name, part in module.named_modules()]
+        self._parts = [(name, part) for name, part in parts if not comes_from(type(part), "torch.nn")]
+        self._parameters = [(f"{owner}.{name}", parameter) for name, parameter in module.named_parameters()]
+        self._saved: list[Snapshot] = []
+        # By place, what is compared and not restored.
+        self._held: list[tuple[str, Snapshot]] = []
+
+    def save(self) -> None:
+        """Look at the attributes before an attempt."""
+        self._saved, self._held = [], []
+        for name, part in self._parts:
+            attributes = own_attributes(part)
+            self._saved.append(Snapshot(part, attributes, own_attributes, put_attributes_back))
+            for key, value in attributes.items():
+                if key in _BACK_REFERENCES or isinstance(value, _SIMPLE):
+                    continue
+                if is_generator(value):
+                    self._saved.append(Snapshot.of(value))
+                elif not is_metric(part):
+                    self._compare(f"{name}.{key}", value)
+        for name, parameter in self._parameters:
+            self._compare(name, parameter)
+
+    def _compare(self, where: str, thing: Any) -> None:
+        if (look := _look_into(thing)) is not None:
+            self._held.append((where, Snapshot(thing, look(thing), look, put_attributes_back)))
+
+    def restore(self) -> None:
+        """Restore the attributes; raise if something that they hold was changed."""
+        for where, held in self._held:
+            if not held.changed():
+                continue
+            what, instead = "was changed by", "Change it in on_train_batch_end"
+            if isinstance(held.thing, Tensor):
+                what = "was changed in place by"
+                instead = "Make a new tensor (x = x * 2, not x.mul_(2)), use register_buffer"
+            raise RuntimeError(
+                f"{where} {what} the attempt that ran out of memory, so the step cannot begin again.\n"
+                f"{instead}, or give micro_batch a number that fits."
+            )
+        for saved in self._saved:
+            saved.restore()
+
+
+def _look_into(thing: Any) -> Callable[[Any], Any] | None:
+    """Return what sees changes inside of a thing; None for one that is not looked into."""
+    if isinstance(thing, Tensor):
+        return None if is_lazy(thing) else _version_of
+    if isinstance(thing, (list, dict, set, deque)):
+        # Copying one that grows would cost more than the step.
+        return len if len(thing) > _MOST_ITEMS_OF_A_STEP else dict if isinstance(thing, dict) else list
+    if isinstance(thing, _TRAINING_OBJECTS) or not _is_user_defined(thing):
+        return None
+    return attributes
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 # -- tensors and arrays
@@ -400,62 +418,7 @@ def _is_array(thing: Any) -> bool:
     return numpy is not None and isinstance(thing, numpy.ndarray)
 
 
-# -- containers and objects: whether they changed, and what restores them
-
-
-def _differ(present: Any, before: Any) -> bool:
-    """Return whether two looks at a thing saw other objects in it, or another number of them."""
-    if isinstance(before, int):
-        return bool(present != before)
-    if len(present) != len(before) or any(map(operator.is_not, present, before)):
-        return True
-    return isinstance(before, dict) and any(map(operator.is_not, present.values(), before.values()))
-
-
-def _fill_items(thing: Any, before: list[Any]) -> None:
-    if isinstance(thing, list):
-        list.__setitem__(thing, slice(None), before)
-        return
-    thing.clear()
-    (thing.extend if isinstance(thing, deque) else thing.update)(before)
-
-
-def _fill_dict(thing: Any, before: dict[Any, Any]) -> None:
-    # Past what a subclass allows: outputs of transformers refuse to be changed.
-    kind = OrderedDict if isinstance(thing, OrderedDict) else dict
-    kind.clear(thing)
-    for key, value in before.items():
-        kind.__setitem__(thing, key, value)
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    slots = {
-        name: value for name in _slots_of(_class_of(thing)) if (value := getattr(thing, name, _ABSENT)) is not _ABSENT
-    }
-    return {**getattr(thing, "__dict__", {}), **slots}
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are the user's."""
-    return {key: value for key, value in module.__dict__.items() if key not in _TORCH_ATTRIBUTES}
-
-
-def _put_attributes_back(thing: Any, before: dict[str, Any]) -> None:
-    present, own = _attributes(thing), getattr(thing, "__dict__", {})
-    new = present.keys() - before.keys()
-    for key in new - _TORCH_ATTRIBUTES if isinstance(thing, nn.Module) else new:
-        if key in own:
-            del own[key]
-        else:
-            object.__delattr__(thing, key)
-    for key, value in before.items():
-        if present.get(key, _ABSENT) is value:
-            continue
-        if key in _slots_of(_class_of(thing)):
-            # Past a frozen dataclass.
-            object.__setattr__(thing, key, value)
-        else:
-            own[key] = value
+# -- classes
 
 
 def _class_in_list(thing: Any) -> list[type]:
@@ -468,132 +431,43 @@ def _put_class_back(thing: Any, before: list[type]) -> None:
     torch_private.forget_that_it_was_sharded(thing)
 
 
-def _class_of(thing: Any) -> Any:
-    return type(thing)
+def _is_user_defined(thing: object) -> bool:
+    """Return whether the program, or a library other than torch and NumPy, defines the class of an object."""
+    kind: Any = type(thing)
+    return _are_users(kind)
 
 
 @functools.cache
-def _slots_of(kind: type) -> tuple[str, ...]:
-    # Slots of torch's and Python's own classes are none of the user's.
-    return tuple(
-        name
-        for base in kind.__mro__
-        if package_of(base) not in _FOREIGN
-        for name, value in vars(base).items()
-        if isinstance(value, types.MemberDescriptorType)
-    )
-
-
-@functools.cache
-def _is_user_defined(kind: type) -> bool:
+def _are_users(kind: type) -> bool:
     packages = [package_of(base) for base in kind.__mro__]
-    return packages[0] not in _FOREIGN and _FOREIGN_BASES.isdisjoint(packages)
-
-
-# -- generators of random numbers
+    return packages[0] not in FOREIGN and _FOREIGN_BASES.isdisjoint(packages)
 
 
 # -- a step
-
-
-class _SavedBuffer(NamedTuple):
-    owner: nn.Module
-    name: str
-    tensor: Tensor
-    version: int
-    copy: Tensor
-
-    def was_written(self) -> bool:
-        return may_have_changed(self.owner, self.tensor, self.version)
-
-
-class SavedBuffers:
-    """The buffers of a module, saved to be restored in place.
-
-    A copy stays good as long as its buffer is not written to: large ones that never change are copied once.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._owners = [part for part in module.modules() if part._buffers]
-        self._saved: dict[tuple[int, str], _SavedBuffer] = {}
-        self._empty: list[tuple[nn.Module, str]] = []
-
-    def save(self) -> None:
-        """Save the present values."""
-        before, self._saved, self._empty = self._saved, {}, []
-        for owner in self._owners:
-            for name, tensor in owner._buffers.items():
-                if tensor is None:
-                    self._empty.append((owner, name))
-                    continue
-                saved = before.get((id(owner), name))
-                if saved is None or saved.tensor is not tensor or saved.was_written():
-                    saved = _SavedBuffer(owner, name, tensor, tensor._version, tensor.detach().clone())
-                self._saved[id(owner), name] = saved
-
-    @torch.no_grad()
-    def restore(self, *, all_values: bool = False) -> None:
-        """Restore the buffers that were written to; with ``all_values`` those as well whose version shows no write."""
-        for saved in self._saved.values():
-            if saved.tensor.shape != saved.copy.shape:
-                saved.tensor.data = saved.copy.clone()
-            elif all_values or saved.was_written():
-                saved.tensor.detach().copy_(saved.copy)
-            saved.owner._buffers[saved.name] = saved.tensor
-        for owner, name in self._empty:
-            owner._buffers[name] = None
-
-    def changed(self) -> dict[str, Tensor]:
-        """Return the buffers that changed since ``save`` as they were then, by their names in the module."""
-        paths = {id(part): path for path, part in self._module.named_modules()}
-        return {
-            f"{paths[id(saved.owner)]}.{saved.name}".lstrip("."): saved.copy
-            for saved in self._saved.values()
-            if saved.was_written()
-        }
-
-    def use(self, copies: dict[str, Tensor]) -> None:
-        """Restore other values of some buffers than they had at ``save``, by their names in the module."""
-        for path, owner in self._module.named_modules():
-            for name in owner._buffers:
-                copy = copies.get(f"{path}.{name}".lstrip("."))
-                if copy is not None:
-                    saved = self._saved[id(owner), name]
-                    # A version it never has: to be restored in any case.
-                    saved = saved._replace(version=-1, copy=copy.to(saved.tensor))
-                    self._saved[id(owner), name] = saved
-
-    def places(self) -> list[tuple[dict[str, Any], str, Tensor | None]]:
-        """Return (buffers of a part, name, saved value) of each."""
-        found: list[tuple[dict[str, Any], str, Tensor | None]] = [
-            (one.owner._buffers, one.name, one.copy if one.was_written() else one.tensor)
-            for one in self._saved.values()
-        ]
-        return found + [(owner._buffers, name, None) for owner, name in self._empty]
 
 
 class StepState:
     """What a training step changes besides the weights, saved between two batches.
 
     Random generators, buffers, values logged, torchmetrics, the counts of the open accumulation; on request its
-    gradients, and with ``objects`` the batch and the user's attributes. Kept on the device, without waiting for it.
+    gradients, and with a ``SavedBatch`` the batch and the module's attributes. Kept on the device, without waiting for
+    it.
     """
 
-    def __init__(self, run: Run, objects: StepObjects | None = None) -> None:
+    def __init__(self, run: Run, batch: SavedBatch | None = None) -> None:
         self._run = run
-        self._objects = objects
-        if objects is not None:
-            objects.look_through(run.module)
+        self._batch = batch
+        self._attributes = None if batch is None else StepAttributes(run.module)
         self.buffers = SavedBuffers(run.module)
         self._metrics = [part for part in run.module.modules() if is_metric(part)]
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
 
     def save(self, batch: object = None, *, gradients: bool = False) -> None:
-        """Save the present state, with that of ``batch`` where objects are saved, and with the gradients if asked."""
+        """Save the present state, with that of ``batch`` where batches are saved, and with the gradients if asked."""
         run = self._run
-        if self._objects is not None:
-            self._objects.save_step(batch)
+        if self._batch is not None and self._attributes is not None:
+            self._batch.save_batch(batch)
+            self._attributes.save()
         self._random = collect_rng_state()
         self.buffers.save()
         self._values = {logged: _logged_state(logged) for logged in run.logged.of_stage("train")}
@@ -607,8 +481,9 @@ class StepState:
     def restore(self) -> None:
         """Restore the saved state, as often as needed; raise if a tensor of which there is no copy was changed."""
         run = self._run
-        if self._objects is not None:
-            self._objects.restore()
+        if self._batch is not None and self._attributes is not None:
+            self._attributes.restore()
+            self._batch.restore()
         restore_rng_state(self._random)
         self.buffers.restore()
         for logged in run.logged.of_stage("train"):
@@ -643,35 +518,29 @@ class StepState:
     def shown(self) -> Iterator[None]:
         """Have the run look as it was saved, and then as it does now; no tensor is written to."""
         run = self._run
-        # (attributes, name, value) of all that is exchanged, but for gradients.
+        # (attributes, name, value) of all that is shown, but for gradients.
         saved: list[tuple[dict[str, Any], str, Any]] = self.buffers.places()
         for logged in run.logged.of_stage("train"):
             values = self._values.get(logged, _NOTHING_LOGGED)
             saved += [(vars(logged), name, value) for name, value in values.items()]
         weight, skipped = self._counts
         saved += [(vars(run.window), "weight", weight), (vars(run.window), "skipped_batches", skipped)]
-        present = [(attributes, name, attributes[name]) for attributes, name, _ in saved]
         random, gradients = collect_rng_state(), [(p, p.grad) for p, _ in self._gradients or ()]
-
-        def show(random: dict[str, Any], state: Any, gradients: Any) -> None:
+        restore_rng_state(self._random)
+        for parameter, gradient in self._gradients or ():
+            parameter.grad = gradient
+        try:
+            with showing(saved):
+                yield
+        finally:
             restore_rng_state(random)
-            for attributes, name, value in state:
-                attributes[name] = value
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-        show(self._random, saved, self._gradients or ())
-        try:
-            yield
-        finally:
-            show(random, present, gradients)
-
-    # -- where objects are saved
-
     def step_succeeded(self) -> None:
-        """Note what the step changed of the batch and the module."""
-        if self._objects is not None:
-            self._objects.learn()
+        """Note what the step changed of the batch."""
+        if self._batch is not None:
+            self._batch.learn()
 
     def _restore_metrics(self) -> None:
         for metric, state in self._metric_states:

@@ -7,6 +7,7 @@ collective.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import threading
@@ -41,11 +42,38 @@ _END = "end"
 Passed = Callable[[Any], "bool | None"]
 
 # torch has no public name for the default store, and no type hints for stores.
+_stores: Any = dist
 
 
 def store() -> Any:
     """Return the part of the store that is for these messages."""
     return torch_private.part_of_store("hasten-agreement", torch_private.default_store())
+
+
+def address_of_store() -> tuple[Any, ...] | None:
+    """Return where processes that this one starts find the store of the group; None if they cannot reach it.
+
+    Without a group it is a store for this process and those alone.
+    """
+    if not dist.is_available():
+        return None
+    found = torch_private.default_store() if dist.is_initialized() else _own_store()
+    while isinstance(found, _stores.PrefixStore):
+        found = found.underlying_store
+    if isinstance(found, _stores.TCPStore):
+        return "tcp", found.host, found.port
+    return ("file", found.path) if isinstance(found, _stores.FileStore) else None
+
+
+@functools.cache
+def _own_store() -> Any:
+    return _stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def store_at(address: tuple[Any, ...]) -> Any:
+    """Return a new connection to the store at an address."""
+    kind, *where = address
+    return _stores.FileStore(*where) if kind == "file" else _stores.TCPStore(*where, wait_for_workers=False)
 
 
 def announce_leaving() -> None:
@@ -191,20 +219,6 @@ def exchange(
             )
         time.sleep(_POLL_SECONDS)
     return [json.loads(messages.get(key)) if messages.check([key]) else None for key in keys]
-
-
-def differs_from_neighbor(place: str, own: str) -> int | None:
-    """Return a neighboring rank with another value at ``place``; None if none is known.
-
-    No process waits: the later of two processes sees the value of the other.
-
-    """
-    messages, rank, size = store(), dist.get_rank(), dist.get_world_size()
-    messages.set(f"{place}/{rank}", own)
-    for other in {(rank - 1) % size, (rank + 1) % size}:
-        if messages.check([f"{place}/{other}"]) and messages.get(f"{place}/{other}") != own.encode():
-            return other
-    return None
 
 
 def all_at(place: str, *, patience_seconds: float) -> bool:

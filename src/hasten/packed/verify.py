@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import MisconfigurationException
+from hasten.checkpoint.snapshots import Snapshot
 from hasten.extend.origin import package_of
 from hasten.packed.layout import Layout, refusal
 from hasten.packed.patches import HookPatch, MethodPatch
@@ -281,12 +282,12 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers and attributes of modules at the end."""
     modules = list(model.modules())
-    attributes = [(owner, dict(vars(owner))) for owner in modules]
+    attributes = [Snapshot.of(owner) for owner in modules]
     tensors = [(tensor, tensor.clone()) for tensor in _tensors_in(modules)]
     gathered = [
-        (value, value.copy())
-        for _, each in attributes
-        for name, value in each.items()
+        Snapshot.of(value)
+        for each in attributes
+        for name, value in each.before.items()
         if name == "_buffers" or (type(value) in (list, dict, set) and name not in _OF_MODULES)
     ]
     for owner in modules:
@@ -304,21 +305,12 @@ def _restored(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for owner, before in attributes:
-                _put_back(vars(owner), before)
-            for each, values in gathered:
-                each.clear()
-                each.extend(values) if isinstance(each, list) else each.update(values)
+            for each in (*attributes, *gathered):
+                each.restore()
             with torch.no_grad():
                 for tensor, copy in tensors:
                     if not torch.equal(tensor, copy):
                         tensor.copy_(copy)
-
-
-def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in now.keys() - before.keys():
-        del now[name]
-    now.update(before)
 
 
 def _tensors_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import multiprocessing
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +25,9 @@ from torch.utils.data import (
 from hasten._lib import torch_private
 from hasten._lib.explain import remedy_for
 from hasten._lib.tree import leaves
+from hasten.data.first_samples import SAME, compare, digest_of, number_to_compare
 from hasten.data.loader_parts import is_iterable, length_of, samplers_of, shut_down, with_attributes
-from hasten.extend.origin import ROOTS, module_of, package_of
+from hasten.extend.origin import module_of, package_of
 from hasten.logged_value import batch_size_of
 from hasten.loops.run_data import HOOK_OF, StageData
 from hasten_tools.preflight.report import CheckRow, Rows
@@ -108,7 +111,6 @@ def one_pass(loader: Iterable[Any]) -> str:
 
 def _check_order(run: Run, source: StageData, name: str, loader: DataLoader[Any], rows: Rows) -> None:
     if is_iterable(loader):
-        _check_workers_divide(name, loader, rows)
         return
     samplers = samplers_of(loader)
     shuffles = any(isinstance(sampler, RandomSampler) for sampler in samplers)
@@ -122,18 +124,6 @@ def _check_order(run: Run, source: StageData, name: str, loader: DataLoader[Any]
         )
     if source.stage != "train" and shuffles and not overfits:
         rows.warning(name, "An evaluation shuffles its samples: shuffle=True.", "DataLoader(..., shuffle=False)")
-
-
-def _check_workers_divide(name: str, loader: DataLoader[Any], rows: Rows) -> None:
-    """Warn if each worker reads all samples of an ``IterableDataset``."""
-    workers, dataset = loader.num_workers, loader.dataset
-    if workers > 1 and loader.worker_init_fn is None and not _divides(dataset):
-        rows.warning(
-            name,
-            f"Each of the {workers} workers reads all of {type(dataset).__name__}: every sample comes {workers} times.",
-            "In __iter__: worker = torch.utils.data.get_worker_info(), and yield every worker.num_workers-th "
-            "sample from worker.id on.",
-        )
 
 
 def check_overlap(run: Run, rows: Rows) -> None:
@@ -170,20 +160,6 @@ def _shared(one: object, other: object) -> tuple[int, int]:
 def _part(dataset: Any) -> tuple[Any, Any]:
     """Return a dataset and the indices of the part of it that is used; None for all."""
     return (dataset.dataset, list(map(int, dataset.indices))) if type(dataset) is Subset else (dataset, None)
-
-
-def _divides(dataset: object) -> bool:
-    """Return whether a dataset seems to divide its samples among workers."""
-    method = getattr(type(dataset), "__iter__", None)
-    code = getattr(method, "__code__", None)
-    if code is None or package_of(type(dataset)) in {"datasets", "torchdata", "webdataset", *ROOTS}:
-        return True
-    names = {*code.co_names, *code.co_freevars}
-    for name in list(names):
-        # One call deep: many datasets do it in a method.
-        inner = getattr(getattr(type(dataset), name, None), "__code__", None)
-        names |= set(inner.co_names) if inner is not None else set()
-    return bool(names & {"get_worker_info", "worker_info"})
 
 
 def check_last_batch(run: Run, seen: Observations, length: Length, rows: Rows) -> None:
@@ -237,9 +213,16 @@ def _check_workers(name: str, loader: DataLoader[Any], rows: Rows) -> bool:
             )
             return False
     iterator = None
+    digests: list[list[str]] = [[] for _ in range(loader.num_workers)]
     try:
         iterator = iter(_short(loader))
-        next(iterator)
+        first: list[list[str]] = next(iterator)
+        if is_iterable(loader):
+            # The workers take turns.
+            rounds = -(-number_to_compare(loader.batch_size) // (loader.batch_size or 1))
+            batches = itertools.islice(itertools.chain([first], iterator), rounds * loader.num_workers)
+            for number, batch in enumerate(batches):
+                digests[number % loader.num_workers] += batch
     except StopIteration:
         rows.error(name, "The loader has a length, and its workers give no batch.", "Look at the dataset's __iter__.")
         return False
@@ -250,7 +233,28 @@ def _check_workers(name: str, loader: DataLoader[Any], rows: Rows) -> bool:
         if iterator is not None:
             shut_down(iterator)
     rows.ok(f"{name} workers", f"{workers} started by {starts!r} and gave a batch")
+    if loader.num_workers > 1 and is_iterable(loader) and all(digests) and compare(digests) == SAME:
+        rows.warning(
+            name,
+            f"Each of the {workers} reads all of {type(loader.dataset).__name__}: every sample comes "
+            f"{loader.num_workers} times.",
+            "In __iter__: worker = torch.utils.data.get_worker_info(), and yield every worker.num_workers-th "
+            "sample from worker.id on.",
+        )
     return True
+
+
+@dataclass
+class _Digests:
+    """A collate function that joins samples as the user's does, and returns their digests."""
+
+    collate: Callable[[Any], Any]
+    joins: bool
+
+    def __call__(self, samples: Any) -> list[str]:
+        digests = [digest_of(sample) for sample in samples] if self.joins else [digest_of(samples)]
+        self.collate(samples)
+        return digests
 
 
 def _worker_error(name: str, loader: DataLoader[Any], workers: str, error: Exception) -> CheckRow:
@@ -277,7 +281,9 @@ def _worker_error(name: str, loader: DataLoader[Any], workers: str, error: Excep
 def _short(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of a loader that reads the first batch only, with a time limit."""
     changes: dict[str, Any] = {"timeout": WORKER_SECONDS, "persistent_workers": False}
-    if not is_iterable(loader):
+    if is_iterable(loader):
+        changes["collate_fn"] = _Digests(loader.collate_fn, loader.batch_size is not None)
+    else:
         which = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         first = next(iter(getattr(loader, which)), None)
         changes[which] = [] if first is None else [first]

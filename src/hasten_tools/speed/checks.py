@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hasten._lib import torch_private
 from hasten.batching.fields import token_dims
 from hasten.batching.split import measure, split
+from hasten.checkpoint.snapshots import SavedBuffers
 from hasten.seed import isolate_rng
 from hasten_tools.speed.inspect_run import generator_states, mask_of
 from hasten_tools.speed.safety import Safety
@@ -364,7 +365,8 @@ class _NoDropout(TorchFunctionMode):
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
     """Restore buffers and random numbers, and log nothing."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers = SavedBuffers(module)
+    buffers.save()
     silent = [name for name in ("log", "log_dict") if hasattr(module, name)]
     before = {name: module.__dict__[name] for name in silent if name in module.__dict__}
     module.__dict__.update(dict.fromkeys(silent, lambda *args, **kwargs: None))
@@ -375,7 +377,4 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
         for name in silent:
             del module.__dict__[name]
         module.__dict__.update(before)
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
+        buffers.restore(all_values=True)

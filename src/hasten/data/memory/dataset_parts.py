@@ -7,13 +7,12 @@ import functools
 import io
 import os
 import pickle
-import random
 import sys
 import threading
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hasten.checkpoint.snapshots import Snapshot
 from hasten.extend.origin import ROOTS, comes_from, module_of
-from hasten.seed import generator_state, set_generator_state
+from hasten.seed import is_generator, state_of_generator
 
 # Of a dataset with more parts, the nearest are looked at: each epoch begins with a look.
 _MOST_PARTS, _DEEPEST = 4000, 8
@@ -42,20 +42,19 @@ _MISSING = object()
 
 def own_generators(dataset: object) -> dict[int, bytes]:
     """Return the states of the random generators that a dataset holds, by the generator's id."""
-    found = ((part, _generator(part)) for _, part in parts(dataset))
-    return {id(part): pickle.dumps(access[0]()) for part, access in found if access is not None}
+    found = (part for _, part in parts(dataset) if is_generator(part))
+    return {id(part): pickle.dumps(state_of_generator(part)) for part in found}
 
 
 @contextmanager
 def preserve(*things: object) -> Iterator[None]:
     """Restore the random generators of these datasets, functions or other objects afterwards."""
-    found = [_generator(part) for thing in things for _, part in parts(thing)]
-    undo = [functools.partial(access[1], access[0]()) for access in found if access is not None]
+    found = [Snapshot.of(part) for thing in things for _, part in parts(thing) if is_generator(part)]
     try:
         yield
     finally:
-        for restore in undo:
-            restore()
+        for before in found:
+            before.restore()
 
 
 def fingerprint(dataset: object) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def fingerprint(dataset: object) -> dict[str, Any]:
     Tensors and arrays are not copied: a tensor counts its changes, of a large array some numbers are taken. Random
     generators are left out, since a sampler may share them.
     """
-    return {place: _value(part) for place, part in parts(dataset) if _generator(part) is None}
+    return {place: _value(part) for place, part in parts(dataset) if not is_generator(part)}
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -81,24 +80,6 @@ def comparable(dataset: object) -> dict[str, int]:
         # A cache of Hugging Face, with random keys.
         if "__hffs_cache" not in place
     }
-
-
-def _generator(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return how to read and write the state of a random generator; None for anything else."""
-    if isinstance(part, random.Random):
-        # The system's generator has no state.
-        return None if isinstance(part, random.SystemRandom) else (part.getstate, part.setstate)
-    if isinstance(part, torch.Generator):
-        return functools.partial(generator_state, part), functools.partial(set_generator_state, part)
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(part, numpy.random.RandomState):
-        return functools.partial(part.get_state, legacy=False), part.set_state
-    bits = part.bit_generator if isinstance(part, numpy.random.Generator) else part
-    if isinstance(bits, numpy.random.BitGenerator):
-        return functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
-    return None
 
 
 def _value(part: Any) -> Any:
@@ -143,8 +124,8 @@ def _array_value(part: Any) -> tuple[Any, ...]:
 def contents_of(part: Any) -> Any:
     """Return what is the same for equal parts of any two processes."""
     kind = type(part).__qualname__
-    if (access := _generator(part)) is not None:
-        return kind, pickle.dumps(access[0]())
+    if is_generator(part):
+        return kind, pickle.dumps(state_of_generator(part))
     if isinstance(part, Tensor):
         readable = part.layout == torch.strided and part.is_cpu and not part.is_quantized
         step = -(-part.numel() // _MOST_NUMBERS) or 1
@@ -193,7 +174,7 @@ def parts(dataset: object) -> Iterator[tuple[str, Any]]:
 
 def _inside(place: str, part: Any) -> Iterator[tuple[str, Any]]:
     """Yield place and value of what a part holds."""
-    if isinstance(part, _LEAVES) or _generator(part) is not None:
+    if isinstance(part, _LEAVES) or is_generator(part):
         return
     if isinstance(part, (list, tuple, deque)):
         for index in range(0, len(part), -(-len(part) // _ELEMENTS) or 1):

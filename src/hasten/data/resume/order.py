@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from hasten.batching.samplers import PlannedBatches
-from hasten.data.divided import GoesOn, Reads, asks_for_worker, share_of, users_dataset
+from hasten.data.divided import NOBODY, GoesOn, Reads, share_of, users_dataset
 from hasten.data.loader_parts import (
     ShardSampler,
     has_state,
@@ -63,7 +63,8 @@ class Rest:
             return None
         drawn = self.state["drawn"]
         rng = drawn["start"]["rng"] if drawn["replicas"] == 1 else None
-        return GoesOn(tuple(Reads(*each) for each in self.state["before"]), drawn["seed"], rng)
+        by_workers = self.state.get("by_workers")
+        return GoesOn(tuple(Reads(*each) for each in self.state["before"]), drawn["seed"], rng, by_workers)
 
 
 def described(loader: Iterable[Any]) -> State:
@@ -133,7 +134,7 @@ def _described_stream(loader: DataLoader[Any]) -> State:
     dataset = users_dataset(loader)
     name = type(dataset).__name__
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if share.is_part or (several and share.num_replicas == 1):
+    if share.is_part or share.decision == NOBODY or (several and share.num_replicas == 1):
         raise NotKnown(f"it reads the IterableDataset {name}, which divides its samples itself")
     if has_state(dataset):
         raise NotKnown(f"it reads the IterableDataset {name}, which keeps its position itself")
@@ -164,7 +165,7 @@ def state_of(loader: Iterable[Any], start: State, last: Any, *, has_workers_from
         return {"unknown": str(why)}
     assert isinstance(loader, DataLoader)
     if found["unit"] == _STREAM:
-        return {"drawn": {**found, "start": start}, "division": found}
+        return {"drawn": {**found, "start": start}, "division": found, "by_workers": share_of(loader).by_workers}
     sampler = index_sampler(loader)[1]
     drawing = sampler if isinstance(sampler, PlannedBatches) else _samplers_of(loader)[0]
     drawn = {
@@ -177,6 +178,12 @@ def state_of(loader: Iterable[Any], start: State, last: Any, *, has_workers_from
     }
     state = {"drawn": drawn, "division": {name: found[name] for name in _DIVISION}}
     return state if last is None or "settings" in found else {**state, "last": _checksum(last)}
+
+
+def state_of_rest(rest: Rest, loader: Any) -> State:
+    """Return as plain data what is known of the rest of an epoch by now."""
+    known = share_of(loader).by_workers if rest.batches is None else None
+    return rest.state if known is None else {**rest.state, "by_workers": known}
 
 
 def rest_of(
@@ -249,14 +256,15 @@ def _rest_of_stream(order: State, loader: DataLoader[Any], now: State, done: int
     name = type(users_dataset(loader)).__name__
     if drawn["replicas"] == 1 and drawn["workers"]:
         raise NotKnown(f"the workers of one process read the IterableDataset {name}, each with its own random numbers")
-    if division["workers"] > 1 and now["workers"] < 2 and asks_for_worker(loader):
+    by_workers = order.get("by_workers")
+    if division["workers"] > 1 and now["workers"] < 2 and by_workers is not False:
         raise NotKnown(f"the IterableDataset {name} may divide its samples among {division['workers']} workers itself")
     begun, workers = order.get("begun", 0), max(1, division["workers"])
     reads = Reads(division["replicas"], workers, division["batch_size"], done - begun)
     before = [*order.get("before", ()), list(reads)]
     samples = sum(Reads(*each).samples for each in before)
     begun = samples // (now["batch_size"] * now["replicas"])
-    return Rest(None, {"drawn": drawn, "division": now, "before": before, "begun": begun})
+    return Rest(None, {"drawn": drawn, "division": now, "before": before, "begun": begun, "by_workers": by_workers})
 
 
 def _check_same_data(drawn: State, now: State) -> None:

@@ -35,7 +35,7 @@ from hasten.data.loader_parts import (
     stateful_sampler,
 )
 from hasten.data.memory.resident import is_resident
-from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of
+from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of, state_of_rest
 from hasten.data.resume.sources import BatchSource, source_of
 from hasten.data.resume.workers import RngWatch
 from hasten.data.worker_count import with_workers_of
@@ -163,11 +163,14 @@ class Stream:
         """
         if self._loaded is None and self._resumed is None:
             self._rest = None
-        certain, length = self.certain_length, self.length if self._ends_at_length else None
-        end = min((number for number in (certain, length, limit) if number is not None), default=None)
-        return self._iterate_to(end, certain)
+        return self._iterate_to(limit, self.certain_length)
 
-    def _iterate_to(self, end: int | None, certain: int | None) -> Generator[tuple[Any, bool], None, None]:
+    def _last_of_epoch(self, limit: int | None, certain: int | None) -> int | None:
+        length = self.length if self._ends_at_length else None
+        return min((number for number in (certain, length, limit) if number is not None), default=None)
+
+    def _iterate_to(self, limit: int | None, certain: int | None) -> Generator[tuple[Any, bool], None, None]:
+        end = self._last_of_epoch(limit, certain)
         iterator = self._current = self._begin()
         position, exhausts = self._position, certain is not None and end == certain
         length = self.length if certain is None else certain
@@ -182,6 +185,8 @@ class Stream:
                         batch = position.take_prefetched()
                     elif number == 1 and certain is None:
                         batch = self._first_of(iterator)
+                        # Which part of a stream this process reads, its first samples have shown.
+                        end, length = self._last_of_epoch(limit, certain), self.length
                     else:
                         batch = next(iterator, _END)
                     if batch is _END:
@@ -271,14 +276,7 @@ class Stream:
         if state is None:
             return
         self._draws = state.get("draws", False)
-        position, length = self._position, self.length
-        if not state["ended"] and state["length"] != length:
-            warn_once(
-                f"resume-length-{self.name}",
-                f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
-                "middle of an epoch, whose rest will differ.",
-                fix="Resume with the same data, batch size and processes.",
-            )
+        position = self._position
         again = state.get("again", _END)
         iterator: Iterator[Any] = iter(())
         if state["ended"] and not state["rebuild"]:
@@ -292,6 +290,15 @@ class Stream:
             rest.load_state_dict(state)
             iterator, self._start = rest.batches, rest.start
             position.prefetched, position.prefetched_state = rest.prefetched, rest.prefetched_state
+        # Which part of a stream this process reads, and so its length, is known by the first samples.
+        length = self.length
+        if not state["ended"] and state["length"] != length:
+            warn_once(
+                f"resume-length-{self.name}",
+                f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
+                "middle of an epoch, whose rest will differ.",
+                fix="Resume with the same data, batch size and processes.",
+            )
         position.consumed, position.finished = state["consumed"], again is _END and state["ended"]
         if position.finished:
             position.exhausted = state["exhausted"]
@@ -468,7 +475,7 @@ class Stream:
     def _order(self, done: int) -> dict[str, Any] | None:
         """Return what draws the order of this epoch, of which ``done`` batches are done; None if nobody asks."""
         if self._rest is not None or not self._replays:
-            return None if self._rest is None else self._rest.state
+            return None if self._rest is None else state_of_rest(self._rest, self.loader)
         assert self._start is not None
         indices = self._source.indices
         last = None if indices is None else indices.batches.get(done)

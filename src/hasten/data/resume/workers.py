@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hasten._lib import torch_private
-from hasten.data.first_samples import compare_first, first_of_worker
 from hasten.data.loader_parts import has_state, state_between
 from hasten.extend.origin import module_of
 from hasten.seed import collect_rng_state, generator_state, numpy_state, restore_rng_state
@@ -92,8 +91,6 @@ class StateCollate:
         assert info is not None
         # Each state is sent once.
         state: State = {name: _to_send.pop(name) for name in list(_to_send)}
-        if first_of_worker:
-            state["first"] = first_of_worker.pop()
         if self.rng:
             rng = self._watch.state()
             changed = {kind: each for kind, each in rng.items() if each != self._last.get(kind)}
@@ -213,9 +210,6 @@ class WorkerStates:
             self._rounds.append(self.number)
         if state is None:
             return
-        first = state.pop("first", None)
-        if first is not None:
-            compare_first(first)
         start = state.pop("start", None)
         if start is not None and self._first == 0:
             self.starts[worker] = start
