@@ -17,6 +17,7 @@ import pytest
 
 from hasten.commands import main
 from hasten_tools.report import page, page_curves, page_run
+from hasten_tools.report.curves import thinned
 from hasten_tools.report.read import RecordedRow, read_run
 
 EVIL = "</script><script>alert(1)</script><b>%{y}"
@@ -180,7 +181,7 @@ def test_a_page_follows_a_run_until_it_ends(tmp_path: Path, monkeypatch: pytest.
 def test_long_curves_keep_their_extremes() -> None:
     values = [math.sin(place) for place in range(50_000)]
     values[1234], values[40_001], values[7] = 9.0, -9.0, math.nan
-    kept = page_curves.thinned(values)
+    kept = thinned(values, page_curves.POINTS)
     assert len(kept) <= page_curves.POINTS
     assert {0, 1234, 40_001, 49_999} <= set(kept)
     epochs = page_curves.Epochs([RecordedRow(step, step // 10, None, {}) for step in range(9, 25, 5)])

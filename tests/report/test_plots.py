@@ -12,7 +12,7 @@ import pytest
 import hasten
 from hasten.loggers import CSVLogger
 from hasten.record.file import Record
-from hasten_tools.report.plots import _read, curves_of, find_metrics
+from hasten_tools.report.plots import curves_by_epoch, labels
 from hasten_tools.report.read import read_run
 from tests.programs import run_python
 
@@ -43,27 +43,28 @@ def test_pictures_are_written(run: Path) -> None:
 
 
 def test_curves_take_the_epochs_value_where_there_is_one(run: Path) -> None:
-    rows = _read(run / "metrics.csv")
-    training, validation = curves_of(rows, re.compile("loss"))
-    assert (training.label, training.values) == ("training", {0: 7.0, 1: 8.0, 2: 9.0})
-    assert (validation.label, validation.values) == ("validation", {0: 0.5, 1: 1.5, 2: 2.5})
+    curves = curves_by_epoch(read_run(run), re.compile("loss"))
+    assert labels(curves) == ["training", "validation"]
+    training, validation = curves
+    assert (training.x, training.y) == ([1, 2, 3], [7.0, 8.0, 9.0])
+    assert (validation.x, validation.y) == ([1, 2, 3], [0.5, 1.5, 2.5])
 
 
 def test_steps_are_averaged_over_their_epoch(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("epoch,step,train_loss\n0,0,1\n0,1,3\n1,2,5\n")
-    (curve,) = curves_of(_read(tmp_path / "metrics.csv"), re.compile("loss"))
-    assert curve.values == {0: 2.0, 1: 5.0}
+    (curve,) = curves_by_epoch(read_run(tmp_path), re.compile("loss"))
+    assert (curve.x, curve.y) == ([1, 2], [2.0, 5.0])
 
 
 def test_several_losses_keep_their_names(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("epoch,step,train_loss,train_aux_loss,val_loss\n0,0,1,2,3\n")
-    labels = {curve.label for curve in curves_of(_read(tmp_path / "metrics.csv"), re.compile("loss"))}
-    assert labels == {"train_loss", "train_aux_loss", "validation"}
+    curves = curves_by_epoch(read_run(tmp_path), re.compile("loss"))
+    assert set(labels(curves)) == {"train_loss", "train_aux_loss", "validation"}
 
 
 def test_output_and_other_ways_to_name_the_run(run: Path, tmp_path: Path) -> None:
     for source in (run / "metrics.csv", run.parent, run):
-        assert find_metrics(source) == run / "metrics.csv"
+        assert read_run(source).folder == run
     pictures = tmp_path / "pictures" / "here"
     assert all(path.parent == pictures for path in hasten.plot_logs(run.parent, output=pictures))
 
@@ -73,7 +74,7 @@ def test_the_latest_version_counts(tmp_path: Path) -> None:
         (tmp_path / f"version_{version}").mkdir()
         (tmp_path / f"version_{version}" / "metrics.csv").write_text("epoch,step,loss\n0,0,1\n")
     (tmp_path / "version_11").mkdir()
-    assert find_metrics(tmp_path).parent.name == "version_10"
+    assert read_run(tmp_path).folder.name == "version_10"
 
 
 def test_the_run_written_last_counts_however_deep_it_is(tmp_path: Path) -> None:
@@ -83,7 +84,6 @@ def test_the_run_written_last_counts_however_deep_it_is(tmp_path: Path) -> None:
         (folder / "metrics.csv").write_text("epoch,step,loss\n0,0,1\n")
         os.utime(folder / "metrics.csv", (100 - age, 100 - age))
     for source in (tmp_path, tmp_path / "logs", tmp_path / "logs" / "new"):
-        assert find_metrics(source).parent == tmp_path / "logs" / "new" / "version_0"
         assert read_run(source).folder == tmp_path / "logs" / "new" / "version_0"
 
 

@@ -18,6 +18,8 @@ from hasten.record.pace import time_text
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from hasten.loops.run import Run
+    from hasten.record.pace import Pace, Speed
     from hasten.trainer import Trainer
 
 # Waiting for data is shown above this share of the time.
@@ -69,36 +71,43 @@ def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> S
     pace = run.observers.pace
     if not pace.measures:
         return Shown()
-    speed = pace.speed()
+    speed, memory = pace.speed(), pace.memory_bytes()
+    return Shown(
+        step=_step_text(run),
+        loss=None if any(map(_LOSS.fullmatch, values)) else run.logged.loss_value,
+        speed="" if speed is None else _rate_text(speed),
+        waiting="" if speed is None else _waiting_text(speed),
+        memory="" if memory is None else f"GPU {memory / 1e9:.1f} GB",
+        left="" if speed is None and not ended else _until_text(pace, ended=ended),
+    )
+
+
+def _step_text(run: Run) -> str:
     # As loggers count them: two optimizers that step for one batch are one step.
     steps, stepped, most = run.progress.logged_step, run.progress.global_step, run.limits.max_steps
-    step = f"step {steps}" if math.isinf(most) else f"step {steps}/{int(most)}"
-    if steps != stepped and not math.isinf(most):
-        step = f"step {steps}  optimizer steps {stepped}/{int(most)}"
-    loss = None if any(map(_LOSS.fullmatch, values)) else run.logged.loss_value
-    memory, left = pace.memory_bytes(), None if ended else pace.seconds_left()
-    rate = waiting = ""
-    if speed is not None:
-        number, unit = speed.batches, "it/s"
-        if speed.samples is not None:
-            number, unit = speed.samples, "samples/s"
-        if speed.tokens is not None:
-            number, unit = speed.tokens, "tokens/s"
-        rate = f"{rounded(number)} {unit}"
-        if speed.waiting is not None and speed.waiting > WAITING_IS_SHOWN:
-            waiting = f"data wait {100 * speed.waiting:.0f}%"
+    if math.isinf(most):
+        return f"step {steps}"
+    return f"step {steps}/{int(most)}" if steps == stepped else f"step {steps}  optimizer steps {stepped}/{int(most)}"
+
+
+def _rate_text(speed: Speed) -> str:
+    if speed.tokens is not None:
+        return f"{rounded(speed.tokens)} tokens/s"
+    if speed.samples is not None:
+        return f"{rounded(speed.samples)} samples/s"
+    return f"{rounded(speed.batches)} it/s"
+
+
+def _waiting_text(speed: Speed) -> str:
+    matters = speed.waiting is not None and speed.waiting > WAITING_IS_SHOWN
+    return f"data wait {100 * (speed.waiting or 0.0):.0f}%" if matters else ""
+
+
+def _until_text(pace: Pace, *, ended: bool) -> str:
     if ended:
-        until = f"took {time_text(pace.seconds)}"
-    else:
-        until = f"{time_text(pace.seconds)} so far" if left is None else f"{time_text(left)} left"
-    return Shown(
-        step=step,
-        loss=loss,
-        speed=rate,
-        waiting=waiting,
-        memory="" if memory is None else f"GPU {memory / 1e9:.1f} GB",
-        left=until if speed is not None or ended else "",
-    )
+        return f"took {time_text(pace.seconds)}"
+    left = pace.seconds_left()
+    return f"{time_text(pace.seconds)} so far" if left is None else f"{time_text(left)} left"
 
 
 def rounded(number: float) -> str:
@@ -136,6 +145,17 @@ def value_text(value: object) -> str:
     return f"{value:.{0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 10 else 4 if 0 < size < 0.1 else 3}f}"
 
 
+def _fields(values: dict[str, str], about: Shown) -> list[tuple[float, str]]:
+    """Return (how much it matters, text) of all that is known, in the order in which it is shown."""
+    loss = "" if about.loss is None else f"loss={value_text(about.loss)}"
+    fields: list[tuple[float, str]] = [(1, about.step), (9, loss)]
+    texts = [f"{name}={text}" for name, text in values.items()]
+    # Of many values, the first matters more than why it is slow.
+    fields += [(7 - index / len(texts) if index else 8.5, text) for index, text in enumerate(texts)]
+    fields += [(5, about.speed), (8, about.waiting), (0, about.memory), (10, about.left)]
+    return [(matters, text) for matters, text in fields if text]
+
+
 def line_text(
     label: str,
     n: int,
@@ -168,14 +188,7 @@ def line_text(
         'Epoch 1/9:  41%|###      |  412/1000  loss=0.482  4:12 left'
 
     """
-    loss = "" if about.loss is None else f"loss={value_text(about.loss)}"
-    # (how much it matters, text), in the order in which they are shown.
-    fields: list[tuple[float, str]] = [(1, about.step), (9, loss)]
-    texts = [f"{name}={text}" for name, text in values.items()]
-    # Of many values, the first matters more than why it is slow.
-    fields += [(7 - index / len(texts) if index else 8.5, text) for index, text in enumerate(texts)]
-    fields += [(5, about.speed), (8, about.waiting), (0, about.memory), (10, about.left)]
-    fields = [(matters, text) for matters, text in fields if text]
+    fields = _fields(values, about)
     share = None if not total else min(1.0, n / total)
     count = f"{n:{len(f'{total:.0f}')}}/{total:.0f}" if total else f"{n}it"
     head = f"{label}: {100 * share:3.0f}%" if share is not None else f"{label}:"

@@ -22,6 +22,7 @@ from hasten_tools.demo.task import RowVariant, Task, code_of, plural
 from hasten_tools.speed.advice import BLUE, GREY, Bar, draw_speeds
 from hasten_tools.speed.inspect_run import device_name
 from hasten_tools.speed.safety import Safety
+from hasten_tools.tables import aligned
 
 # The same work took so many times as long in another turn: then the figures are not worth quoting.
 UNSTEADY = 1.5
@@ -135,21 +136,16 @@ def table(
     name_width = width - 3 - sum(FIGURES.values())
     rule = "-" * width
 
-    def line(number: object, name: str, figures: Iterable[str]) -> str:
-        aligned = (f"{figure:>{size}}" for figure, size in zip(figures, FIGURES.values(), strict=False))
-        return f"{number:<3}{name:<{name_width}}{''.join(aligned)}".rstrip()
-
+    rows = [["", "row, and the changed line", *FIGURES]]
+    for number, result in enumerate(results, start=1):
+        name = textwrap.wrap(result.row.name + _mark(result), name_width)
+        code = [f"  {part}" for part in textwrap.wrap(result.row.line, width - 5)]
+        rows.append([str(number), "\n".join([*name, *code]), *_figures(result, results[0])])
     lines = [
         *textwrap.wrap(f"{task.name}: {task.title}", width),
         *textwrap.wrap(describe(facts), width),
-        *(rule, line("", "row, and the changed line", FIGURES), rule),
+        *aligned(rows, [3, name_width, *FIGURES.values()], right_from=2, rule=rule),
     ]
-    for number, result in enumerate(results, start=1):
-        name, *rest = textwrap.wrap(result.row.name + _mark(result), name_width)
-        lines.append(line(number, name, _figures(result, results[0])))
-        lines += [f"   {part}" for part in rest]
-        lines += [f"     {part}" for part in textwrap.wrap(result.row.line, width - 5)]
-    lines.append(rule)
     for note in _notes(results, arithmetic):
         lines += textwrap.wrap(note, width, subsequent_indent="  ")
     return "\n".join(lines)

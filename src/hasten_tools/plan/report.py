@@ -9,6 +9,7 @@ from typing import Any
 
 from hasten._lib.errors import make_error
 from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
+from hasten_tools.tables import aligned
 
 # Of a device's memory, what a plan may fill. The rest is for the driver, the communication library, and gaps between
 # tensors.
@@ -160,10 +161,10 @@ class FitPlan:
         if not found.sent:
             yield "nothing is sent in a step"
         else:
-            yield f"{'sent in a step':<18}{'calls':>8}{'tensors':>12}{'by each process (ring)':>26}"
-            for name in sorted(found.sent):
-                calls, payload, ring = found.sent[name]
-                yield f"{name:<18}{calls:>8,}{size(payload):>12}{size(ring):>26}"
+            rows = [["sent in a step", "calls", "tensors", "by each process (ring)"]]
+            for name, (calls, payload, ring) in sorted(found.sent.items()):
+                rows.append([name, f"{calls:,}", size(payload), size(ring)])
+            yield from aligned(rows, [18, 8, 12, 26], right_from=1)
         if self.changes:
             yield ""
             yield from self._changes()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
+from hasten_tools.tables import aligned
 
 Status = Literal["ok", "warning", "error", "not checked"]
 
@@ -123,14 +124,12 @@ class CheckReport:
         yield self.title
         yield ""
         names = self._name_width()
-        indent = " " * (_STATUS_WIDTH + names)
+        room = width - _STATUS_WIDTH - names
         for index, row in enumerate(self.rows):
             if index and self._problems_begin(index):
                 yield ""
-            text = wrapped(row.seen, width - len(indent))
-            yield f"{row.status:<{_STATUS_WIDTH}}{row.name:<{names}}{text[0]}"
-            yield from (indent + line for line in text[1:])
-            yield from (indent + line for line in _remedy(row, width - len(indent)))
+            text = "\n".join([*wrapped(row.seen, room), *_remedy(row, room)])
+            yield from aligned([[row.status, row.name, text]], [_STATUS_WIDTH, names, room], right_from=3)
         yield ""
         yield self.summary
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten._lib.names import did_you_mean
-from hasten_tools.report.curves import Axis, Curve, stage_of
-from hasten_tools.report.plots import KINDS
+from hasten_tools.report.curves import KINDS, Axis, Curve, suited_names
 
 if TYPE_CHECKING:
     from hasten_tools.report.read import RecordedRun
@@ -102,14 +100,8 @@ def _matching(pattern: str, known: Sequence[str]) -> list[str]:
 
 def _usual(known: Sequence[str], x: Axis, say: Callable[[str], None]) -> list[str]:
     """Return the losses and accuracies; of a name logged at steps and at epochs, the one that suits the axis."""
-    chosen: dict[str, str] = {}
-    worse = "_step" if x == "epoch" else "_epoch"
-    for pattern, _ in KINDS.values():
-        for key in (key for key in known if pattern.search(key) and stage_of(key) != "test"):
-            plain = re.sub(r"_(step|epoch)(?=$|/dataloader_idx_\d+$)", "", key)
-            if plain not in chosen or re.search(f"{worse}($|/)", chosen[plain]):
-                chosen[plain] = key
-    usual = list(chosen.values()) or list(known)
+    suited = [name for pattern, _ in KINDS.values() for name in suited_names(known, pattern, x)]
+    usual = list(dict.fromkeys(suited)) or list(known)
     if len(usual) > _PANELS:
         say(f"drawn are {_PANELS} of {len(usual)} values; name others with --key: {_listed(usual[_PANELS:])}.")
     return usual[:_PANELS]

@@ -37,6 +37,11 @@ _STAGES = {
     "validation": "validation", "dev": "validation", "eval": "validation", "test": "test",
 }  # fmt: skip
 _ORDER = ("training", "validation", "test")
+# The losses and the accuracies among logged names, and their titles.
+KINDS = {
+    "loss": (re.compile(r"loss", re.IGNORECASE), "Loss"),
+    "acc": (re.compile(r"(^|[_/.\- ])(acc|accuracy)($|[_/.\- \d])", re.IGNORECASE), "Accuracy"),
+}
 _TITLES = {
     "acc": "Accuracy",
     "lr": "Learning rate",
@@ -104,7 +109,7 @@ def draw(
 
     """
     check_smooth(smooth)
-    shown = [_on_axis(curve, x) for curve in curves]
+    shown = [on_axis(curve, x) for curve in curves]
     shown = [curve for curve in shown if curve.x]
     if not shown:
         raise ValueError("there are no values to draw.")
@@ -223,6 +228,76 @@ def can_smooth(y: Sequence[float], smooth: float) -> bool:
     return len(y) >= 3 * window - 1e-6
 
 
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Return the places of at most ``most`` values: the smallest and the largest of each stretch, first and last.
+
+    Of a stretch without a finite value, the first place stays, so that a curve has a gap there.
+
+    Example::
+
+        >>> thinned([0, 0, 9, 0, 0, 0, -9, 0], 6)
+        [0, 2, 4, 6, 7]
+
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    stretches = max(1, (most - 2) // 2)
+    kept = {0, count - 1}
+    for stretch in range(stretches):
+        begin, end = stretch * count // stretches, (stretch + 1) * count // stretches
+        part = values[begin:end]
+        finite = finite_values(part)
+        if finite:
+            kept.add(begin + part.index(min(finite)))
+            kept.add(begin + part.index(max(finite)))
+        else:
+            kept.add(begin)
+    return sorted(kept)
+
+
+def finite_values(values: Sequence[float]) -> Sequence[float]:
+    """Return the values that are finite."""
+    # A sum is finite only if all values are, and takes a tenth of the time of looking at each.
+    return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
+
+
+def plain_name(name: str) -> str:
+    """Return a logged name without the "_step" or "_epoch" that a metric logged at both has.
+
+    Example::
+
+        >>> plain_name("train_loss_epoch"), plain_name("val_acc_step/dataloader_idx_1")
+        ('train_loss', 'val_acc/dataloader_idx_1')
+
+    """
+    return re.sub(r"_(step|epoch)(?=$|/dataloader_idx_\d+$)", "", name)
+
+
+def suited_names(names: Iterable[str], pattern: re.Pattern[str], x: Axis) -> list[str]:
+    """Return the names of training and validation that match; of one logged at steps and epochs, what suits the axis.
+
+    Example::
+
+        >>> suited_names(["loss_step", "loss_epoch", "test_loss"], KINDS["loss"][0], "epoch")
+        ['loss_epoch']
+
+    """
+    chosen: dict[str, str] = {}
+    for name in names:
+        if pattern.search(name) and stage_of(name) != "test":
+            plain = plain_name(name)
+            if plain not in chosen or _misfit(name, x) < _misfit(chosen[plain], x):
+                chosen[plain] = name
+    return list(chosen.values())
+
+
+def _misfit(name: str, x: Axis) -> int:
+    if re.search(r"_epoch($|/)", name):
+        return 0 if x == "epoch" else 2
+    return 2 if x == "epoch" and re.search(r"_step($|/)", name) else 1
+
+
 def stage_of(name: str) -> str:
     """Return ``"training"``, ``"validation"`` or ``"test"``, as the words of a logged name say; training without any.
 
@@ -284,7 +359,7 @@ def _read_name(name: str) -> _Name:
     return _Name(quantity, f"{stage}, loader {loader}" if loader else stage)
 
 
-def _on_axis(curve: Curve, x: Axis) -> Curve:
+def on_axis(curve: Curve, x: Axis) -> Curve:
     """Return a curve sorted by x; over epochs, with one value for each, counted from 1."""
     points = sorted(
         ((a, b) for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(a)), key=lambda point: point[0]
@@ -418,8 +493,11 @@ class _Drawing:
         dense = len(y) > _DENSE
         if self.smooth and can_smooth(y, self.smooth):
             front, dense = smoothed(y, self.smooth), False
-            axes.plot(*_thinned(x, y), color=shape["color"], linewidth=0.8, alpha=0.28, zorder=1.5)
-        drawn_x, drawn_y = _thinned(x, front)
+            shown = thinned(y, _POINTS)
+            behind = [x[place] for place in shown], [y[place] for place in shown]
+            axes.plot(*behind, color=shape["color"], linewidth=0.8, alpha=0.28, zorder=1.5)
+        shown = thinned(front, _POINTS)
+        drawn_x, drawn_y = [x[place] for place in shown], [front[place] for place in shown]
         many = len(drawn_x) > 2 * _MARKERS_PER_CURVE
         place = self.runs.index(curve.run) + 0.5 * self.variants.index(variant)
         marks = _spread(drawn_x, place / (len(self.runs) + 1)) if many else None
@@ -518,23 +596,6 @@ def _short(name: str) -> str:
     """Return a name without its middle if it is long."""
     half = _LONGEST_NAME // 2
     return name if len(name) <= _LONGEST_NAME else f"{name[: half - 1]}\u2026{name[-half:]}"
-
-
-def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the points to draw: of many, the lowest and the highest of each stretch, so that no peak is lost."""
-    if len(x) <= _POINTS:
-        return list(x), list(y)
-    size = math.ceil(2 * len(x) / _POINTS)
-    kept: list[int] = [0]
-    for start in range(0, len(x), size):
-        stretch = range(start, min(start + size, len(x)))
-        finite = [place for place in stretch if not math.isnan(y[place])]
-        if not finite:
-            kept.append(start)
-            continue
-        kept += sorted({min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)})
-    kept = sorted({*kept, len(x) - 1})
-    return [x[place] for place in kept], [y[place] for place in kept]
 
 
 def _spread(x: Sequence[float], start: float) -> list[int]:

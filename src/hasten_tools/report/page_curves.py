@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from hasten_tools.report.curves import panel_of, title_of
+from hasten_tools.report.curves import finite_values, panel_of, thinned, title_of
 from hasten_tools.report.read import RecordedRow, RecordedRun
 
 # Points of a curve at most: more cannot be seen before zooming in, and the page stays light.
@@ -39,30 +39,6 @@ class _Column:
 
     rows: list[RecordedRow] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-
-
-def thinned(values: Sequence[float], most: int = POINTS) -> list[int]:
-    """Return the places of at most ``most`` values: the smallest and the largest of each stretch, first and last.
-
-    Example::
-
-        >>> thinned([0, 0, 9, 0, 0, 0, -9, 0], 6)
-        [0, 2, 4, 6, 7]
-
-    """
-    count = len(values)
-    if count <= most:
-        return list(range(count))
-    stretches = max(1, (most - 2) // 2)
-    kept = {0, count - 1}
-    for stretch in range(stretches):
-        begin, end = stretch * count // stretches, (stretch + 1) * count // stretches
-        part = values[begin:end]
-        finite = _finite(part)
-        if finite:
-            kept.add(begin + part.index(min(finite)))
-            kept.add(begin + part.index(max(finite)))
-    return sorted(kept)
 
 
 class Epochs:
@@ -182,10 +158,10 @@ def _speed_values(line: Mapping[str, Any], seconds: float, *, has_rate: bool) ->
 
 
 def _curve(run: RecordedRun, place: int, name: str, stage: str, column: _Column, epochs: Epochs) -> dict[str, Any]:
-    kept = thinned(column.values)
+    kept = thinned(column.values, POINTS)
     rows = [column.rows[one] for one in kept]
     in_epochs = [epochs(row.step, row.epoch) for row in rows]
-    finite = _finite(column.values)
+    finite = finite_values(column.values)
     return {
         "run": place,
         "name": name,
@@ -193,19 +169,14 @@ def _curve(run: RecordedRun, place: int, name: str, stage: str, column: _Column,
         "step": [row.step for row in rows],
         "epoch": [None if one is None else round(one, 4) for one in in_epochs],
         "time": [None if row.time is None else round(run.elapsed(row.time), 3) for row in rows],
-        "y": [_short(column.values[one]) for one in kept],
+        "y": [_with_six_digits(column.values[one]) for one in kept],
         "count": len(column.values),
         "not_finite": len(column.values) - len(finite),
-        "last": _short(column.values[-1]),
-        "least": _short(min(finite)) if finite else None,
-        "most": _short(max(finite)) if finite else None,
+        "last": _with_six_digits(column.values[-1]),
+        "least": _with_six_digits(min(finite)) if finite else None,
+        "most": _with_six_digits(max(finite)) if finite else None,
     }
 
 
-def _finite(values: Sequence[float]) -> Sequence[float]:
-    # A sum is finite only if all values are, and takes a tenth of the time of looking at each.
-    return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
-
-
-def _short(value: float) -> float | None:
+def _with_six_digits(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -20,6 +20,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten_tools.speed.engine import FAILED, NO_GAIN, NOISY, SLOWER, UNCLEAR, Turn, speed_text, times
 from hasten_tools.speed.levers import Facts, Lever
 from hasten_tools.speed.safety import Safety
+from hasten_tools.tables import aligned
 
 # The other verdicts of a row.
 WINS, NEVER_PAYS, WRONG, REFUSED = "wins", "pays back too late", "wrong", "refused"
@@ -373,14 +374,9 @@ class Advice:
         while len(widths) > 3 and sum(widths) + 2 * (len(widths) - 1) > width:
             widths.pop()
         rule = "-" * min(width, sum(widths) + 2 * (len(widths) - 1))
-        lines = [rule]
-        for number, texts in enumerate(cells):
-            first, *more = textwrap.wrap(texts[0], names) or [""]
-            # Words to the left, figures to the right.
-            shown = [first.ljust(names), texts[1].ljust(widths[1])]
-            shown += [text.rjust(size) for text, size in zip(texts[2:], widths[2:], strict=False)]
-            lines += ["  ".join(shown).rstrip(), *more, *([rule] if not number else [])]
-        return [*lines, rule]
+        rows_of_text = [["\n".join(textwrap.wrap(name, names)), *texts] for name, *texts in cells]
+        # Words to the left, figures to the right.
+        return list(aligned(rows_of_text, widths, right_from=2, gap="  ", rule=rule))
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw a bar for each lever that was measured; its length is the speed.
