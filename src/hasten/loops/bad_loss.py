@@ -256,9 +256,9 @@ class Guard:
         gradients = [] if optimizer is None or run.runtime.scaler is not None else _gradients(optimizer)
         finite = _are_finite([loss for _, loss in self._losses], gradients)
         bad = [entry for entry, is_finite in zip(self._losses, finite, strict=False) if not is_finite]
-        here = worst = _BAD_LOSS if bad else _FINE if all(finite) else _BAD_GRADIENT
+        own_verdict = worst = _BAD_LOSS if bad else _FINE if all(finite) else _BAD_GRADIENT
         if run.runtime.several_processes:
-            worst = int(run.runtime.all_reduce(torch.tensor(here, device=run.runtime.device), op="max"))
+            worst = int(run.runtime.all_reduce(torch.tensor(own_verdict, device=run.runtime.device), op="max"))
         if worst == _FINE:
             self._in_a_row = 0
             return True
@@ -268,7 +268,7 @@ class Guard:
         if optimizer is not None:
             # Schedulers continue, and torch would warn that their optimizer never steps.
             torch_private.note_step(optimizer)
-        self._last = self._describe(here, bad)
+        self._last = self._describe(own_verdict, bad)
         place = ""
         if self._mode == "stop":
             is_of_this_batch = bool(bad) and bad[-1][0] == self._batch[1]
@@ -302,13 +302,13 @@ class Guard:
     def _error(self, what: str, advice: str = "") -> BadLossError:
         return BadLossError(f"Trainer(on_bad_loss={self._mode!r}): {what} {self._last}{advice}")
 
-    def _describe(self, here: int, bad: list[tuple[int, Tensor]]) -> str:
+    def _describe(self, verdict: int, bad: list[tuple[int, Tensor]]) -> str:
         progress = self._run.progress
         batch_idx = bad[0][0] if bad else self._batch[1]
         where = f"at step {progress.logged_step} (epoch {progress.epoch + 1}, batch {batch_idx})"
-        if here == _BAD_LOSS:
+        if verdict == _BAD_LOSS:
             return f"The loss of training_step is {float(bad[0][1])} {where}."
-        if here == _FINE:
+        if verdict == _FINE:
             return f"On another process the loss of training_step or its gradient is not finite {where}."
         gradients = ((name, p.grad) for name, p in self._run.module.named_parameters() if p.grad is not None)
         names = [name for name, gradient in gradients if not all(_are_finite([], [_values(gradient)]))]
@@ -379,10 +379,10 @@ def _are_finite(losses: list[Tensor], gradients: list[Tensor]) -> list[bool]:
         flags.append(torch.isfinite(torch.stack(largest)).all().reshape(1))
     if len(flags) > 1:
         flags = [flag.to(flags[0].device) for flag in flags]
-        found: list[bool] = torch.cat(flags).tolist()
+        finite: list[bool] = torch.cat(flags).tolist()
     else:
-        found = flags[0].tolist() if flags else []
-    return [*found[: len(losses)], all(found[len(losses) :])]
+        finite = flags[0].tolist() if flags else []
+    return [*finite[: len(losses)], all(finite[len(losses) :])]
 
 
 def guard(run: Run) -> Guard | None:
@@ -403,25 +403,25 @@ def name_layer(error: BaseException, run: Run, batch: object, batch_idx: int) ->
             error.add_note(note.strip())
 
 
-def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
+def first_bad(run: Run, state: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
     """Compute the batch again, and return a sentence that names the first output that is not finite; or ""."""
-    found: list[str] = []
+    sentences: list[str] = []
     if (path := _bad_in(batch, "batch")) is not None:
-        found.append(f"{path} itself is not finite. ")
-    found += [
+        sentences.append(f"{path} itself is not finite. ")
+    sentences += [
         f"The parameter {name} was not finite before. "
         for name, parameter in run.module.named_parameters()
         if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
     ]
     # No process can compute a batch of a divided module alone.
-    if found or run.runtime.strategy.sharding.shards_parameters:
-        return found[0] if found else ""
+    if sentences or run.runtime.strategy.sharding.shards_parameters:
+        return sentences[0] if sentences else ""
 
     def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
-        if found or _bad_in(output, "") is None:
+        if sentences or _bad_in(output, "") is None:
             return
         side = "output" if _bad_in(inputs, "") is None else "input"
-        found.append(f"First not finite: the {side} of {name} ({type(layer).__name__}). ")
+        sentences.append(f"First not finite: the {side} of {name} ({type(layer).__name__}). ")
 
     # Hooks run when a call ends: the parts of a module are checked before the module itself.
     handles = [
@@ -436,23 +436,23 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
     try:
         # Anomaly mode is on during forward too, so that it can show the line of the function.
         with isolate_rng(), as_written, torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
-            if before is not None:
-                before.restore_random()
+            if state is not None:
+                state.restore_random()
             output = step(batch, batch_idx)
-            if backward and not found:
+            if backward and not sentences:
                 loss = output if isinstance(output, Tensor) else output["loss"]
                 trained = [p for p in run.module.parameters() if p.requires_grad]
                 torch.autograd.grad(loss, trained, allow_unused=True)
-            if not backward and not found:
-                found.append("The output of every layer is finite: the loss itself is computed so. ")
+            if not backward and not sentences:
+                sentences.append("The output of every layer is finite: the loss itself is computed so. ")
     except Exception as error:
         # Anomaly mode ends with the name of the function; other errors say nothing about the loss.
         if "returned nan values" in str(error):
-            found.append(f"{str(error).rstrip('.')}. ")
+            sentences.append(f"{str(error).rstrip('.')}. ")
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else ""
+    return sentences[0] if sentences else ""
 
 
 def _bad_in(thing: Any, path: str) -> str | None:
@@ -466,4 +466,4 @@ def _bad_in(thing: Any, path: str) -> str | None:
         inside = enumerate(thing)
     else:
         return None
-    return next((found for key, value in inside if (found := _bad_in(value, f"{path}[{key!r}]")) is not None), None)
+    return next((bad for key, value in inside if (bad := _bad_in(value, f"{path}[{key!r}]")) is not None), None)

@@ -168,11 +168,11 @@ class StageData:
 
     def all_limits(self) -> list[float]:
         """Return the number of batches of every single loader, also of joined loaders, and in a sanity check."""
-        found: list[float] = []
+        limits: list[float] = []
         for stream in self.load():
             leaves = stream.streams if isinstance(stream, CombinedStream) and self.stage != "train" else [stream]
-            found += [self._limited(leaf) for leaf in leaves]
-        return found
+            limits += [self._limited(leaf) for leaf in leaves]
+        return limits
 
     def tell_samplers(self, epoch: int) -> None:
         """Call ``set_epoch`` of the samplers that a program brought for an evaluation, as Lightning does."""
@@ -183,10 +183,10 @@ class StageData:
 
     def streams(self) -> list[Any]:
         """Return every single loader, also joined loaders."""
-        found: list[Any] = []
+        loaders: list[Any] = []
         for stream in self.load():
-            found += stream.loader.flattened if isinstance(stream, CombinedStream) else [stream.loader]
-        return found
+            loaders += stream.loader.flattened if isinstance(stream, CombinedStream) else [stream.loader]
+        return loaders
 
     def take_limit(self) -> None:
         """Use ``next_limit`` from now on."""
@@ -211,16 +211,16 @@ class StageData:
     def load(self) -> list[Stream | CombinedStream]:
         """Return the streams; the first time, ask for the loaders, and raise if something is wrong with them."""
         if self._streams is None:
-            given, name = self.given, f"the {self.stage} dataloader"
-            if given is None:
+            data, name = self.given, f"the {self.stage} dataloader"
+            if data is None:
                 owner, hook = self._owner(), HOOK_OF[self.stage]
-                given, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
-                if given is None:
+                data, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
+                if data is None:
                     raise WrongType(f"{name} returned None. Return a DataLoader or an iterable.")
-            found = self._several(given, name)
+            loaders = self._several(data, name)
             self._streams = [
-                self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
-                for index, loader in enumerate(found)
+                self._stream(loader, name if len(loaders) == 1 else f"{name}[{index}]")
+                for index, loader in enumerate(loaders)
             ]
             for stream in self._streams:
                 self._limited(stream)  # Raises if the limit does not fit the loader.
@@ -465,23 +465,24 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
     def hook(name: str) -> Callable[..., Any] | None:
         present = [owner for owner in owners if owner is not None]
         # A wrapper around a default hook is called too, unless another object has its own hook.
-        found = [owner for owner in present if redefines(owner, DataHooks, name)]
-        found += [run.module] if overrides(run.module, DataHooks, name) else []
-        return getattr(found[0], name) if found else None
+        listeners = [owner for owner in present if redefines(owner, DataHooks, name)]
+        listeners += [run.module] if overrides(run.module, DataHooks, name) else []
+        return getattr(listeners[0], name) if listeners else None
 
-    before, move, after = map(hook, ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"))
+    before_move, move = hook("on_before_batch_transfer"), hook("transfer_batch_to_device")
+    after_move = hook("on_after_batch_transfer")
     to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)
     strategy = run.runtime.strategy
     if defined_by_program(strategy, "batch_to_device"):
         to_device = functools.partial(strategy.batch_to_device, device=device, dataloader_idx=loader_idx)
-    elif before is None and move is None and after is None:
+    elif before_move is None and move is None and after_move is None:
         return None if device.type == "cpu" else run.observers.watch("batch_to_device", to_device)
 
     def transfer(batch: Any) -> Any:
-        if before is not None:
-            batch = before(batch, loader_idx)
+        if before_move is not None:
+            batch = before_move(batch, loader_idx)
         batch = to_device(batch) if move is None else move(batch, device, loader_idx)
-        return batch if after is None else after(batch, loader_idx)
+        return batch if after_move is None else after_move(batch, loader_idx)
 
     return run.observers.watch("batch_to_device", transfer)
 

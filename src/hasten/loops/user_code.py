@@ -198,10 +198,10 @@ def check_evaluation(run: Run) -> None:
 def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
     """Check that the optimizers train parameters of the module."""
     module, owner = run.module, type(run.module).__name__
-    own = {id(parameter): parameter for parameter in module.parameters()}
+    of_module = {id(parameter): parameter for parameter in module.parameters()}
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
-        outside = [parameter for parameter in parameters if id(parameter) not in own]
+        outside = [parameter for parameter in parameters if id(parameter) not in of_module]
         if not outside:
             continue
         kind = type(optimizer).__name__
@@ -225,40 +225,40 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
                     f"{problem}, so their gradients would not be averaged over the processes. {instead}"
                 )
             nothing_trained = len(outside) == len(parameters) and _held_by(module).isdisjoint(map(id, outside))
-            if nothing_trained and any(parameter.requires_grad for parameter in own.values()):
+            if nothing_trained and any(parameter.requires_grad for parameter in of_module.values()):
                 raise MisconfigurationException(f"{problem}: it would not be trained. {instead}")
         rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it. {instead}")
 
 
 def _held_by(module: nn.Module) -> set[int]:
     """Return the ids of the tensors that a module holds in lists, dicts and objects, where torch does not find them."""
-    found: set[int] = set()
-    seen: set[int] = set()
+    ids: set[int] = set()
+    visited: set[int] = set()
 
     def visit(thing: Any, depth: int) -> None:
-        if id(thing) in seen or depth < 0:
+        if id(thing) in visited or depth < 0:
             return
-        seen.add(id(thing))
+        visited.add(id(thing))
         if isinstance(thing, Tensor):
-            found.add(id(thing))
+            ids.add(id(thing))
         elif isinstance(thing, nn.Module):
-            found.update(map(id, thing.parameters()))
+            ids.update(map(id, thing.parameters()))
             for child in thing.modules():
                 visit(vars(child), depth - 1)
         elif not isinstance(thing, (type, torch.optim.Optimizer)):
             if not isinstance(thing, (list, tuple, set)):
-                held = thing if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})
-                thing = [value for key, value in held.items() if key not in ("_trainer", "_fabric")]
+                contents = thing if isinstance(thing, Mapping) else getattr(thing, "__dict__", {})
+                thing = [value for key, value in contents.items() if key not in ("_trainer", "_fabric")]
             for value in thing:
                 visit(value, depth - 1)
 
     visit(module, 4)
-    return found
+    return ids
 
 
 def _near_method(module: object, name: str) -> str:
-    own = [key for key, value in vars(type(module)).items() if inspect.isfunction(value)]
-    near = nearest(name, [key for key in own if not hasattr(LightningModule, key)])
+    methods = [key for key, value in vars(type(module)).items() if inspect.isfunction(value)]
+    near = nearest(name, [key for key in methods if not hasattr(LightningModule, key)])
     return f" (is {near!r} misspelt?)" if near else ""
 
 
@@ -294,9 +294,9 @@ def check_signatures(
 
 @functools.cache
 def _names(base: type) -> list[str]:
-    kept = ("on_", "setup", "teardown", "prepare_data", "transfer_", "state_dict", "load_state_dict")
+    prefixes = ("on_", "setup", "teardown", "prepare_data", "transfer_", "state_dict", "load_state_dict")
     functions = [name for name, value in vars(base).items() if inspect.isfunction(value)]
-    return [name for name in functions if name.startswith(kept) or name.endswith("_dataloader")]
+    return [name for name in functions if name.startswith(prefixes) or name.endswith("_dataloader")]
 
 
 # Arguments that are always passed, by name, and have a default in the base class.
@@ -427,8 +427,8 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             continue
         if name in _OLD_HOOKS:
             # With other arguments it has another purpose: callbacks of other libraries use such names.
-            given = ("self", "trainer", "pl_module") if base is Callback else ("self",)
-            hook = _OLD_HOOKS[name] if _accepts(method, given) else None
+            parameters = ("self", "trainer", "pl_module") if base is Callback else ("self",)
+            hook = _OLD_HOOKS[name] if _accepts(method, parameters) else None
         else:
             # A cutoff of 0.9: one or two letters of twenty differ.
             hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
@@ -551,13 +551,13 @@ def _broadcast_losses(module: LightningModule) -> dict[tuple[str, str, int], re.
 
     Python records shown warnings in the module whose line they name, so no step has to be watched.
     """
-    found = {}
+    matches = {}
     # A loss layer is called by a line of torch.
     for name in {**{kind.__module__: None for kind in type(module).__mro__}, "torch.nn.modules.loss": None}:
         for shown in vars(sys.modules.get(name, sys)).get("__warningregistry__", ()):
             if isinstance(shown, tuple) and (shapes := _OF_TWO_SHAPES.match(str(shown[0]))):
-                found[name, str(shown[0]), shown[2]] = shapes
-    return found
+                matches[name, str(shown[0]), shown[2]] = shapes
+    return matches
 
 
 def _warn_of_broadcast_losses(module: LightningModule, before: Iterable[tuple[str, str, int]]) -> None:
@@ -758,8 +758,8 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
         )
     elif isinstance(error, TypeError) and (wrong := _WRONG_KEYWORD.search(text)):
         function = getattr(module, wrong[1], None)
-        known = list(inspect.signature(function).parameters) if callable(function) else []
-        note = f"self.{wrong[1]} takes: {', '.join(known)}.{did_you_mean(wrong[2], known)}" if known else None
+        names = list(inspect.signature(function).parameters) if callable(function) else []
+        note = f"self.{wrong[1]} takes: {', '.join(names)}.{did_you_mean(wrong[2], names)}" if names else None
     if note is not None:
         error.add_note(note)
     with suppress(AttributeError):
