@@ -282,11 +282,11 @@ class Fabric(RuntimeView):
             check_optimizer(optimizer, "setup")
         wrapped = self._wrapped_module(module, "setup", move_to_device, optimizers)
         # After the module: a precision may have replaced layers, and an engine may have replaced the optimizer.
-        made = self._wrapped_optimizers(self._of_engine or optimizers, "setup", scheduler)
+        wrapped_optimizers = self._wrapped_optimizers(self._of_engine or optimizers, "setup", scheduler)
         self.call("on_after_setup", fabric=self, module=wrapped)
-        if not made:
+        if not wrapped_optimizers:
             return wrapped
-        return (wrapped, *made) if scheduler is None else (wrapped, *made, scheduler)
+        return (wrapped, *wrapped_optimizers) if scheduler is None else (wrapped, *wrapped_optimizers, scheduler)
 
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
@@ -319,8 +319,8 @@ class Fabric(RuntimeView):
             raise ValueError("Fabric.setup_optimizers() got no optimizer. Pass at least one.")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup_optimizers")
-        made = self._wrapped_optimizers(optimizers, "setup_optimizers")
-        return made[0] if len(made) == 1 else tuple(made)
+        wrapped_optimizers = self._wrapped_optimizers(optimizers, "setup_optimizers")
+        return wrapped_optimizers[0] if len(wrapped_optimizers) == 1 else tuple(wrapped_optimizers)
 
     @overload
     def setup_dataloaders(
@@ -352,7 +352,7 @@ class Fabric(RuntimeView):
         self._require_launch("setup_dataloaders")
         if not dataloaders:
             raise ValueError("Fabric.setup_dataloaders() got no dataloader. Pass at least one.")
-        made = []
+        wrapped_loaders = []
         loader: Any
         for position, loader in enumerate(dataloaders):
             if isinstance(loader, FabricDataLoader):
@@ -370,8 +370,8 @@ class Fabric(RuntimeView):
             share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
             device = self.device if move_to_device else None
-            made.append(FabricDataLoader(ready, device, self.strategy.sharding, self._runtime.steps))
-        return made[0] if len(made) == 1 else made
+            wrapped_loaders.append(FabricDataLoader(ready, device, self.strategy.sharding, self._runtime.steps))
+        return wrapped_loaders[0] if len(wrapped_loaders) == 1 else wrapped_loaders
 
     def _wrapped_module(
         self, module: Any, method: str, move_to_device: bool, optimizers: Sequence[Optimizer] = ()
@@ -389,13 +389,13 @@ class Fabric(RuntimeView):
         self._set_matmul_precision()
         if move_to_device and not self.strategy.sharding.shards_parameters:
             check_devices(original, method)
-        before = dict(original.named_parameters())
+        parameters = dict(original.named_parameters())
         self._check_same(original, method)
         self._runtime.shard(original)
         for name, parameter in original.named_parameters():
-            if before[name] is not parameter:
+            if parameters[name] is not parameter:
                 self._replaced = self._replaced or WeakTensorKeyDictionary()
-                self._replaced[before[name]] = parameter
+                self._replaced[parameters[name]] = parameter
         self._runtime.place(original, move=move_to_device)
         self._modules.append(original)
         if type(self).backward is Fabric.backward:
@@ -450,9 +450,9 @@ class Fabric(RuntimeView):
     ) -> list[FabricOptimizer]:
         if not self._runtime.engine.owns_step:
             self._check_optimizers(optimizers, method, scheduler)
-        made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
-        self._optimizers.extend(made)
-        return made
+        wrappers = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
+        self._optimizers.extend(wrappers)
+        return wrappers
 
     def _check_optimizers(
         self, optimizers: Sequence[Optimizer], method: str, scheduler: Scheduler | None = None
