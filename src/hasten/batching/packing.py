@@ -32,7 +32,7 @@ def pack(
     padding: Mapping[Any, Any] | None = None,
     multiple_of: int | None = None,
 ) -> dict[str, Any]:
-    """Concatenate sequences into rows, with all that a model needs to keep them apart.
+    """Concatenate sequences into rows, with everything that a model needs to separate them.
 
     Args:
         samples: dicts with ``input_ids`` (or another sequence, see :class:`~hasten.batching.pad.PadCollator`), or
@@ -122,7 +122,7 @@ def _bounds(lengths: list[int], layout: list[list[int]], width: int) -> tuple[li
 
 
 class PackCollator:
-    """Joins samples to packed rows, as :func:`pack` does; for ``DataLoader(collate_fn=...)``.
+    """Joins samples into packed rows, as :func:`pack` does; for ``DataLoader(collate_fn=...)``.
 
     With :class:`PackedBatchSampler` as the loader's ``batch_sampler`` every row is nearly full and every batch has the
     same shape. Labels of whole samples come in the documents' order, as ``document_starts`` has it.
@@ -239,7 +239,7 @@ def _laid_out(
 def _cut_labels(batch: dict[Any, Any], main: Hashable, packed_keys: list[Any]) -> None:
     """Make labels in which no document's first token is predicted from the document before it."""
     if "labels" not in packed_keys and "labels" in batch:
-        return  # One for each document.
+        return  # One mask entry for each document.
     labels = batch.get("labels")
     if labels is None:
         if batch[main].is_floating_point() or batch[main].dim() > 2:

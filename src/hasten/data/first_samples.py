@@ -20,7 +20,7 @@ class FirstSample(NamedTuple):
         loader: its name.
         setup: how many loaders of this name this process has made ready.
         dataset: the class of the dataset.
-        worker: its number.
+        worker: the number of the worker.
         digest: of the sample.
 
     """
@@ -48,7 +48,7 @@ def compare_first(first: FirstSample) -> None:
     _compared.add(place)
     other = agreement.differs_from_neighbor(place, first.digest)
     if other is not None:
-        # By the process that knows it.
+        # By process: the samples that are known.
         warnings.warn(
             f"{first.loader}: {first.dataset} begins with another sample on rank {dist.get_rank()} than on rank "
             f"{other}, so some samples are read twice and others not at all. Give it the same order on all processes, "

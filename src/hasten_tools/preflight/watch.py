@@ -251,7 +251,7 @@ class StepWatch(Callback):
         self._seen.evaluated.add(stage)
         self._seen.outputs.setdefault(stage, _described(outputs))
 
-    # -- inside
+    # -- internal functions
 
     def _look_at(self, stage: str, batch: Any, loader: int) -> None:
         seen = self._seen
