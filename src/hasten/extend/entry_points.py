@@ -1,8 +1,8 @@
 """Entry points, by which packages add to hasten; ``pip`` records them when it installs a package.
 
-hasten's own tools come this way too: the core asks for a name, and knows no package that has it. A checkout of the
-source is often used without an installation (``PYTHONPATH=src``), or is newer than what was installed from it. So each
-of hasten's packages also has its entry points in a file, in the format that ``pip`` writes.
+hasten's own tools come this way too: the core asks for a name, and does not know which package has it. A checkout of
+the source is often used without an installation (``PYTHONPATH=src``), or is newer than what was installed from it. So
+each of hasten's packages also has its entry points in a file, in the format that ``pip`` writes.
 """
 
 from __future__ import annotations
