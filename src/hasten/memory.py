@@ -222,7 +222,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
         return bool((one - other).norm() <= tolerance * one.norm())
 
 
-# -- what a forward may change
+# -- state that a forward may change
 
 
 def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:

@@ -184,7 +184,7 @@ class ServableModuleValidator(Callback):
 
 
 class Response:
-    """What a server answered.
+    """The answer of a server.
 
     Example::
 

@@ -44,7 +44,7 @@ def pack(
         next_token: the model predicts each token from those before: ``labels`` are the tokens themselves if a
             sample has none, and the first of each document is -100, so that no loss crosses from one to the next
             (the model shifts labels against its outputs, as Hugging Face models do). False leaves labels unchanged.
-        padding: what a row's end is filled with, by field; by default -100 for labels, else 0.
+        padding: padding value at the end of a row, by field; by default -100 for labels, else 0.
         multiple_of: without ``max_length``, the tokens of the row are a multiple of this.
 
     Returns:

@@ -253,7 +253,7 @@ def sequence_key(sample: object, keys: Sequence[Hashable] | None = None) -> Hash
 
 
 def default_padding(key: object) -> int:
-    """Return what a field is padded with: -100 for labels, 0 for masks, positions, token types and the rest."""
+    """Return the padding value of a field: -100 for labels, 0 for masks, positions, token types and the rest."""
     return IGNORED_LABEL if isinstance(key, str) and key.startswith("label") else 0
 
 

@@ -330,7 +330,7 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer, ranked=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove what a killed run had replaced, also if the resumed run had nothing left to train."""
+        """Remove files that a killed run had replaced, also if the resumed run had nothing left to train."""
         if self._resumed:
             self._remove_replaced(trainer, keep=trainer.ckpt_path)
 

@@ -42,7 +42,7 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
 # The name that configs and saved files have for it.
 ReduceLROnPlateau.__module__ = "hasten.cli"
 
-# What a scheduler may be here: torch's own ReduceLROnPlateau has no name to monitor.
+# Classes of schedulers that are accepted here: torch's own ReduceLROnPlateau has no name to monitor.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion: TypeAlias = LRScheduler | ReduceLROnPlateau
 LRSchedulerType: TypeAlias = type[LRScheduler] | type[ReduceLROnPlateau]

@@ -140,7 +140,7 @@ def _log_all(*, copy: bool) -> None:
         module.log(name, value, *args, **kwargs)
 
 
-# -- what a model decides on its first call
+# -- decisions of a model in its first call
 
 
 def settle_lazily(parts: list[nn.Module], batch: object) -> None:

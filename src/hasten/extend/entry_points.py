@@ -18,7 +18,7 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.optional import install_line
 from hasten.extend.origin import FOLDERS, ROOTS
 
-# The groups of entry points, and what an entry of each is.
+# The groups of entry points, with the kind of object in each.
 GROUPS = {
     "hasten.accelerators": "a subclass of Accelerator: Trainer(accelerator=NAME)",
     "hasten.commands": "a Command: `hasten NAME`",
@@ -74,7 +74,7 @@ def _in_files(group: str) -> tuple[EntryPoint, ...]:
 
 
 def load(group: str, name: str, *, purpose: str) -> Any:
-    """Return what an entry point names.
+    """Return the object that an entry point names.
 
     Args:
         group: one of ``GROUPS``.

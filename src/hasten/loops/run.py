@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def unprofiled(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``: what a run without a profiler makes of it."""
+    """Return ``function`` unchanged, in a run without a profiler."""
     return function
 
 

@@ -592,7 +592,7 @@ def _one_shape(values: str, target: str) -> str:
     return "write y.view_as(predictions) for the targets y, or change the last layer"
 
 
-# -- what a step returned
+# -- the value that a step returned
 
 MEMORY_NOTE = (
     "Memory ran out. Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; "

@@ -216,7 +216,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def data_shape(loader: object, datamodule: object, module: nn.Module) -> list[Any]:
-    """Return what a result depends on of the training data: kinds, sizes of samples and batches.
+    """Return the facts about the training data on which a result depends: kinds, sizes of samples and batches.
 
     Numbers are rounded to powers of two: a few samples more are the same data. Data of a datamodule, or of the module
     itself, is known by its owner: before the run prepares it there is nothing else to ask.

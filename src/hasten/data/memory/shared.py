@@ -230,7 +230,7 @@ def _start_time(pid: int) -> int | None:
 def _content(file: TextIO) -> tuple[list[SharedFile], bool] | None:
     """Return what such a file says, the tensors and whether they are columns, if the process that wrote it is alive."""
     file.seek(0)
-    # A file that cannot be read is what a killed process left of it.
+    # A killed process has left a file that cannot be read.
     with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
         content = json.load(file)
         files = [SharedFile(**each) for each in content["files"]]
