@@ -566,7 +566,7 @@ class Result:
         names, older = total.there["name"], total.elsewhere["name"]
         lines = [
             f"{len(self.packages)} packages use {there} names, attributes and arguments that Lightning 2.6 has; hasten "
-            f"has {had} of them, {percent(had, there)}. A use counts once for each package. Beside these, {older} "
+            f"has {had} of them, {percent(had, there)}. A use counts once for each package. Besides these, {older} "
             "imports are of names that Lightning 2.6 does not have either; counting them too, hasten has "
             f"{percent(total.had['name'], names + older)} of the names.",
             "",

@@ -198,14 +198,14 @@ class Hooks:
 
     def _of_callbacks(self, name: str, callbacks: list[Callback]) -> list[Call]:
         """Return the overrides of a hook in these callbacks."""
-        found: list[Call] = []
+        hooks: list[Call] = []
         for callback in callbacks:
             if name in self._overridden[id(callback)] and overrides(callback, Callback, name):
                 hook: Call = functools.partial(getattr(callback, name), self._trainer, self._module)
                 if self.watch is not None:
                     hook = self.watch(f"[Callback]{callback.state_key}.{name}", hook)
-                found.append(hook)
-        return found
+                hooks.append(hook)
+        return hooks
 
     def _watched(self, action: str, listener: Call) -> Call:
         return listener if self.watch is None else self.watch(action, listener)
@@ -231,13 +231,13 @@ HOOK_NAMES = frozenset(row.name for row in HOOKS) | frozenset(STEPS)
 
 def overrides(owner: object, base: type, name: str) -> bool:
     """Return whether ``name`` is overridden: in the class of ``owner``, on the instance, or on ``base`` itself."""
-    own = getattr(owner, name, None)
-    if own is None:
+    method = getattr(owner, name, None)
+    if method is None:
         return False
     base_function = getattr(base, name, None)
     if base_function is None:
         return True
-    function = getattr(own, "__func__", own)
+    function = getattr(method, "__func__", method)
     if function is not base_function:
         return True
     code = getattr(function, "__code__", None)
@@ -255,12 +255,12 @@ def redefines(owner: object, base: type, name: str) -> bool:
     Tools wrap every method of a module to watch its calls. Hooks that do something else when they are overridden, or
     are only called then, look through such wrappers.
     """
-    own = getattr(owner, "__dict__", {}).get(name, _ABSENT)
-    if own is _ABSENT:
+    function = getattr(owner, "__dict__", {}).get(name, _ABSENT)
+    if function is _ABSENT:
         return overrides(owner, base, name)
-    while (inner := getattr(own, "__wrapped__", None) or getattr(own, "func", None)) is not None:
-        own = inner
-    return own is not None and getattr(own, "__func__", own) is not getattr(base, name, None)
+    while (inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None)) is not None:
+        function = inner
+    return function is not None and getattr(function, "__func__", function) is not getattr(base, name, None)
 
 
 def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str) -> None:

@@ -250,10 +250,10 @@ class LoggedValue:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an interrupted epoch has accumulated, as plain data and CPU tensors, without the metric."""
-        kept = {name: getattr(self, name) for name in ("name", *SETTINGS)}
+        entries = {name: getattr(self, name) for name in ("name", *SETTINGS)}
         value = None if self.metric is not None else self.value
         values = {"value": value, "total": self.total, "weight": self.weight}
-        return kept | {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
+        return entries | {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], metric: object, device: torch.device) -> None:
         """Restore what ``state_dict`` returned; the tensors on ``device``. A ``metric`` restores its own state."""
@@ -281,10 +281,10 @@ class LoggingContext:
 
     def all_values(self) -> list[LoggedValue]:
         """Return the values of all dataloaders."""
-        found: list[LoggedValue] = []
+        logged: list[LoggedValue] = []
         for values in self.by_loader.values():
-            found += values.values()
-        return found
+            logged += values.values()
+        return logged
 
 
 @contextmanager
@@ -365,13 +365,13 @@ def reduction(reduce_fx: object, where: str) -> str:
     named = {"mean": "mean", "avg": "mean", "average": "mean", "sum": "sum", "min": "min", "max": "max"}
     functions: dict[object, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
     functions |= {max: "max", min: "min", sum: "sum"}
-    found = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
-    if found is None:
+    name = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
+    if name is None:
         raise MisconfigurationException(
             f"{where}: reduce_fx={reduce_fx!r} is not known.",
             fix="Use 'mean', 'sum', 'min' or 'max'; for anything else log a torchmetrics.Metric.",
         )
-    return found
+    return name
 
 
 def batch_size_of(batch: object) -> tuple[int, bool]:

@@ -121,7 +121,7 @@ class LoggedValues:
         context = self.context_of(row)
 
         def call(*arguments: Any) -> Any:
-            before = self.context
+            previous = self.context
             self.context = context
             result = None
             try:
@@ -129,7 +129,7 @@ class LoggedValues:
                     result = listener(*arguments)
                 return result
             finally:
-                self.context = before
+                self.context = previous
 
         return call
 
@@ -344,11 +344,11 @@ class LoggedValues:
             batches: how many batches this process had, by loader.
 
         """
-        own = self._of_epoch(stage)
-        absent, rows = self.shared.of_evaluation(own, self._rows, module, batches)
+        epoch_values = self._of_epoch(stage)
+        absent, rows = self.shared.of_evaluation(epoch_values, self._rows, module, batches)
         self._rows = []
         metrics = [None if each.metric is None else module.get_submodule(each.metric) for each in absent]
-        uses = Counter(id(metric) for metric in [*metrics, *(logged.metric for _, logged in own)])
+        uses = Counter(id(metric) for metric in [*metrics, *(logged.metric for _, logged in epoch_values)])
         for each, metric in zip(absent, metrics, strict=True):
             of_loader = self.context_of(each.row).by_loader.setdefault(each.loader_idx, {})
             logged = of_loader.setdefault(each.name, LoggedValue(each.name, self, each.row))
@@ -500,10 +500,10 @@ class LoggedValues:
         """Read the last step's values: callbacks may need them after the epoch is reset."""
         if stage != "train":
             return {}
-        found = [v for v in self.of_stage(stage) if v.on_step and v.step_value() is not None]
-        latest = self.shared.of_step([logged.step_value() for logged in found], found, f"{stage} latest")
+        step_values = [v for v in self.of_stage(stage) if v.on_step and v.step_value() is not None]
+        latest = self.shared.of_step([logged.step_value() for logged in step_values], step_values, f"{stage} latest")
         values: dict[str, float] = {}
-        for logged, value in zip(found, send_to_host(latest).values(), strict=True):
+        for logged, value in zip(step_values, send_to_host(latest).values(), strict=True):
             if logged.prog_bar:
                 self.bar_values[logged.step_name] = value
             if logged.logger:
@@ -542,15 +542,15 @@ class LoggedValues:
 
         Values logged under one name for all dataloaders continue.
         """
-        found = [
+        metric_values = [
             logged
             for context in self._contexts_of(stage)
             for logged in context.by_loader.get(self._loader_idx, {}).values()
             if logged.metric is not None and logged.on_epoch and logged.loader_suffix and logged.value is not None
         ]
         # The metrics of a collection may share states: all are read before the first is reset.
-        gathered = {id(logged.metric): Gathered(logged.metric) for logged in found}
-        for logged in found:
+        gathered = {id(logged.metric): Gathered(logged.metric) for logged in metric_values}
+        for logged in metric_values:
             logged.gathered = gathered[id(logged.metric)]
             logged.metric.reset()
 
@@ -590,20 +590,20 @@ class LoggedValues:
         training: set[int] = set()
         evaluation: set[int] = set()
         for context in self._contexts.values():
-            found = training if context.row.stage == "train" else evaluation
+            ids = training if context.row.stage == "train" else evaluation
             for values in context.by_loader.values():
                 for logged in values.values():
                     if logged.metric is not None:
-                        found.add(id(logged.metric))
+                        ids.add(id(logged.metric))
         return evaluation - training
 
     def of_stage(self, stage: str, *, current_loader: bool = False) -> list[LoggedValue]:
         """Return the values logged in the hooks of a stage."""
-        found: list[LoggedValue] = []
+        values: list[LoggedValue] = []
         for context in self._contexts.values():
             if context.row.stage == stage:
-                found += context.values.values() if current_loader else context.all_values()
-        return found
+                values += context.values.values() if current_loader else context.all_values()
+        return values
 
     def _contexts_of(self, stage: str) -> Iterable[LoggingContext]:
         return [context for context in self._contexts.values() if context.row.stage == stage]
@@ -619,20 +619,20 @@ class LoggedValues:
         """Return what an interrupted training epoch has accumulated, as plain data and tensors."""
         # Values still on their way belong to the steps before this checkpoint.
         self.deliver(wait=True)
-        kept = []
+        entries = []
         for context in self._contexts_of("train"):
             # The resumed run calls this hook again.
             for logged in () if context.row.name == "on_train_epoch_end" else context.values.values():
                 attribute = None if logged.metric is None else attribute_of(logged.metric)
                 if logged.value is not None and (logged.metric is None or attribute is not None):
-                    kept.append({"hook": context.row.name, "metric": attribute, **logged.state_dict()})
+                    entries.append({"hook": context.row.name, "metric": attribute, **logged.state_dict()})
         ending: dict[str, Any] = {
             "row_is_due": self.row_is_due,
             "epoch": dict(self.epoch_values),
             "epoch_not_for_loggers": dict(self._not_for_loggers),
         }
         return {
-            "train": kept,
+            "train": entries,
             "callback": dict(self.callback_values),
             "logged": dict(self.logger_values),
             "bar": dict(self.bar_values),
@@ -647,11 +647,11 @@ class LoggedValues:
         self.row_is_due = bool(state.get("row_is_due"))
         self.epoch_values = dict(state.get("epoch", {}))
         self._not_for_loggers = dict(state.get("epoch_not_for_loggers", {}))
-        for kept in state["train"]:
-            row = rows[kept["hook"]]
-            logged = self.context_of(row).values[kept["name"]] = LoggedValue(kept["name"], self, row)
-            metric = None if kept["metric"] is None else metric_at(kept["metric"])
-            logged.load_state_dict(kept, metric, self._runtime.device)
+        for entry in state["train"]:
+            row = rows[entry["hook"]]
+            logged = self.context_of(row).values[entry["name"]] = LoggedValue(entry["name"], self, row)
+            metric = None if entry["metric"] is None else metric_at(entry["metric"])
+            logged.load_state_dict(entry, metric, self._runtime.device)
 
 
 def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None:

@@ -227,7 +227,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
         return bool((one - other).norm() <= tolerance * one.norm())
 
 
-# -- what a forward may change
+# -- state that a forward may change
 
 
 class _Before:

@@ -77,10 +77,10 @@ Duration: TypeAlias = str | timedelta | dict[str, int]
 # Data, and what steps return.
 
 Batch: TypeAlias = Any
-"""What a loader yields: usually tensors in a tuple, list or dict, with the batch dimension first."""
+"""A batch of a loader: usually tensors in a tuple, list or dict, with the batch dimension first."""
 
 StepOutput: TypeAlias = Tensor | Mapping[str, Any] | None
-"""What a step returns. In training: the loss, a dict with the key "loss", or None to skip the batch."""
+"""The return value of a step. In training: the loss, a dict with the key "loss", or None to skip the batch."""
 
 Dataloaders: TypeAlias = "Iterable[Any] | LightningDataModule | None"
 """A DataLoader or any iterable of batches, a list or dict of them, or a datamodule."""

@@ -39,7 +39,7 @@ class OwnRange(NamedTuple):
 
 
 class EngineState:
-    """What a checkpoint holds of an engine, and how it gets back.
+    """The entries of a checkpoint that belong to an engine, and how they are restored.
 
     Args:
         engine: DeepSpeed's.
@@ -58,7 +58,7 @@ class EngineState:
         self._own: dict[str, Any] = {}
 
     def end(self) -> None:
-        """Keep what a checkpoint needs: the engine is about to end, and its buffers stay."""
+        """Save what a checkpoint needs before the engine ends; its buffers stay."""
         if self._parts is None:
             self._own = self._own_state()
             every = (parameter for group in self._groups for parameter in group if self.is_trained(parameter))

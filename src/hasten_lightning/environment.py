@@ -103,7 +103,7 @@ def parse_variables(kind: type, template: str = "PL_%(cls_name)s_%(cls_argument)
 
     Args:
         kind: the class; its name and its parameters are parts of the names of the variables.
-        template: what a variable is called.
+        template: the name of a variable.
 
     Example::
 

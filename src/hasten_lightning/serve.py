@@ -196,7 +196,7 @@ class ServableModuleValidator(Callback):
 
 
 class Response:
-    """What a server answered.
+    """The answer of a server.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""XLAProfiler: what a TPU computes, for TensorBoard."""
+"""XLAProfiler: traces of a TPU's work, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BATCH = "run_training_batch"
 
 
 class XLAProfiler(Profiler):
-    """Name what a run does in the traces of torch_xla's profiler, and offer them on a port.
+    """Name the actions of a run in the traces of torch_xla's profiler, and offer the traces on a port.
 
     During the run, TensorBoard's profile page (Capture profile, ``localhost:9012``) or
     ``torch_xla.debug.profiler.trace("localhost:9012", folder)`` records a few seconds of it.

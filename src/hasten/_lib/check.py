@@ -39,7 +39,7 @@ def whole(
     Args:
         owner: the function or class that has the argument, for the message.
         name: of the argument.
-        value: what was given.
+        value: the value of the argument.
         at_least: the smallest number allowed.
         at_most: the largest number allowed.
         unit: what is counted, for the message: ``"steps"``.

@@ -36,7 +36,7 @@ def cuda_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
+    """Wait until a device has completed its work."""
     if is_cuda(device):
         torch.cuda.synchronize(device)
     elif device.type == "mps":

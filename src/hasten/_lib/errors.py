@@ -162,8 +162,8 @@ def absent(name: str, base: type, *, home: str, instead: str, why: str = "is not
         name: of the class.
         base: its base class.
         home: the module that offers it.
-        instead: a sentence that says what to use in its place.
-        why: what is said of the name.
+        instead: a sentence that says what to use instead.
+        why: the reason, as the rest of a sentence about the name.
 
     Example::
 
@@ -202,7 +202,7 @@ SHOW_ALL = "HASTEN_FULL_TRACEBACK"
 
 _TORCH_CALLS = os.path.join("torch", "nn", "modules", "module.py")
 # Of consecutive frames of hasten, the first and the last are kept; the last calls the program's code or raises the
-# error. The first such row, which leads to the loop, keeps one more.
+# error. The first group of frames, which leads to the loop, keeps one more.
 _KEPT, _KEPT_OF_FIRST = 2, 3
 
 

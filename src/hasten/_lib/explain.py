@@ -26,7 +26,7 @@ _NO_BATCH = object()
 
 @dataclass
 class _Place:
-    """Where an error was raised: the layer, what it was given, and the local variables from there inward."""
+    """Where an error was raised: the layer, its inputs, and the local variables of the frames inside it."""
 
     error: BaseException
     batch: object = _NO_BATCH
@@ -55,12 +55,12 @@ class _Place:
 
 
 def explain(error: BaseException, batch: object = _NO_BATCH) -> None:
-    """Add notes to an error: the layer that raised it, and what usually mends it. A second call adds nothing.
+    """Add notes to an error: the layer that raised it, and the usual fix. A second call adds nothing.
 
-    Only the traceback is read. Errors of hasten say themselves what to do.
+    Only the traceback is read. Errors of hasten already say what to do.
 
     Args:
-        error: what was raised.
+        error: the exception.
         batch: of the step that raised it.
 
     """
@@ -80,7 +80,7 @@ def explain(error: BaseException, batch: object = _NO_BATCH) -> None:
 
 
 def remedy_for(text: str) -> str:
-    """Return the line that usually mends an error or a warning of torch; "" if none is known.
+    """Return the line that usually fixes an error or a warning of torch; "" if none is known.
 
     Example::
 
@@ -168,7 +168,7 @@ def _shown(layer: nn.Module) -> str:
     return f"{kind}({text})" if text else kind
 
 
-# -- what mends it
+# -- the usual fixes
 
 _Remedy = Callable[["re.Match[str]", _Place], str]
 
@@ -180,7 +180,7 @@ def _remedy_at(place: _Place) -> str:
     for part, kinds, remedy in _REMEDIES:
         if isinstance(place.error, kinds) and (found := re.search(part, text)):
             note = remedy if isinstance(remedy, str) else remedy(found, place)
-            # An empty text: the error says itself what to do.
+            # An empty string: the error already says what to do.
             if note or isinstance(remedy, str):
                 return note
     return ""

@@ -17,7 +17,7 @@ from hasten._lib.errors import make_error
 
 # The end of the name of a file that is still being written; a cleaner removes those whose writer has died.
 TEMPORARY = ".hasten-tmp"
-# The end of the name of what is about to be replaced by something that cannot take its place in one step.
+# The end of the name of a file or folder that is set aside until its replacement has its name.
 SET_ASIDE = ".hasten-old"
 
 
@@ -150,7 +150,7 @@ def put_in_place(temporary: str | os.PathLike[str], path: str | os.PathLike[str]
                 os.replace(temporary, target)
                 break
             except OSError as error:
-                # After the first attempt: a reader has recovered what was set aside.
+                # After the first attempt fails: a reader has recovered the folder that was set aside.
                 if error.errno not in _IN_THE_WAY or not os.path.lexists(target) or attempt == 99:
                     raise
             with suppress(FileNotFoundError):
@@ -163,7 +163,7 @@ def put_in_place(temporary: str | os.PathLike[str], path: str | os.PathLike[str]
     remove_all(aside)
 
 
-# What rename says of a folder that is not empty, and of a file and a folder. Windows denies access.
+# Errors of rename for a folder that is not empty, and for a file and a folder. Windows denies access.
 _IN_THE_WAY = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES}
 
 
@@ -213,7 +213,7 @@ def remove_all(path: str | os.PathLike[str]) -> None:
 def remove_abandoned(folder: str | os.PathLike[str]) -> list[Path]:
     """Remove the temporary files and folders in ``folder`` whose writers have died, and return their paths.
 
-    What was set aside gets its name back, unless something else has it by now.
+    Files that were set aside get their names back, unless another file has the name by now.
     """
     removed = []
     for path in set_aside(folder):
@@ -261,7 +261,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def why_not_written(error: OSError, folder: str | os.PathLike[str]) -> str:
-    """Return why a file in ``folder`` could not be written; of a full disk, with the room that is left."""
+    """Return why a file in ``folder`` could not be written; for a full disk, with the free space."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         room = f" ({shutil.disk_usage(folder).free} bytes free in {folder})" if os.path.isdir(folder) else ""
         return os.strerror(error.errno) + room
@@ -322,7 +322,7 @@ def read_json(path: Path) -> Any:
 def remember_json(path: Path, content: Any) -> bool:
     """Write a JSON file and the folders it lies in; return whether that worked.
 
-    A full or read-only disk is not an error: what is cached can be made again.
+    A full or read-only disk is not an error: cached values can be made again.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -125,7 +125,7 @@ def has_parameter(function: Callable[..., object], name: str) -> bool:
     plain = getattr(function, "__func__", function)
     code = getattr(plain, "__code__", None)
     if code is not None and not hasattr(plain, "__wrapped__"):
-        # What inspect.signature finds, without its 50 calls.
+        # The result of inspect.signature, without its 50 calls.
         return name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
         return name in inspect.signature(function).parameters
@@ -142,7 +142,7 @@ _TPUS = "Write {owner}(accelerator='tpu', devices={value!r})."
 _HALF = "Write {owner}(precision='bf16-mixed'), or precision='16-mixed'."
 _FLUSH_LOGS = "Write Trainer(logger=hasten.loggers.CSVLogger('.', flush_logs_every_n_steps={value!r}))."
 
-# By argument, the name that it has now ("=name") or the text of the message. These Lightning has removed from both ...
+# By argument: its present name ("=name"), or the text of the message. Lightning has removed these from both ...
 _OF_BOTH = {
     "gpus": _GPUS,
     "num_gpus": _GPUS,

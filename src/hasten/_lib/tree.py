@@ -259,8 +259,8 @@ def defines_train(part: nn.Module) -> bool:
 def remember_modes(module: nn.Module) -> Callable[[], None]:
     """Return a function that gives each part of ``module`` the mode (train or eval) it has now.
 
-    Parts with a ``train()`` of their own get it called, as ``module.train()`` in a loop by hand does. What it leaves in
-    eval mode, for instance a frozen normalization, stays so.
+    The ``train()`` of parts that define it is called, as by ``module.train()`` in a hand-written loop. Parts that it
+    leaves in eval mode, for instance a frozen normalization, stay in eval mode.
 
     Example::
 
@@ -320,7 +320,7 @@ _is_read_by_jit = False
 
 @contextmanager
 def readable_by_jit() -> Iterator[None]:
-    """While it is open, ``trainer`` of a module that belongs to none is None: TorchScript reads all attributes."""
+    """Inside the block, ``trainer`` of a module without a Trainer is None: TorchScript reads all attributes."""
     global _is_read_by_jit
     before, _is_read_by_jit = _is_read_by_jit, True
     try:
@@ -336,7 +336,7 @@ def is_read_by_jit() -> bool:
 
 @contextmanager
 def preserve_modes(module: nn.Module) -> Iterator[None]:
-    """Give each part of ``module`` the mode it has now back when the block ends."""
+    """Restore the present mode of each part of ``module`` when the block ends."""
     restore = remember_modes(module)
     try:
         yield
@@ -374,7 +374,7 @@ def sharded_parameter(module: nn.Module) -> str | None:
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a ``DTensor``: a tensor of which each process may have a part."""
-    # Nothing is one before this module is imported, and importing it takes long.
+    # No value is a DTensor before this module is imported, and importing it takes long.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 # Matrices of floats with these names are (batch, time).
 FLOAT_KEYS = ("input_values", MASK_KEY)
-# Samples of a batch that is looked at.
+# Number of samples in a batch that is examined.
 BATCH_SIZE = 32
-# Samples that are joined to see which fields run over samples; even numbers, for functions that make pairs.
+# Numbers of samples that are joined to see which fields run over samples; even, for functions that make pairs.
 MANY, FEW = 4, 2
 
 
@@ -47,8 +47,8 @@ def fields_over_tokens(
 ) -> tuple[Any, ...]:
     """Return the fields that run over tokens in the batches that ``collate_fn`` makes.
 
-    These are all that are as wide as the mask in a batch of the longest samples and in one of the shortest, but for
-    matrices of floats ``(batch, n)``, which may be features or one value for each class.
+    These are all fields that are as wide as the mask both in a batch of the longest samples and in one of the shortest,
+    except matrices of floats ``(batch, n)``, which may be features or one value for each class.
 
     Example::
 
@@ -60,7 +60,7 @@ def fields_over_tokens(
     """
     size, order = min(loader.batch_size or 1, BATCH_SIZE), lengths.argsort(stable=True)
     found: dict[Any, bool] = {}
-    # Made where training makes them: workers may not share open files.
+    # The batches are made in the process where training makes them: workers may not share open files.
     batches = DataLoader(
         loader.dataset,
         batch_sampler=[order[-size:].tolist(), order[:size].tolist()],
@@ -132,8 +132,8 @@ class FitWidth:
 
     Columns that the mask leaves out for every sample, at the right end, are dropped from every field that runs over
     tokens, ``(batch, time, ...)``; if ``multiple_of`` asks for a wider batch, columns are added. Only padding is
-    dropped: classes among labels, and values that differ where the mask has padding, are kept. Other
-    fields, however wide, and batches without such a mask do not change.
+    dropped: classes among labels, and values that differ where the mask has padding, are kept. Other fields, however
+    wide, and batches without a mask do not change.
 
     Args:
         collate_fn: makes the batch.
@@ -182,7 +182,7 @@ class FitWidth:
         return new
 
     def _width(self, mask: Tensor, timed: dict[Any, Any]) -> int:
-        """Return to how many columns a batch is cut or filled up."""
+        """Return the number of columns to which a batch is cut or padded."""
         masked = used = int(extents(mask).max())
         for key, value in timed.items():
             if value.size(1) != mask.size(1) or key == self.mask_key or key in REBUILT_KEYS:
@@ -190,7 +190,7 @@ class FitWidth:
             beyond = value[:, masked:].unsqueeze(2).flatten(2)
             if not beyond.numel():
                 continue
-            # Padding is one value throughout, and in labels not a class; anything else is kept.
+            # Padding has one value throughout, which in labels is not a class; anything else is kept.
             is_label = isinstance(key, str) and key.startswith("label") and not value.is_floating_point()
             counts = beyond >= 0 if is_label else beyond != beyond[0, -1]
             used = max(used, masked + int(extents(counts.any(2)).max()))
@@ -205,9 +205,9 @@ class FitWidth:
         return width if self.limit is None else max(used, min(width, self.limit))
 
     def _fill_of(self, key: Any, value: Tensor, dims: tuple[int, ...], mask: Tensor) -> Any:
-        """Return what a field is filled up with: its padding, or a known value; None if there is none."""
+        """Return the padding value of a field: its own, or a known one; None if there is none."""
         if len(dims) > 1:
-            # Which tokens see each other cannot be made up: a row in which none is seen gives NaN.
+            # A mask of pairs cannot be extended: a row in which no token is visible gives NaN.
             return None
         if key == self.mask_key or key in REBUILT_KEYS:
             return 0
@@ -261,7 +261,7 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
         return _fields_of_several(dict(loaders if isinstance(loaders, Mapping) else enumerate(loaders)))
     loader = loaders
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None or overrides_iter(loader):
-        return None  # What a loader with its own iteration yields need not be what it joins.
+        return None  # A loader with its own iteration may yield other batches than it joins.
     dataset: Any = loader.dataset
     collate: Any = loader.collate_fn
     if collate is default_collate and not isinstance(dataset, HeldDataset) and not changed_later:
@@ -277,7 +277,7 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
                 return None
             many, fewer = (collate(samples_at(dataset, numbers[:count])) for count in (len(numbers), few))
     except Exception:
-        # A function that needs as many samples as a batch has, or a dataset that is read in its own order.
+        # The function needs as many samples as a batch has, or the dataset must be read in its own order.
         return None
     return Fields(compare(many, fewer, len(numbers), few))
 

@@ -33,7 +33,7 @@ def pack(
     padding: Mapping[Any, Any] | None = None,
     multiple_of: int | None = None,
 ) -> dict[str, Any]:
-    """Concatenate sequences into rows, with all that a model needs to keep them apart.
+    """Concatenate sequences into rows, with everything that a model needs to separate them.
 
     Args:
         samples: dicts with ``input_ids`` (or another sequence, see :class:`~hasten.batching.pad.PadCollator`), or
@@ -45,7 +45,7 @@ def pack(
         next_token: the model predicts each token from those before: ``labels`` are the tokens themselves if a
             sample has none, and the first of each document is -100, so that no loss crosses from one to the next
             (the model shifts labels against its outputs, as Hugging Face models do). False leaves labels unchanged.
-        padding: what a row's end is filled with, by field; by default -100 for labels, else 0.
+        padding: padding value at the end of a row, by field; by default -100 for labels, else 0.
         multiple_of: without ``max_length``, the tokens of the row are a multiple of this.
 
     Returns:
@@ -123,7 +123,7 @@ def _bounds(lengths: list[int], layout: list[list[int]], width: int) -> tuple[li
 
 
 class PackCollator:
-    """Joins samples to packed rows, as :func:`pack` does; for ``DataLoader(collate_fn=...)``.
+    """Joins samples into packed rows, as :func:`pack` does; for ``DataLoader(collate_fn=...)``.
 
     With :class:`PackedBatchSampler` as the loader's ``batch_sampler`` every row is nearly full and every batch has the
     same shape. Labels of whole samples come in the documents' order, as ``document_starts`` has it.
@@ -246,7 +246,7 @@ def _laid_out(
 def _cut_labels(batch: dict[Any, Any], main: Hashable, packed_keys: list[Any]) -> None:
     """Make labels in which no document's first token is predicted from the document before it."""
     if "labels" not in packed_keys and "labels" in batch:
-        return  # One for each document.
+        return  # One mask entry for each document.
     labels = batch.get("labels")
     if labels is None:
         if batch[main].is_floating_point() or batch[main].dim() > 2:

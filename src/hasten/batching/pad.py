@@ -19,13 +19,13 @@ from hasten._lib.rank_zero import warn_once
 if TYPE_CHECKING:
     from hasten.types import Batch
 
-# Where the sequence of a sample is looked for by default.
+# Keys under which the sequence of a sample is searched by default.
 SEQUENCE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "input_features", "inputs_embeds")
 MASK_KEY = "attention_mask"
 # Fields that a model can make itself, and fields with a known padding value.
 REBUILT_KEYS = ("position_ids",)
 KNOWN_KEYS = ("input_ids", "token_type_ids", "labels")
-# Distinct lengths that the search for the best widths looks at; more are rounded together first.
+# Number of distinct lengths in the search for the best widths; with more, lengths are rounded first.
 CANDIDATES = 1024
 # torch.nn.functional.cross_entropy ignores this label.
 IGNORED_LABEL = -100
@@ -249,7 +249,7 @@ def is_sequence(value: object) -> bool:
 
 
 def sequence_key(sample: object, keys: Sequence[Hashable] | None = None) -> Hashable:
-    """Return where the sequence of a sample is: a key, a position, or None for the sample itself."""
+    """Return the place of the sequence in a sample: a key, a position, or None for the sample itself."""
     fields = fields_of(sample)
     if fields is None:
         return None
@@ -263,7 +263,7 @@ def sequence_key(sample: object, keys: Sequence[Hashable] | None = None) -> Hash
 
 
 def default_padding(key: object) -> int:
-    """Return what a field is padded with: -100 for labels, 0 for masks, positions, token types and the rest."""
+    """Return the padding value of a field: -100 for labels, 0 for masks, positions, token types and the rest."""
     return IGNORED_LABEL if isinstance(key, str) and key.startswith("label") else 0
 
 
@@ -279,7 +279,7 @@ def may_be_classes(key: object, values: Sequence[Any]) -> bool:
 
 
 def shown(*keys: object) -> str:
-    """Return fields as a message names them."""
+    """Return the names of fields for a message."""
     return ", ".join(repr(key) if isinstance(key, str) else f"field {key}" for key in keys)
 
 
@@ -302,13 +302,13 @@ def is_mask(values: Tensor) -> bool:
 
 
 def extents(used: Tensor) -> Tensor:
-    """Return for each row ``(rows, columns)`` how many columns there are up to the last that is not 0."""
+    """Return for each row of ``(rows, columns)`` the number of columns up to the last that is not 0."""
     places = torch.arange(1, used.size(1) + 1, device=used.device)
     return torch.where(used != 0, places, 0).amax(1)
 
 
 def _padding_of(tokenizer: Any) -> dict[str, Any]:
-    """Return what a Hugging Face tokenizer, or a feature extractor, pads its fields with."""
+    """Return the padding values of a Hugging Face tokenizer or feature extractor, by field."""
     if tokenizer is None:
         return {}
     if hasattr(tokenizer, "padding_value"):
@@ -379,7 +379,7 @@ def check_multiple_of(owner: str, multiple_of: int | Sequence[int] | None) -> No
 
 
 def rounded_up(length: int, multiple_of: int | Sequence[int] | None) -> int:
-    """Return to how many tokens ``length`` is padded.
+    """Return the number of tokens to which ``length`` is padded.
 
     Example::
 

@@ -32,12 +32,12 @@ from hasten.batching.samplers import LengthBatchSampler, PlannedBatches, TokenBa
 from hasten.data.loader_parts import check_dataloader, is_plain_shuffle, required_in_training, with_attributes
 from hasten.seed import isolate_rng
 
-# Without a compiler, shapes cost nothing, and 8 tokens is what tensor cores and vector units like.
+# Without a compiler, shapes cost nothing, and multiples of 8 tokens suit tensor cores and vector units.
 FINE = 8
-# With one, every width is compiled.
+# With a compiler, every width is compiled.
 FEW_WIDTHS = 8
 STAGES = ("train", "validate", "test")
-# Samples that show which fields differ in size: those that go with the length do so in the first and the last.
+# Number of samples that are compared to see which fields differ in size.
 FEW_SAMPLES = 16
 
 
@@ -200,7 +200,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
     if multiple_of is None:
         multiple_of = _widths(batching, lengths, few_shapes)
     collate_fn = _joining(loader, found, multiple_of, name)
-    # Only a mask shows what may be cut; a batch without one stays as wide as the collate function makes it.
+    # Only a mask shows which columns may be cut; a batch without a mask keeps its width.
     fitting = FitWidth(
         collate_fn,
         mask_key=found.mask_key,
@@ -217,7 +217,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
 
 
 def _widths(batching: LengthBatching, lengths: Tensor, few_shapes: bool) -> int | Sequence[int]:
-    # A budget of tokens has few widths anyhow.
+    # Batches by tokens have few widths anyway.
     few = few_shapes or batching.max_tokens is not None
     return widths_for(lengths, FEW_WIDTHS, multiple_of=FINE) if few else FINE
 

@@ -17,7 +17,7 @@ from hasten.batching.pad import MASK_KEY, extents, fields_of, is_mask, is_sequen
 from hasten.data.memory.resident import users_dataset
 from hasten.seed import isolate_rng
 
-# Reading them takes seconds for data that is decoded on the way, so each dataset is read once.
+# Reading samples takes seconds if they are decoded, so each dataset is read once.
 _KNOWN: WeakKeyDictionary[Any, dict[Any, SampleLengths]] = WeakKeyDictionary()
 
 
@@ -65,7 +65,7 @@ def sample_lengths(dataset: object, key: Hashable = None, *, name: str = "the da
         return SampleLengths(lengths, parts[0].mask_key, all(part.in_tokens for part in parts))
     try:
         known = _KNOWN.setdefault(data, {})
-    except TypeError:  # No hash, or no weak references: a list, say.
+    except TypeError:  # The dataset has no hash or allows no weak references, for instance a list.
         known = {}
     if key not in known or len(known[key].lengths) != len(data):
         known[key] = (
@@ -194,12 +194,12 @@ def _length(sample: Any, key: Any) -> tuple[int, bool]:
         return len(value), True
     number = value.item() if hasattr(value, "item") else value
     if fields is not None and isinstance(number, int) and not isinstance(number, bool):
-        return number, True  # A field that is the length itself.
+        return number, True  # The field holds the length itself.
     raise TypeError(f"{'it' if fields is None else f'its {key!r}'} is a single {type(value).__name__}")
 
 
 def _mask_extent(place: Any, value: Any) -> int | None:
-    """Return up to which place a field of a sample is used, if the field may be a mask; else None."""
+    """Return the position up to which a field of a sample is used, if the field may be a mask; else None."""
     if not is_sequence(value) or (hasattr(value, "shape") and len(value.shape) != 1):
         return None
     mask = torch.as_tensor(value)

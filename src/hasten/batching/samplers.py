@@ -129,7 +129,7 @@ class PlannedBatches(Sampler[list[int]]):
                     last.append(most)
         return [step[self._rank] for step in steps]
 
-    # -- inside
+    # -- internal functions
 
     @abstractmethod
     def _plan(self, generator: torch.Generator | None) -> list[Any]:
@@ -170,7 +170,7 @@ class PlannedBatches(Sampler[list[int]]):
         return drawn_generator()
 
     def _number_of_batches(self, items: int, size: int, full: int = 0) -> int:
-        """Return in how many batches of ``size`` for each process ``items`` come, besides ``full`` others."""
+        """Return how many batches, of ``size`` for each process, ``items`` make in addition to ``full`` others."""
         more, rest = divmod(items, size * self._replicas)
         last = rest and not self.drop_last and (self.repeat or rest > self._rank)
         return full + more + bool(last)
@@ -220,7 +220,7 @@ class LengthBatchSampler(PlannedBatches):
         generator: draws the order instead.
         sampler: gives the samples' order instead, such as a ``WeightedRandomSampler``; it needs a length.
         num_replicas: the number of processes that share the data. The Trainer and Fabric set it themselves.
-        rank: which of them this is, from 0.
+        rank: the index of this process, from 0.
         repeat: with several processes, give each the same number of batches, as training needs it: the last batch
             is divided among them, and samples repeat only if there are too few for all. False for evaluation: every
             sample exactly once, and some processes may have a batch less.
@@ -335,8 +335,8 @@ class TokenBatchSampler(PlannedBatches):
     """Batches of at most so many tokens, padding included: many short samples, or few long ones.
 
     Samples are kept in buckets, one for each of a few widths (those that leave the least padding). A batch has
-    samples of one bucket, as many as fit when padded to its width, so the batches of a run have few shapes. What
-    is left over in a bucket goes into the next longer one. Every sample comes exactly once an epoch, and every
+    samples of one bucket, as many as fit when padded to its width, so the batches of a run have few shapes. Samples
+    that are left over in a bucket go into the next longer one. Every sample comes exactly once an epoch, and every
     epoch has the same number of batches.
 
     Args:
@@ -487,7 +487,7 @@ class PackedBatchSampler(PlannedBatches):
         return [step for step in steps if len(step) == group or not self.drop_last]
 
     def _drawn_places(self, generator: torch.Generator) -> list[int]:
-        """Return for each sample which one of like length takes its place."""
+        """Return for each sample the sample of similar length that takes its place."""
         drawn = torch.randperm(len(self._keys), generator=generator)
         by_key = drawn[self._keys[drawn].argsort(stable=True)]
         takes = torch.empty_like(drawn)

@@ -28,7 +28,7 @@ _ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What is known about the elements of a loader's batches.
+    """Known facts about the elements of a loader's batches.
 
     Args:
         places: by place (``"['x'][0]"``), the dimensions of an element that have one entry a sample: ``()`` for one
@@ -96,8 +96,8 @@ def measure(batch: Any, fields: Fields | None = STACKED) -> int:
         batch: a tensor, or dicts, lists, tuples, named tuples and dataclasses of tensors ``(samples, ...)``. A tensor
             of one number, one with a first dimension of 1, numbers, strings and None belong to all samples. Where
             samples differ in shape, lists of one element a sample, as for object detection.
-        fields: which elements run over samples: by default all. None where nothing tells: then a batch of one tensor
-            can be split, and a pair of inputs and labels.
+        fields: which elements run over samples: by default all. None if it is not known: then a batch of one tensor can
+            be split, and a pair of inputs and labels.
 
     Raises:
         ValueError: it cannot be split; the message names the element.
@@ -177,7 +177,7 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
             doubtful.append(where)
         else:
             elements[where] = element
-    if not known:  # A first dimension of 1 is one for all.
+    if not known:  # A first dimension of 1 means one value for all samples.
         elements = {where: element for where, element in elements.items() if len(element) != 1} or elements
     lengths = {where: len(element) for where, element in elements.items()}
     first = next(iter(lengths), "")
@@ -235,7 +235,7 @@ def _elements(data: Any, places: Mapping[str, Any], where: str = "") -> Iterator
 
 
 def _refuse_doubtful(batch: Any, found: Mapping[str, Any], samples: int) -> None:
-    """Refuse several tensors of as many rows as there are samples: nothing tells which of them run over samples."""
+    """Refuse several tensors with as many rows as samples: it is not known which of them run over samples."""
     # A pair is inputs and labels, unless the second one has a value for each pair of samples.
     is_square = any(getattr(one, "ndim", 0) > 1 and one.shape[1] == samples for one in [*found.values()][1:])
     plain = len(found) == 1 or (type(batch) in (list, tuple) and len(batch) == len(found) == 2)
@@ -273,10 +273,10 @@ def _alike(items: Sequence[Any]) -> bool:
 
 
 def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what was computed of each part as if it had been computed of the whole batch.
+    """Join the outputs of the parts as if they had been computed from the whole batch.
 
     Tensors and lists of one element a sample are put one after the other, floating numbers averaged by the samples of
-    the parts, whole ones added; of anything else the last is taken.
+    the parts, whole ones added; for anything else the last part's value is used.
 
     Args:
         parts: of the same structure each.
@@ -348,7 +348,7 @@ def _kind_refused(tensor: Tensor) -> str:
 
 
 def _length(leaf: Any, where: str) -> int | None:
-    """Return how many samples a leaf has; None for what belongs to all."""
+    """Return how many samples a leaf has; None for a leaf that belongs to all samples."""
     if isinstance(leaf, _PLAIN):
         return None
     refused = _kind_refused(leaf) if isinstance(leaf, Tensor) else ""

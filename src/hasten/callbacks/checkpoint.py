@@ -129,7 +129,7 @@ class ModelCheckpoint(Checkpoint):
     # [optimizer steps, batches] at which a file, and ``last``, was saved.
     _saved_at: list[int] | None = None
     _last_at: list[int] | None = None
-    # Files to be removed once their replacement is complete; stored, so that a resumed run removes them too.
+    # Files to remove once their replacement is complete; in checkpoints, so that a resumed run removes them too.
     _unwanted: list[str] = []  # noqa: RUF012 - replaced, never changed in place
     # Whether a ranked save is due and waits for a new value of the monitored metric.
     _deferred: bool = False
@@ -190,7 +190,7 @@ class ModelCheckpoint(Checkpoint):
         self._resumed = False
         self._source = MetricSource(monitor)
         if monitor in _COUNTERS:
-            # There at any time, without being logged.
+            # These two are always available, without being logged.
             self._source.stage = "step"
         self._deadline = SharedDeadline()
         self._last_time_checked: float | None = None
@@ -337,7 +337,7 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer, ranked=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove what a killed run had replaced, also if the resumed run had nothing left to train."""
+        """Remove files that a killed run had replaced, also if the resumed run had nothing left to train."""
         if self._resumed:
             self._remove_replaced(trainer, keep=trainer.ckpt_path)
 
@@ -509,7 +509,7 @@ class ModelCheckpoint(Checkpoint):
                 self.last_model_path = path
                 self._replace(trainer, previous, path)
             else:
-                # Only there to resume from: to be removed once the resumed run has saved again.
+                # The file exists only to resume from it: it is removed once the resumed run has saved again.
                 self._unwanted = [*self._unwanted, path]
             self._save_checkpoint(trainer, path)
         rank_zero_info(f"Saved the run as {path}. To resume it, call fit with ckpt_path='last'.")
@@ -602,7 +602,7 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
-        """Return whether there is a file, as the first process sees it."""
+        """Return whether a file exists, according to the first process."""
         return bool(trainer.strategy.broadcast(trainer.is_global_zero and exists(os.fspath(filepath))))
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
@@ -621,9 +621,9 @@ class ModelCheckpoint(Checkpoint):
     def find_last(self, trainer: Trainer) -> str | None:
         """Return the newest undamaged checkpoint to resume from, or None.
 
-        Searches ``dirpath``; when that is the default, also the folders of earlier runs, the latest first. Where
-        Lightning's names lead to hasten, only ``dirpath``, and only for files that are called ``last``.
-        Damaged files are skipped with a warning that names them.
+        Searches ``dirpath``; when that is the default, also the folders of earlier runs, the latest first. Under
+        Lightning's names only ``dirpath`` is searched, and only for files called ``last``. Damaged files are skipped
+        with a warning that names them.
         """
         folders: list[str] = []
         if trainer.is_global_zero:

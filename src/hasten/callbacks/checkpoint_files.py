@@ -178,9 +178,9 @@ def folders_of_earlier_runs(trainer: Trainer, folder: str) -> list[str]:
 
 
 def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy, *, prefix: str = "") -> str | None:
-    """Return the newest checkpoint below a folder that can be read; warn of damaged ones. Plugins' are not checked.
+    """Return the newest checkpoint below a folder that can be read; warn of damaged ones.
 
-    Only names that begin with ``prefix`` count.
+    Only names that begin with ``prefix`` count, and files of another ``CheckpointIO`` are not checked.
 
     All processes call it together: each reads a part of the files of a sharded checkpoint.
     """
@@ -250,7 +250,7 @@ def link(target: str, path: str) -> None:
     """Make ``path`` a symbolic link to ``target``; a checkpoint that is there is replaced."""
     if os.path.abspath(target) == os.path.abspath(path):
         return
-    # ``clean`` removes what has this name if this process dies before the rename.
+    # If this process dies before the rename, ``clean`` removes the file with this name.
     name = f".{os.path.basename(path)[:100]}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
     temporary = os.path.join(os.path.dirname(path), name)
     try:
@@ -264,7 +264,7 @@ def link(target: str, path: str) -> None:
 def remove(path: str, writer: CheckpointIO) -> None:
     """Remove a checkpoint; if that fails, warn and let training continue."""
     try:
-        # What is still being written in the background exists once that is complete, and then it is removed.
+        # A file that is still being written in the background is removed when it is complete.
         if isinstance(writer, AsyncCheckpointIO) or exists(path) or os.path.lexists(path):
             writer.remove_checkpoint(path)
     except OSError as error:

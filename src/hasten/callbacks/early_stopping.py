@@ -94,7 +94,7 @@ class EarlyStopping(Callback):
             ("divergence_threshold", divergence_threshold),
         ):
             check.instance(owner, name, threshold, numbers, "a number", allow_none=True, error=error)
-        # Signed for the comparison: value - min_delta must be better than the best score.
+        # Has the sign of the comparison: value - min_delta must be better than the best score.
         self.min_delta = min_delta if mode == "max" else -min_delta
         self.verbose = verbose
         self.strict = strict
@@ -171,7 +171,7 @@ class EarlyStopping(Callback):
         elif not self._checks_after_epoch(trainer):
             return
         if source.stage == "validate" and source.validations == self._checked_validations:
-            return  # no validation since the last check: an old value must not cost patience
+            return  # no validation since the last check: an old value must not reduce the patience
         self._run_early_stopping_check(trainer)
 
     def _checks_after_epoch(self, trainer: Trainer) -> bool:
@@ -292,7 +292,7 @@ class MetricSource:
         self._at_start: float | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both watch for the same value and know the same about it, as copies of a callback do."""
+        """Return whether both watch the same value with the same state, like copies of a callback."""
         return type(other) is type(self) and vars(other) == vars(self)
 
     def start(self, trainer: Trainer) -> None:

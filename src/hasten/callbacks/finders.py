@@ -96,7 +96,7 @@ class BatchSizeFinder(_SearchCallback):
         self.optimal_batch_size: int | None = init_val
         owner, sizes = "BatchSizeFinder", (steps_per_trial, init_val, max_trials)
         self._options = BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
-        # For subclasses of programs for Lightning, which search in a way of their own.
+        # For subclasses written for Lightning that search in their own way.
         self._mode, self._steps_per_trial, self._init_val = mode, steps_per_trial, init_val
         self._max_trials, self._batch_arg_name, self._early_exit = max_trials, batch_arg_name, False
 
@@ -190,7 +190,7 @@ class LearningRateFinder(_SearchCallback):
 
         super().__init__()
         self.optimal_lr: LRFinder | None = None
-        # To be set again after a checkpoint of a run without this callback has set its rate.
+        # The rate to set again after a checkpoint of a run without this callback has set its own.
         self._again: float | None = None
         self._update_attr, self._attr_name = update_attr, attr_name
         sweep = (mode, min_lr, max_lr, num_training_steps, early_stop_threshold)

@@ -42,8 +42,8 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: "step" or "epoch"; None for the interval each scheduler steps at.
-        log_momentum: also log the momentum (of Adam and its kin the first beta) as ``<name>-momentum``; 0, with a
-            warning, for an optimizer without one.
+        log_momentum: also log the momentum (for Adam and similar optimizers the first beta) as ``<name>-momentum``; 0,
+            with a warning, for an optimizer without one.
         log_weight_decay: also log the weight decay as ``<name>-weight_decay``.
 
     Raises:
@@ -345,7 +345,7 @@ class ThroughputMonitor(Callback):
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
         self.available_flops: float | None = kwargs.get("available_flops")
-        # What is measured, by stage; empty on other processes than the first.
+        # The measurements by stage; empty on all processes but the first.
         self._stages: dict[RunningStage, StageThroughput] = {}
         self._counter: FlopCounterMode | None = None
 
@@ -425,10 +425,10 @@ class ThroughputMonitor(Callback):
         if trainer.state.fn == TrainerFn.FITTING and RunningStage.TRAINING in self._stages:
             self._stages[RunningStage.TRAINING].begin()
 
-    # -- inside
+    # -- internal functions
 
     def _stage(self, trainer: Trainer) -> StageThroughput | None:
-        """Return what is measured now; None on other processes and in the sanity check."""
+        """Return the measurement of the current stage; None on other processes and in the sanity check."""
         stage = trainer.state.stage
         return None if stage is None else self._stages.get(stage)
 

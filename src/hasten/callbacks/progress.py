@@ -391,7 +391,7 @@ class DrawnProgressBar(ProgressBar):
             kwargs.pop("flush", None)
             shown.write(sep.join(map(str, args)), **kwargs)
 
-    # -- inside
+    # -- internal functions
 
     def _bar(self, name: str) -> Any:
         if name not in self._bars:

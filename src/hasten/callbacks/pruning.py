@@ -283,7 +283,7 @@ class ModelPruning(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._prune_on_train_epoch_end or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
-        # What is made in inference mode cannot be trained.
+        # Tensors made in inference mode cannot be trained.
         with torch.inference_mode(False), torch.no_grad():
             self._run_pruning(trainer)
 
@@ -345,7 +345,7 @@ class ModelPruning(Callback):
         self.make_pruning_permanent(pl_module)
         checkpoint["state_dict"] = _plain(checkpoint["state_dict"])
 
-    # -- inside
+    # -- internal functions
 
     @staticmethod
     def _pruned(module: nn.Module, name: str) -> tuple[int, int]:

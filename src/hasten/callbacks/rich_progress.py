@@ -170,11 +170,11 @@ class RichProgressBar(DrawnProgressBar):
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the terminal in order: close all bars."""
+        """Close all bars, so that the terminal is usable."""
         super().on_exception(trainer, pl_module, exception)
         self._stop()
 
-    # -- inside
+    # -- internal functions
 
     def _public_bar(self, bar: Any) -> Any:
         return getattr(bar, "task", None)
@@ -211,10 +211,10 @@ class RichProgressBar(DrawnProgressBar):
         self.progress = Progress(
             *self.configure_columns(trainer),
             _column(theme.metrics, lambda task: metrics_text(task, theme.metrics_text_delimiter, theme.metrics_format)),
-            # No thread that draws: the hooks do, when it is time to.
+            # rich's drawing thread is off: the hooks draw when it is time.
             auto_refresh=False,
             console=console,
-            # Where bars cannot be drawn over themselves there are lines.
+            # If bars cannot be redrawn in place, lines are written.
             disable=not (installed("ipywidgets") if console.is_jupyter else console.is_terminal),
         )
         self.progress.start()
@@ -336,7 +336,7 @@ class RichBar:
 
 
 class RichLine:
-    """A RichBar where nothing can be drawn over itself: its state is written as lines, by a bar of tqdm's."""
+    """A RichBar for outputs that cannot be redrawn in place: its state is written as lines, by a bar of tqdm's."""
 
     disable = False
     _draws = False

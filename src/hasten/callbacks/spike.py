@@ -118,7 +118,7 @@ class SpikeDetection(Callback):
             pair = torch.stack([loss.float(), torch.full_like(loss, has_loss, dtype=torch.float32)])
             values = list(trainer.strategy.all_gather(pair).flatten())
         self._pending.append((batch_idx, send_to_host(values)))
-        # A fixed number of batches later, not when it has arrived: all processes must end at the same batch.
+        # Checked a fixed number of batches later, not when it has arrived: all processes must end at the same batch.
         self._check(trainer, keep=self.lag if loss.is_cuda else 0)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -140,7 +140,7 @@ class SpikeDetection(Callback):
         self._pending = deque((batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("waiting", []))
         self.bad_batches = list(state_dict.get("bad_batches", []))
 
-    # -- inside
+    # -- internal functions
 
     def _check(self, trainer: Trainer, *, keep: int) -> None:
         while len(self._pending) > keep:

@@ -34,7 +34,7 @@ class Interval(StrEnum):
 class Timer(Callback):
     """Measure training, validation and test, and stop the training when its time is up.
 
-    The time already trained is part of checkpoints: a resumed run gets what is left.
+    The time already trained is part of checkpoints: a resumed run gets the rest.
 
     Args:
         duration: time to train: "DD:HH:MM:SS", "90min", a timedelta, or a dict of its arguments; None only

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from hasten.machine.host import in_notebook
 
-# Seconds between two lines, where a bar cannot be drawn over itself.
+# Seconds between two lines, if a bar cannot be redrawn in place.
 LINE_INTERVAL_SECONDS = 30.0
 _NUMBER_WIDTH = 5
 
@@ -135,7 +135,7 @@ Tqdm.set_lock(threading.RLock())
 
 
 def is_terminal(stream: object) -> bool:
-    """Return whether bars can be drawn over themselves there."""
+    """Return whether bars can be redrawn in place there."""
     if in_notebook():
         return True
     try:

@@ -141,7 +141,8 @@ class WeightAveraging(Callback):
         if self._loaded is not None:
             weights, others = self._loaded
             self._loaded = None
-            # Through the module, which knows how its weights are loaded; the average has those it trains with.
+            # Loaded through the module, which knows how its weights are loaded; the average then holds its training
+            # weights.
             strict = pl_module.strict_loading is not False
             trainer.strategy.state.load_state_dict(
                 pl_module, weights, strict=strict, source="the average in the checkpoint"
@@ -240,10 +241,10 @@ class WeightAveraging(Callback):
                 f"{type(self).__name__}: the checkpoint has no average of the weights; a new one starts here."
             )
 
-    # -- inside
+    # -- internal functions
 
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not the hooks of a subclass: no batch and no epoch ends here.
+        # The hooks of a subclass are not called: no batch and no epoch ends here.
         WeightAveraging.on_train_batch_end(self, trainer, pl_module, None, None, 0)
         if trainer.progress.epoch_ended:
             WeightAveraging.on_train_epoch_end(self, trainer, pl_module)
@@ -341,7 +342,7 @@ class ModelAverage:
                 continue
             part, averaged = local_part(current), self._averages.get(path)
             if averaged is None or averaged.shape != part.shape:
-                # Also a buffer made or grown in a batch, as tables of positions are.
+                # Also a buffer that was made or grown in a batch, such as a table of positions.
                 averaged = self._averages[path] = part.detach().to(self._device or part.device, copy=True)
             pairs.append((current, averaged))
         return pairs
@@ -366,7 +367,7 @@ def _shown(module: nn.Module, values: Mapping[str, Tensor]) -> AbstractContextMa
 
     Nothing is copied, and the module's own tensors do not change.
     """
-    # By the tensor: several parts may share one.
+    # Keyed by the tensor: several parts may share one.
     stand_ins: dict[int, Tensor] = {}
     entries: list[tuple[dict[str, Any], str, Tensor]] = []
     for path, _, tensors in _tables(module):
@@ -688,7 +689,7 @@ class StochasticWeightAveraging(WeightAveraging):
             module.momentum = momentum  # type: ignore[assignment]
         self.momenta = {}
 
-    # -- inside
+    # -- internal functions
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start, rates, last = self._swa_epoch_start, self._swa_lrs, self._max_epochs

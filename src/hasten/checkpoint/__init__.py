@@ -1,4 +1,4 @@
-"""What a checkpoint contains, and files that are complete or absent.
+"""Checkpoints: their contents, and files that are complete or absent.
 
 It reads and writes plain data, and must not import ``hasten.module``, ``hasten.strategies`` or ``hasten.loops``.
 """

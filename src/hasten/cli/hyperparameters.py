@@ -268,7 +268,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def imported(class_path: str) -> object:
-    """Return what a path such as ``"torch.nn.Linear"`` names, or raise ``ValueError``."""
+    """Return the object that a path such as ``"torch.nn.Linear"`` names, or raise ``ValueError``."""
     module, _, name = class_path.rpartition(".")
     try:
         found: object = getattr(importlib.import_module(module), name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten._lib.optional import need
 
-# What stands for the value of an argument in --help, by what a shell offers for it.
+# Placeholders of argument values in --help, by what a shell offers for them.
 _FOLDERS = frozenset({"FOLDER", "DIR"})
 _FILES = frozenset({"FILE", "PATH", "RUN"})
 _PROGRAM = "PROGRAM"

@@ -68,7 +68,7 @@ class ColdSeconds:
         self.by_graphs: dict[int, float] = {}
 
     def load(self) -> None:
-        """Read what an earlier run measured, if there was one."""
+        """Read the measurements of an earlier run, if there was one."""
         try:
             content = json.loads(self._path.read_text())
             self.by_graphs = {int(graphs): float(seconds) for graphs, seconds in content.items()}

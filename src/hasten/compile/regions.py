@@ -105,7 +105,7 @@ class Compiled(ABC):
     Args:
         name: of the function, for reports.
         settings: how it is compiled.
-        counters: gets what happens.
+        counters: counts what happens.
         dims: how many leading dimensions of its inputs may change from call to call.
 
     """
@@ -238,7 +238,8 @@ class Region(Compiled):
         """Call ``module``, which has these hooks, compiled."""
         if self._stays_python or self._counters.paused or must_stay_python():
             return self._function(module, *args, **kwargs)
-        # Apart, so that what one phase fixes (dropout, statistics, gradients) never invalidates the other's graph.
+        # Separate graphs, so that what one phase fixes (dropout, statistics, gradients) never invalidates the other's
+        # graph.
         phase = module.training, torch.is_grad_enabled()
         output, _ = self._run(
             phase,
@@ -274,7 +275,7 @@ class CompiledParts:
     Args:
         module: the model.
         settings: how it is compiled.
-        counters: gets what happens.
+        counters: counts what happens.
         dims: how many leading dimensions of the inputs may change from call to call.
         packed: the blocks compute rows of real tokens, whose attention depends on the data.
 

@@ -60,7 +60,7 @@ class Step(Compiled):
         return self._settings.compile(own_code(_calling(self._function), self._code_name), whole=True)
 
     def __call__(self, *args: object) -> object:
-        """Take the step."""
+        """Run the step."""
         if self._stays_python or must_stay_python():
             return self._function(*args)
         if not self._graphs:
@@ -92,7 +92,7 @@ class Step(Compiled):
         return output
 
     def _failed(self, reason: str) -> None:
-        """Warn of nothing: the parts of the step stay compiled, and the report has the reason."""
+        """Do not warn: the parts of the step stay compiled, and the report has the reason."""
 
     def _collecting(self, compiled: Callable[..., Any], args: tuple[object, ...]) -> Any:
         """Call the graph, and collect what ``self.log`` gets instead of logging it."""
@@ -140,7 +140,7 @@ def _log_all(*, copy: bool) -> None:
         module.log(name, value, *args, **kwargs)
 
 
-# -- what a model decides on its first call
+# -- decisions of a model in its first call
 
 
 def settle_lazily(parts: list[nn.Module], batch: object) -> None:

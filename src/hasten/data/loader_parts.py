@@ -34,12 +34,12 @@ def with_attributes(loader: _Loader, **attributes: object) -> _Loader:
 
 
 def unchanged(batch: _Loader) -> _Loader:
-    """Return what is joined already: a collate function that does nothing."""
+    """Return the batch, which is joined already: a collate function that does nothing."""
     return batch
 
 
 def samples_at(dataset: object, indices: list[Any]) -> list[Any]:
-    """Return the samples with these indices, read as a ``DataLoader`` reads them."""
+    """Return the samples with these indices, read in the way of a ``DataLoader``."""
     data = cast(Any, dataset)
     if callable(getattr(data, "__getitems__", None)):
         return cast("list[Any]", data.__getitems__(indices))
@@ -203,7 +203,7 @@ class ShardSampler(Sampler[Any]):
     Args:
         sampler: gives sample indices, or lists of them; it needs a length.
         num_replicas: the number of processes.
-        rank: which of them this is, from 0.
+        rank: the index of this process, from 0.
         seed: the same on every process.
         repeat: repeat the first items until all processes have the same number, as training needs it because the
             processes wait for one another at every step. Otherwise every item comes exactly once over all processes,

@@ -1,8 +1,8 @@
 """Entry points, by which packages add to hasten; ``pip`` records them when it installs a package.
 
-hasten's own tools come this way too: the core asks for a name, and knows no package that has it. A checkout of the
-source is often used without an installation (``PYTHONPATH=src``), or is newer than what was installed from it. So each
-of hasten's packages also has its entry points in a file, in the format that ``pip`` writes.
+hasten's own tools come this way too: the core asks for a name, and does not know which package has it. A checkout of
+the source is often used without an installation (``PYTHONPATH=src``), or is newer than what was installed from it. So
+each of hasten's packages also has its entry points in a file, in the format that ``pip`` writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.optional import install_line
 from hasten.extend.origin import FOLDERS, ROOTS
 
-# The groups of entry points, and what an entry of each is.
+# The groups of entry points, with the kind of object in each.
 GROUPS = {
     "hasten.accelerators": "a subclass of Accelerator: Trainer(accelerator=NAME)",
     "hasten.commands": "a Command: `hasten NAME`",
@@ -75,7 +75,7 @@ def _in_files(group: str) -> tuple[EntryPoint, ...]:
 
 
 def load(group: str, name: str, *, purpose: str) -> Any:
-    """Return what an entry point names.
+    """Return the object that an entry point names.
 
     Args:
         group: one of ``GROUPS``.

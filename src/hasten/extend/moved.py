@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# The package that has the modules now, by a module's old name. What is below a name moved along.
+# The package that has the modules now, by a module's old name. Modules below a name have moved with it.
 MOVED = {
     "hasten.compat": "hasten_lightning",  # Stays: programs and documentation name it.
     **{f"hasten.{name}": f"hasten_tools.{name}" for name in ("demo", "eject", "plan", "preflight", "speed")},

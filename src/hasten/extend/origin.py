@@ -1,7 +1,7 @@
 """Where classes, functions and files come from (hasten, a library, the program), and what code of a program uses.
 
-hasten ships several packages in one wheel. Whether a thing is "ours" is asked here and nowhere by the name of one of
-them, so that code may live in each.
+hasten ships several packages in one wheel. Only this module decides whether an object is hasten's, so that code may be
+in any of these packages.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Logger(ABC):
 
     @property
     def group_separator(self) -> str:
-        """What separates groups in names of values."""
+        """The separator of groups in names of values."""
         return "/"
 
     @abstractmethod

@@ -218,20 +218,20 @@ def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: b
 def _evaluate_fetched(run: Run, source: StageData, keep: Callable[[Any, int], None]) -> list[int]:
     """Evaluate with a step that fetches its batches from ``dataloader_iter``; return how many each loader had."""
     hooks, logged, stage, count = run.hooks, run.logged, source.stage, len(source.load())
-    several, given = count > 1, [index for index in range(count) if source.limits[index] > 0]
+    several, loader_indices = count > 1, [index for index in range(count) if source.limits[index] > 0]
     batches = [0] * count
 
     def fetch() -> Iterator[tuple[Any, bool, int, int]]:
-        for loader_idx in given:
+        for loader_idx in loader_indices:
             if stage != "predict":
                 logged.enter_loader(stage, loader_idx if several else None)
             if several:
                 logged.context_of(STEPS[STEP_OF[stage]]).enter_loader(loader_idx)
             for index, (batch, is_last) in enumerate(in_step(run, source.batches(loader_idx))):
                 batches[loader_idx] += 1
-                yield batch, is_last and loader_idx == given[-1], index, loader_idx
+                yield batch, is_last and loader_idx == loader_indices[-1], index, loader_idx
 
-    fetched = DataloaderIterator(run, fetch(), is_empty=not given)
+    fetched = DataloaderIterator(run, fetch(), is_empty=not loader_indices)
     step = _step(run, STEP_OF[stage], None)
     start, end = (f"on_{STEP_OF[stage].removesuffix('_step')}_batch_{when}" for when in ("start", "end"))
     for _ in fetched.steps():
@@ -323,11 +323,11 @@ def _remember_modes(run: Run) -> Callable[[], None]:
     restore, wrapped = remember_modes(run.module), run.wrapped
     if not isinstance(wrapped, DistributedDataParallel):
         return restore
-    before, wrapped.training = wrapped.training, False
+    was_training, wrapped.training = wrapped.training, False
 
     def restore_all() -> None:
         restore()
-        wrapped.training = before
+        wrapped.training = was_training
 
     return restore_all
 
@@ -408,7 +408,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     return outputs if len(outputs) != 1 else outputs[0]
 
 
-def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | None) -> None:
+def _predict_loader(run: Run, loader_idx: int, several: bool, outputs: list[Any] | None) -> None:
     hooks = run.hooks
     takes_loader = several and takes(run.module.predict_step, "dataloader_idx", at=3)
     step = _step(run, "predict_step", loader_idx if takes_loader else None)
@@ -438,7 +438,7 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
         if steps is not None:
             steps.end_step("predict", batch, is_last)
-        if kept is not None:
-            kept.append(output if on_host else move_to(output, "cpu"))
+        if outputs is not None:
+            outputs.append(output if on_host else move_to(output, "cpu"))
         run.progress.evaluated += 1
         _leave_if_stopped(run)

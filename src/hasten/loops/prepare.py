@@ -249,11 +249,11 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
     run.resume.skip_sanity = True
     if ranks := (checkpoint.get("hasten") or {}).get("ranks"):
         # Keep only this part of the checkpoint: the rest would stay in memory until then.
-        own = {"hasten": {"ranks": ranks}}
+        rank_states = {"hasten": {"ranks": ranks}}
 
         def restore_random() -> None:
             run.resume.restore_random = nothing
-            state.restore(own, Phase.RANDOM, path)
+            state.restore(rank_states, Phase.RANDOM, path)
 
         run.resume.restore_random = restore_random
     elif run.progress.mid_epoch:
@@ -336,18 +336,18 @@ def set_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSch
 
 def _optimizers_changed(run: Run) -> None:
     """Continue with the optimizers that are in the list now."""
-    before = {id(wrapped.optimizer): wrapped for wrapped in run.wrapped_optimizers}
+    wrappers = {id(wrapped.optimizer): wrapped for wrapped in run.wrapped_optimizers}
     optim.check_assigned(run.optimizers, automatic=run.module.automatic_optimization)
-    new = change_optimizers(run, [one for one in run.optimizers if id(one) not in before])
-    gone = before.keys() - {id(one) for one in run.optimizers}
-    for key in gone:
-        if isinstance(optimizer := before[key].optimizer, InBackward):
+    new = change_optimizers(run, [one for one in run.optimizers if id(one) not in wrappers])
+    removed = wrappers.keys() - {id(one) for one in run.optimizers}
+    for key in removed:
+        if isinstance(optimizer := wrappers[key].optimizer, InBackward):
             optimizer.stop()
-    if new or gone:
+    if new or removed:
         # The weights in the module stay.
         run.averages = AveragedWeights(run.optimizers)
         run.averages.resume_with(None)
-    run.wrapped_optimizers = [before.get(id(one)) or _counted(run, one) for one in run.optimizers]
+    run.wrapped_optimizers = [wrappers.get(id(one)) or _counted(run, one) for one in run.optimizers]
     run.changed = True
 
 

@@ -142,11 +142,11 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
     # The agreement of an earlier epoch may not hold for this one.
     train.most_batches = train.agreed_limit = math.inf
     end = train.certain_end
-    known = -1.0 if end is None else min(end, _INFINITE)
+    length = -1.0 if end is None else min(end, _INFINITE)
     asks = run.limits.should_stop or run.limits.stop.asks
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
     steps = float(run.progress.global_step)
-    numbers = torch.tensor([known, -known, train.limits[0], -float(asks), steps, -steps], dtype=torch.float64)
+    numbers = torch.tensor([length, -length, train.limits[0], -float(asks), steps, -steps], dtype=torch.float64)
     agreed = run.runtime.all_reduce(numbers, op="min").tolist()
     fewest, minus_most, train.agreed_limit, nobody_asks, fewest_steps, minus_most_steps = agreed
     if fewest_steps != -minus_most_steps:
@@ -157,7 +157,7 @@ def agree_on_end(run: Run) -> Callable[[Batches], Batches] | None:
         return functools.partial(batch_by_batch, run)
     if fewest == -minus_most:
         return None
-    counts = run.runtime.strategy.gather_objects(int(known))
+    counts = run.runtime.strategy.gather_objects(int(length))
     if run.arguments.uneven == "error":
         raise make_error(ValueError, f"Trainer(uneven='error'): {_text_of(counts)}.", fix=_ADVICE, argument="uneven")
     _warn(_text_of(counts), int(fewest))

@@ -131,20 +131,20 @@ class RunState:
                 # Inside a batch, the parameters show the gradients with which it began.
                 runtime.engine.sync_gradients(run.module)
             gradients = runtime.strategy.state.collect_gradients(run.module, run.optimizers)
-        own: dict[str, Any] = {
+        entries: dict[str, Any] = {
             "gradients": gradients,
             "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
         # Where the weights are averages, those that training continues with.
         if run.averages.training_weights is not None:
-            own["training_weights"] = [
+            entries["training_weights"] = [
                 runtime.strategy.sharding.to_checkpoint(weight) for weight in run.averages.training_weights
             ]
         if run.observers.levers is not None:
             # A run that continues from here uses the same levers, whatever is measured or cached by then.
-            own["levers"] = list(run.observers.levers)
-        own["history"] = run.observers.history.state_dict(run.resume.earlier.rows)
-        return {**checkpoint, "hasten": own}
+            entries["levers"] = list(run.observers.levers)
+        entries["history"] = run.observers.history.state_dict(run.resume.earlier.rows)
+        return {**checkpoint, "hasten": entries}
 
     def _restore_training(self, checkpoint: dict[str, Any], source: str) -> None:
         run, runtime = self._run, self._run.runtime
@@ -161,20 +161,20 @@ class RunState:
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
             runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
-        own = checkpoint.get("hasten") or {}
+        entries = checkpoint.get("hasten") or {}
         # Not the state of an earlier fit that this one does not continue.
         run.observers.history = History()
-        if own.get("history") is not None:
-            run.observers.history.load_state_dict(own["history"])
-        if own:
-            if own["gradients"] is not None:
-                runtime.strategy.state.restore_gradients(run.module, run.optimizers, own["gradients"])
-            state = contents.state_of(own["ranks"], rank, self._share())
+        if entries.get("history") is not None:
+            run.observers.history.load_state_dict(entries["history"])
+        if entries:
+            if entries["gradients"] is not None:
+                runtime.strategy.state.restore_gradients(run.module, run.optimizers, entries["gradients"])
+            state = contents.state_of(entries["ranks"], rank, self._share())
             if state is not None:
                 self._restore_process(state)
             else:
-                self._restore_moved(own["ranks"], source)
-        weights = own.get("training_weights")
+                self._restore_moved(entries["ranks"], source)
+        weights = entries.get("training_weights")
         if weights is not None:
             targets = parameters_of(*run.averages.optimizers)
             as_sharded = runtime.strategy.sharding.from_checkpoint
@@ -377,15 +377,15 @@ def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arg
 
 def find_last(trainer: Trainer) -> str | None:
     """Return the newest "last" checkpoint of the trainer's callbacks; None if there is none."""
-    found = [
+    paths = [
         path
         for callback in trainer.checkpoint_callbacks
         if hasattr(callback, "find_last") and (path := callback.find_last(trainer)) is not None
     ]
-    if not found:
+    if not paths:
         return None
-    local = [path for path in found if os.path.exists(path)]
-    return str(max(local, key=os.path.getmtime) if local else found[0])
+    local = [path for path in paths if os.path.exists(path)]
+    return str(max(local, key=os.path.getmtime) if local else paths[0])
 
 
 # -- a checkpoint saved inside a validation holds what makes a resumed run repeat the validation
@@ -516,13 +516,13 @@ def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
 def _failed_in_first_batch(run: Run) -> Iterator[None]:
     """Mark an epoch as begun if an exception ended it in its first batch, so that it does not begin again."""
     progress = run.progress
-    before = progress.begun
+    was_begun = progress.begun
     if run.logged.context.row.name == "on_exception" and _trains(run) and not run.window.is_last_batch:
-        progress.begun = before or run.data.train.is_in_hand(progress.batch)
+        progress.begun = was_begun or run.data.train.is_in_hand(progress.batch)
     try:
         yield
     finally:
-        progress.begun = before
+        progress.begun = was_begun
 
 
 def _trains(run: Run) -> bool:

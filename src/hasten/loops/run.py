@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def unprofiled(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``: what a run without a profiler makes of it."""
+    """Return ``function`` unchanged, in a run without a profiler."""
     return function
 
 
@@ -307,11 +307,11 @@ class Run:
 
     def change_arguments(self, arguments: Arguments) -> None:
         """Use changed arguments from the next batch on, and another limit of batches from the next epoch on."""
-        before, self.arguments = self.arguments, arguments
+        previous, self.arguments = self.arguments, arguments
         data = self.data
-        if arguments.limit_train_batches is not before.limit_train_batches:
+        if arguments.limit_train_batches is not previous.limit_train_batches:
             data.train.next_limit = arguments.limit_train_batches
-        if arguments.limit_val_batches is not before.limit_val_batches:
+        if arguments.limit_val_batches is not previous.limit_val_batches:
             data.validation.next_limit = arguments.limit_val_batches
             data.validation.take_limit()
         data.validation_schedule.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)

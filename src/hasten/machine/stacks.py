@@ -19,7 +19,7 @@ _PATHS = sysconfig.get_paths()
 _PYTHON = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({_PATHS[name] + os.sep for name in ("purelib", "platlib")})
 
-# Functions of hasten and torch, by file, in which a process waits for others or works longer than a step.
+# By file: functions of hasten and torch in which a process waits for others or works longer than a step.
 _BARRIERS = {"machine/collectives.py": ("barrier", "first_one_first"), "distributed_c10d.py": ("barrier",)}
 _SAVING = {"runtime.py": ("save",), "trainer/trainer.py": ("save_checkpoint",), "fabric/fabric.py": ("save",)}
 _PREPARING = {"loops/prepare.py": ("prepare",), "runtime.py": ("load",), "fabric/fabric.py": ("load", "load_raw")}

@@ -258,7 +258,7 @@ class _ConstantDraws(torch_private.TorchDispatchMode):
 
 
 def _fill_constant(drawn: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Replace what a random function drew by a constant."""
+    """Replace the result of a random function by a constant."""
     if name.startswith("bernoulli"):
         # The mean, because code usually divides by it afterwards.
         p = args[1] if len(args) > 1 else args[0]

@@ -102,7 +102,7 @@ class Profiler(ABC):
         self.dirpath = self.dirpath or log_dir
 
     def teardown(self, stage: str | None) -> None:
-        """Close what ``describe`` wrote to."""
+        """Close the file that ``describe`` wrote to."""
         self._write_stream = None
         if self._output_file is not None:
             self._output_file.close()
@@ -124,7 +124,7 @@ class Profiler(ABC):
         return self._local_rank or 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to a run cannot be sent to another process.
+        # Objects that belong to a run cannot be sent to another process.
         return {**self.__dict__, "_output_file": None, "_write_stream": None, "lightning_module": None}
 
     # -- third-party profilers use these too

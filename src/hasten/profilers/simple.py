@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from hasten.profilers.base import Profiler
 
-# What a run is made of, in the order of a step. What belongs to none of them is "other".
+# The parts of a run, in the order of a step. What belongs to none of them is "other".
 PARTS = (
     "data wait", "transfer", "forward", "backward", "optimizer", "callbacks", "logging", "checkpoint", "validation",
     "other", "start and end",

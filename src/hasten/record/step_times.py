@@ -246,7 +246,7 @@ class StepTimes:
         return watched("other", step), transfer, watched("optimizer", plan.step_schedulers)
 
     def _replace_in_step(self, undo: ExitStack) -> None:
-        """Replace what a step looks up while it runs."""
+        """Replace the functions that a step looks up while it runs."""
         run, hooks, watched = self._run, self._run.hooks, self._watched
         for name in _HOOKS:
             hook = getattr(hooks, name)

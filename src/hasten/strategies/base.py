@@ -884,8 +884,8 @@ class StateIO(StrategyPart):
 
     def snapshot_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return a function that gives ``optimizer``, in this process, the state it has now."""
-        kept = copy.deepcopy(optimizer.state_dict())
-        return lambda: optimizer.load_state_dict(copy.deepcopy(kept))
+        snapshot = copy.deepcopy(optimizer.state_dict())
+        return lambda: optimizer.load_state_dict(copy.deepcopy(snapshot))
 
     # -- gradients of an accumulation that is not complete
 

@@ -290,11 +290,11 @@ class FSDPStrategy(ShardedStrategy):
                     in_full = type(self._policy)(torch.float32, torch.float32, self._policy.param_dtype)
                     fully_shard(part, mesh=mesh, mp_policy=in_full, offload_policy=self._offload_policy)
                     keep_class_name(part)
-        made: list[Any] = []
+        sharded_blocks: list[Any] = []
         # Inner blocks first: a block has the parameters that no block inside of it has.
         for block in reversed(blocks):
             shard(block, reshard_after_forward=self._reshards)
-            made.insert(0, block)
+            sharded_blocks.insert(0, block)
         rest: list[nn.Module] = [module]
         # The rest stays gathered between forward and backward, because backward begins with it.
         after_forward = None if self._reshards else False
@@ -306,10 +306,10 @@ class FSDPStrategy(ShardedStrategy):
         for part in rest:
             if not isinstance(part, FSDPModule):
                 shard(part, reshard_after_forward=after_forward)
-        for part in (*made, *rest):
+        for part in (*sharded_blocks, *rest):
             keep_class_name(part)
         if self._options.get("forward_prefetch"):
-            for block, following in itertools.pairwise(made):
+            for block, following in itertools.pairwise(sharded_blocks):
                 block.set_modules_to_forward_prefetch([following])
         outer = set(map(id, rest))
         inner = [
@@ -369,8 +369,8 @@ class FSDPStrategy(ShardedStrategy):
     def _blocks(self, module: nn.Module) -> list[nn.Module]:
         """Return the parts to gather by themselves, outer ones before those inside of them."""
         policy = self._auto_wrap_policy
-        found = repeated_blocks(module) if policy is None else _chosen(module, policy, "auto_wrap_policy")
-        return gathered_apart(module, found)
+        parts = repeated_blocks(module) if policy is None else _chosen(module, policy, "auto_wrap_policy")
+        return gathered_apart(module, parts)
 
     def _recompute(self, module: nn.Module) -> None:
         if self._recompute_policy is None:
@@ -395,7 +395,7 @@ def is_manual(module: nn.Module) -> bool:
     return getattr(module, "automatic_optimization", True) is False
 
 
-def gathered_apart(module: nn.Module, found: Collection[nn.Module]) -> list[nn.Module]:
+def gathered_apart(module: nn.Module, parts: Collection[nn.Module]) -> list[nn.Module]:
     """Return the parts of ``found`` that can be gathered by themselves, outer parts before the parts inside of them.
 
     A parameter is gathered in one place: a part that shares a parameter with other parts is left out.
@@ -405,7 +405,7 @@ def gathered_apart(module: nn.Module, found: Collection[nn.Module]) -> list[nn.M
     return sorted(
         (
             block
-            for block in found
+            for block in parts
             if block is not module
             and any(True for _ in block.parameters())
             and all(users[id(p)] == _users(block)[id(p)] for p in block.parameters())
@@ -434,11 +434,11 @@ def children_apart(module: nn.Module, strategy: str) -> list[nn.Module]:
             fix="Move it into the child that uses it, or use automatic optimization.",
             argument="strategy",
         )
-    found = [child for child in module.children() if any(True for _ in child.parameters())]
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
     # A list of modules has no forward of its own.
     return [
         part
-        for child in found
+        for child in children
         for part in (children_apart(child, strategy) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else [child])
     ]
 
@@ -479,9 +479,9 @@ def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
     """Return the parts of ``module`` that a policy chooses."""
     classes = torch_private.classes_of_policy(policy)
     if isinstance(classes, (set, frozenset)):
-        found = [part for part in module.modules() if isinstance(part, tuple(classes)) and part is not module]
+        parts = [part for part in module.modules() if isinstance(part, tuple(classes)) and part is not module]
         for kind in classes:
-            if not any(isinstance(part, kind) for part in found):
+            if not any(isinstance(part, kind) for part in parts):
                 present = sorted({type(part).__name__ for part in module.modules()})
                 raise make_error(
                     ValueError,
@@ -489,7 +489,7 @@ def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
                     fix=f"{did_you_mean(kind.__name__, present)} It has: {', '.join(present[:12])}.",
                     argument=argument,
                 )
-        return found
+        return parts
     if torch_private.has_policy(policy):
         return [part for part in torch_private.run_policy(policy, module) if part is not module]
     return _by_function(module, policy)
@@ -497,23 +497,23 @@ def _chosen(module: nn.Module, policy: Any, argument: str) -> list[nn.Module]:
 
 def _by_function(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Return the parts that a function of FSDP1's form chooses: children first, with their remaining elements."""
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
 
     def visit(part: nn.Module, is_root: bool) -> int:
         elements = sum(parameter.numel() for parameter in part.parameters())
         if not policy(module=part, recurse=True, nonwrapped_numel=elements):
             if not is_root and policy(module=part, recurse=False, nonwrapped_numel=elements):
-                found.append(part)
+                parts.append(part)
                 return elements
             return 0
-        taken = sum(visit(child, False) for child in part.children())
-        if not is_root and policy(module=part, recurse=False, nonwrapped_numel=elements - taken):
-            found.append(part)
+        wrapped_elements = sum(visit(child, False) for child in part.children())
+        if not is_root and policy(module=part, recurse=False, nonwrapped_numel=elements - wrapped_elements):
+            parts.append(part)
             return elements
-        return taken
+        return wrapped_elements
 
     visit(module, True)
-    return found
+    return parts
 
 
 # -- arguments

@@ -115,12 +115,12 @@ class ShardedStrategy(ParallelStrategy):
         """Replace parameters of ``module`` by this process's shards."""
 
     def simulate_one_process(self) -> None:
-        own: Any = self
+        this: Any = self
         self._simulate_collectives()
         # The first process would draw the values, and send the state of its random generators.
-        own._fill = lambda module, stored: module.to_empty(device=self._device_of_shards)
-        own.equal_generators = lambda: None
-        own.sharding.check_batch = lambda batch: None
+        this._fill = lambda module, stored: module.to_empty(device=self._device_of_shards)
+        this.equal_generators = lambda: None
+        this.sharding.check_batch = lambda batch: None
 
     def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
         """Divide ``module``, with the first process's weights; fill what is on the meta device.
@@ -152,8 +152,8 @@ class ShardedStrategy(ParallelStrategy):
                 if not tensor.is_meta and not is_sharded(tensor):
                     self._broadcast(tensor.data)
         self.divide(module)
-        known = set(map(id, self._parts))
-        self._parts += [part for part in _sharded_parts(module).values() if id(part) not in known]
+        ids = set(map(id, self._parts))
+        self._parts += [part for part in _sharded_parts(module).values() if id(part) not in ids]
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             self._fill(module, stored)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -217,11 +217,11 @@ class ShardedStrategy(ParallelStrategy):
             for name, tensor in _tensors(module):
                 if name in present:
                     local_part(tensor).copy_(present[name])
-        before = self.gather_objects(_digest())
+        digests = self.gather_objects(_digest())
         with torch.no_grad():
             for prefix, part in _units(module, missing):
                 self._fill_unit(prefix, part)
-        if len(set(before)) == 1:
+        if len(set(digests)) == 1:
             # The generators advance as if this process had drawn the values, too.
             RandomGenerators().load_state_dict(self.broadcast(RandomGenerators().state_dict()))
 
@@ -397,18 +397,18 @@ class Shards(PartialSharding):
 
     def from_checkpoint(self, value: object, target: object) -> Any:
         """Return a value of a checkpoint as ``target`` is divided; unchanged where their shapes differ."""
-        kept: Any = value
+        source: Any = value
         like: Any = target
-        if not is_sharded(like) or getattr(kept, "shape", None) != like.shape:
-            if hasattr(kept, "read_into"):
-                return kept.full()
+        if not is_sharded(like) or getattr(source, "shape", None) != like.shape:
+            if hasattr(source, "read_into"):
+                return source.full()
             # A copy: the contents of a file may be mapped into memory.
-            return kept.clone() if isinstance(kept, Tensor) else kept
-        if hasattr(kept, "read_into"):
-            empty = torch.empty_like(like, dtype=kept.dtype)
-            kept.read_into(empty)
+            return source.clone() if isinstance(source, Tensor) else source
+        if hasattr(source, "read_into"):
+            empty = torch.empty_like(like, dtype=source.dtype)
+            source.read_into(empty)
             return empty
-        return kept if is_sharded(kept) else shard_like(kept, like)
+        return source if is_sharded(source) else shard_like(source, like)
 
 
 class ShardedEngine(StepEngine):
@@ -636,8 +636,8 @@ def shard_like(whole: Tensor, target: Tensor) -> Tensor:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, sharing its memory."""
-    held: Any = tensor
-    part: Tensor = held.to_local() if is_sharded(held) else held
+    value: Any = tensor
+    part: Tensor = value.to_local() if is_sharded(value) else value
     return part
 
 
@@ -728,8 +728,9 @@ def _nothing() -> None:
 
 def keep_class_name(module: nn.Module) -> None:
     """Give the class that ``fully_shard`` made the name that the user wrote: it is in messages and keys."""
-    made, user = type(module), _user_class(module)
-    made.__name__, made.__qualname__, made.__module__ = user.__name__, user.__qualname__, user.__module__
+    sharded_class, user = type(module), _user_class(module)
+    sharded_class.__name__, sharded_class.__qualname__ = user.__name__, user.__qualname__
+    sharded_class.__module__ = user.__module__
 
 
 # -- attributes and hooks of a program's parameters
@@ -779,14 +780,14 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 def _units(module: nn.Module, missing: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the largest parts with ``reset_parameters`` that have tensors among ``missing``; refuse others."""
-    own = [prefix + name for name, _ in _tensors(module) if prefix + name in missing]
-    if not own:
+    names = [prefix + name for name, _ in _tensors(module) if prefix + name in missing]
+    if not names:
         return
     if _reset_of(module) is not None:
         yield prefix, module
         return
     direct = {*module._parameters, *module._buffers}
-    if bare := next((name for name in own if name[len(prefix) :] in direct), None):
+    if bare := next((name for name in names if name[len(prefix) :] in direct), None):
         kind = _user_class(module).__name__
         raise make_error(
             ValueError,
@@ -809,24 +810,26 @@ def _initialized(part: nn.Module) -> nn.Module:
     return twin
 
 
-def _twin(module: nn.Module, known: dict[int, Tensor]) -> nn.Module:
+def _twin(module: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
     """Return a copy of a module with empty whole tensors on the host, of the class that the user wrote."""
 
     def empty(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        if id(tensor) not in known:
+        if id(tensor) not in copies:
             values = torch.empty(tensor.shape, dtype=tensor.dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
-            known[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-        return known[id(tensor)]
+            copies[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+        return copies[id(tensor)]
 
     twin: nn.Module = nn.Module.__new__(_user_class(module))
     twin.__dict__.update(module.__dict__)
-    own = twin.__dict__
-    own["_parameters"] = {name: empty(tensor) for name, tensor in module._parameters.items()}
-    own["_buffers"] = {name: empty(tensor) for name, tensor in module._buffers.items()}
-    own["_modules"] = {name: None if child is None else _twin(child, known) for name, child in module._modules.items()}
+    values = twin.__dict__
+    values["_parameters"] = {name: empty(tensor) for name, tensor in module._parameters.items()}
+    values["_buffers"] = {name: empty(tensor) for name, tensor in module._buffers.items()}
+    values["_modules"] = {
+        name: None if child is None else _twin(child, copies) for name, child in module._modules.items()
+    }
     return twin
 
 

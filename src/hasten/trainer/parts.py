@@ -109,12 +109,12 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
         check_signatures(module, datamodule, added)
         kinds = tuple(type(callback) for callback in added)
         # A callback of the same class, or of a derived one, replaces a callback of the Trainer.
-        kept = [
+        others = [
             callback
             for callback in trainer.callbacks
             if type(callback) is Callback or not any(issubclass(kind, type(callback)) for kind in kinds)
         ]
-        trainer.callbacks[:] = last_ones_last(kept + added)
+        trainer.callbacks[:] = last_ones_last(others + added)
     let_log(trainer.callbacks, module)
 
 

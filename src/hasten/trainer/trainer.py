@@ -298,8 +298,8 @@ class Trainer(TrainerView):
             5
 
         """
-        own = set(map(id, self._default_callbacks))
-        callbacks = [callback for callback in self._callbacks if id(callback) not in own]
+        default_ids = set(map(id, self._default_callbacks))
+        callbacks = [callback for callback in self._callbacks if id(callback) not in default_ids]
         # Copied, because a subclass may add attributes and its __init__ may have other arguments.
         new = copy.copy(self)
         Trainer.__init__(new, **{**self._given, "callbacks": callbacks, **changes})
@@ -380,12 +380,12 @@ class Trainer(TrainerView):
             datamodule, train_dataloaders = train_dataloaders, None
         model = parts.inner_model(model)
         check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
-        given = {"train": train_dataloaders, "validate": val_dataloaders}
+        loaders = {"train": train_dataloaders, "validate": val_dataloaders}
         with (
             choose_speed(self, model, train_dataloaders, datamodule, ckpt_path),
-            self._batch_size_found(model, given, datamodule, ckpt_path),
+            self._batch_size_found(model, loaders, datamodule, ckpt_path),
         ):
-            self._call(TrainerFn.FITTING, model, datamodule, given, ckpt_path, weights_only, _fit)
+            self._call(TrainerFn.FITTING, model, datamodule, loaders, ckpt_path, weights_only, _fit)
 
     def validate(
         self,
@@ -512,14 +512,14 @@ class Trainer(TrainerView):
 
     @contextmanager
     def _batch_size_found(
-        self, model: LightningModule, given: dict[str, Any], datamodule: Any, ckpt_path: Any
+        self, model: LightningModule, loaders: dict[str, Any], datamodule: Any, ckpt_path: Any
     ) -> Iterator[None]:
         if self._arguments.speed.batch_size != "auto":
             yield
             return
         from hasten.tuner.batch_size import find_batch_size
 
-        size = find_batch_size(self, model, given, datamodule, ckpt_path)
+        size = find_batch_size(self, model, loaders, datamodule, ckpt_path)
         if size is not None:
             self._set_batch_size(size)
         try:
@@ -542,7 +542,7 @@ class Trainer(TrainerView):
         fn: TrainerFn,
         module: LightningModule,
         datamodule: LightningDataModule | None,
-        given: dict[str, Any],
+        loaders: dict[str, Any],
         ckpt_path: PathLike | None,
         weights_only: bool | None,
         body: Callable[[Run], Result],
@@ -558,7 +558,9 @@ class Trainer(TrainerView):
             # Copies of this process inherit it, and the program continues with it.
             parts.settle_loggers(self._loggers, self._runtime)
         try:
-            result: Result = self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
+            result: Result = self._runtime.launch(
+                self._in_process, loaders, ckpt_path, weights_only, body, trainer=self
+            )
             return result
         except BaseException as error:
             if self.state.status == TrainerStatus.RUNNING:
@@ -569,7 +571,7 @@ class Trainer(TrainerView):
 
     def _in_process(
         self,
-        given: dict[str, Any],
+        loaders: dict[str, Any],
         ckpt_path: PathLike | None,
         weights_only: bool | None,
         body: Callable[[Run], Result],
@@ -590,7 +592,7 @@ class Trainer(TrainerView):
         requeue.count(self.state.fn)
         also = runtime.cluster.stop_signals
         with StopRequests(runtime.all_reduce if runtime.several_processes else None, also=also) as stop:
-            run = self._run = self._make_run(module, given, stop)
+            run = self._run = self._make_run(module, loaders, stop)
             run.limits.number = stop.number = number
             watched = watchdog.observing(functools.partial(parts.position, run), lambda: parts.folder_of_logs(self))
             with recorded(self, run) as begin_record:
@@ -619,13 +621,13 @@ class Trainer(TrainerView):
                 parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
         return result
 
-    def _make_run(self, module: LightningModule, given: dict[str, Any], stop: StopRequests) -> Run:
+    def _make_run(self, module: LightningModule, loaders: dict[str, Any], stop: StopRequests) -> Run:
         arguments, runtime = self._arguments, self._runtime
         sampler = runtime.distributed_sampler_kwargs if arguments.use_distributed_sampler else None
 
         def source(stage: str, limit: Any) -> StageData:
             return StageData(
-                stage, given=given.get(stage), module=module, datamodule=self._datamodule,
+                stage, given=loaders.get(stage), module=module, datamodule=self._datamodule,
                 reads_datamodule=self._reads_datamodule, limit=limit, sampler_kwargs=sampler,
                 overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
@@ -635,7 +637,7 @@ class Trainer(TrainerView):
 
         self._logged.loggers = self._called_loggers()
         self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._logged)
-        before, fn = self._run, self.state.fn
+        last_run, fn = self._run, self.state.fn
         data = RunData(
             train=source("train", arguments.limit_train_batches),
             validation=source("validate", arguments.limit_val_batches),
@@ -649,12 +651,12 @@ class Trainer(TrainerView):
             window=Window(self._progress, self._accumulate_grad_batches), limits=Limits(stop),
             observers=Observers(levers=self.chosen_levers),
         )  # fmt: skip
-        if before is not None and fn != TrainerFn.FITTING and before.module is module:
+        if last_run is not None and fn != TrainerFn.FITTING and last_run.module is module:
             # A checkpoint saved after an evaluation still holds the state of the last fit.
-            run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
-            run.schedulers, run.data.train, run.averages = before.schedulers, before.data.train, before.averages
+            run.optimizers, run.wrapped_optimizers = last_run.optimizers, last_run.wrapped_optimizers
+            run.schedulers, run.data.train, run.averages = last_run.schedulers, last_run.data.train, last_run.averages
             if fn != TrainerFn.VALIDATING:
-                run.data.validation = before.data.validation
+                run.data.validation = last_run.data.validation
         return run
 
     def _evaluate(
@@ -854,8 +856,8 @@ _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 _MACHINE = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "sync_batchnorm")
 
 
-def _runtime_for(given: dict[str, Any]) -> Runtime:
-    return resolve_runtime(**{name: given[name] for name in _MACHINE}, owner="Trainer")
+def _runtime_for(values: dict[str, Any]) -> Runtime:
+    return resolve_runtime(**{name: values[name] for name in _MACHINE}, owner="Trainer")
 
 
 def _fit(run: Run) -> None:

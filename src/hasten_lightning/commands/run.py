@@ -190,7 +190,7 @@ def _shown(run: Callable[[], object], file: str) -> int:
 
 
 def _explain(error: BaseException) -> None:
-    """Add what usually mends an error of torch, if the program came as far as torch."""
+    """Add the usual fix to an error of torch, if the program has imported torch."""
     if "torch" in sys.modules:
         from hasten._lib.explain import explain
 

@@ -109,7 +109,7 @@ def check_program(run_it: Callable[[], int], *, shown: str) -> CheckReport:
     evaluated: list[str] = []
 
     def first_batch_of(name: str, argument: str) -> Callable[..., Any]:
-        """Return what a program that evaluates before it trains calls instead: one batch of each loader."""
+        """Return the function that replaces evaluations before training: one batch of each loader."""
 
         def call(trainer: Trainer, model: Any = None, data: Any = None, *_: Any, **given: Any) -> Any:
             data = given.get(argument, data)

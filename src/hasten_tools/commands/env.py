@@ -18,7 +18,7 @@ from typing import Any
 
 from hasten.commands.parser import Parser
 
-# With what hasten and its extras need: packages that explain what a program does.
+# Besides the packages that hasten and its extras need: packages that explain what a program does.
 _ALSO = (
     "lightning", "pytorch-lightning", "transformers", "accelerate", "datasets", "peft", "timm", "torchvision",
     "torchaudio", "torchdata", "triton", "flash-attn", "xformers", "numpy", "pandas", "webdataset",

@@ -299,7 +299,7 @@ def measure(
 
     Args:
         task: whose rows.
-        row_seconds: what a row may cost in turns with the one it builds on. Rows that train longer than that are
+        row_seconds: how long a row may take, in turns with the row it builds on. Rows that train longer than that are
             timed over a sample of their steps; the fastest is trained in full all the same.
         rounds: how many turns trainings in full are shared out over.
         full: train every row in full, however long it takes.

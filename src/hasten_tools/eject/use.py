@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# What a Trainer(...) of the program keeps: the values that the ejected loop reads.
+# Arguments of Trainer(...) that the program keeps: the values that the ejected loop reads.
 VALUES = (
     "max_epochs",
     "max_steps",

@@ -291,7 +291,7 @@ def _start(trainer: Trainer, order: Order, fit: Callable[[], None]) -> _Copy:
 
 
 def _finish(copy: _Copy) -> Measured:
-    """Return what a copy has measured."""
+    """Return the measurements of a copy."""
     try:
         with os.fdopen(copy.pipe, "rb") as pipe:
             sent = pipe.read()

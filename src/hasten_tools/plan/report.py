@@ -11,8 +11,8 @@ from hasten._lib.errors import make_error
 from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
 from hasten_tools.tables import aligned
 
-# Of a device's memory, what a plan may fill. The rest is for the driver, the communication library, and gaps between
-# tensors.
+# The share of a device's memory that a plan may fill. The rest is for the driver, the communication library, and gaps
+# between tensors.
 USABLE = 0.9
 # Between one step and the next, or moved to host memory by cpu_offload.
 _KEPT = (WEIGHTS, OPTIMIZER, GRADIENTS)
@@ -92,7 +92,7 @@ class Change:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What a program needs on many devices.
+    """The memory and communication that a program needs on many devices.
 
     Args:
         devices: the number of processes.

@@ -80,7 +80,7 @@ def _samples(loader: Any) -> int:
 
 
 def step_bytes(run: Run, seen: Observations) -> dict[str, int]:
-    """Return what a step holds, in bytes: weights, gradients, states of the optimizers, and what backward needs."""
+    """Return the memory of a step, in bytes: weights, gradients, states of the optimizers, and what backward needs."""
     weights = {id(tensor): tensor for tensor in (*run.module.parameters(), *run.module.buffers())}
     trained = [p for p in parameters_of(*run.optimizers) if p.requires_grad]
     states = [

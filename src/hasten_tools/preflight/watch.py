@@ -33,7 +33,7 @@ TRAIN_BATCHES = 3
 
 
 class Observations:
-    """What a checked run has shown so far.
+    """The observations of a checked run so far.
 
     Attributes:
         batches: by stage, one text for each loader.
@@ -48,7 +48,7 @@ class Observations:
         first_batch: the first training batch and its index.
         bad_function: a sentence that names the function whose gradient is not finite.
         seconds: of each training batch.
-        kept_bytes: what a forward keeps for its backward, parameters not counted; None if it was not measured.
+        kept_bytes: memory that a forward keeps for its backward, without parameters; None if it was not measured.
         calls: layer, arguments and keywords of its first call in a step, by its name.
         losses: sentences about calls of loss functions: (status, what was seen, what to write).
         targets: the labels of the first cross entropy, the number of classes, and the label that is ignored.
@@ -254,7 +254,7 @@ class StepWatch(Callback):
         self._seen.evaluated.add(stage)
         self._seen.outputs.setdefault(stage, _described(outputs))
 
-    # -- inside
+    # -- internal functions
 
     def _look_at(self, stage: str, batch: Any, loader: int) -> None:
         seen = self._seen
@@ -409,7 +409,7 @@ def _look_at_labels(seen: Observations, name: str, values: Any, labels: Any, ign
 
 
 def _look_at_scores(seen: Observations, name: str, values: Tensor) -> None:
-    """Note scores that are not what a loss function takes."""
+    """Record scores that a loss function does not accept."""
     if name == "cross_entropy" and _made_by(values, "Softmax"):
         seen.losses.append(
             ("warning", "cross_entropy gets the result of a softmax, and applies one itself.",

@@ -422,7 +422,7 @@ class FirstChoice:
 
 
 def is_free(lever: Lever, given: Mapping[str, Any]) -> bool:
-    """Return whether the user has left open what a lever sets: what is written stays, also what is switched off.
+    """Return whether the user has not set the argument of a lever: values that are set stay, also "off".
 
     Example::
 

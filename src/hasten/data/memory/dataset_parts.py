@@ -24,7 +24,7 @@ from hasten.checkpoint.snapshots import Snapshot
 from hasten.extend.origin import ROOTS, comes_from, module_of
 from hasten.seed import is_generator, state_of_generator
 
-# Of a dataset with more parts, the nearest are looked at: each epoch begins with a look.
+# Number of parts of a dataset that are compared, the nearest first; each epoch begins with a comparison.
 _MOST_PARTS, _DEEPEST = 4000, 8
 # Of a long container, so many elements are looked into, so many compared if they have a hash, and so many numbers of an
 # array compared; all spread evenly.
@@ -60,8 +60,8 @@ def preserve(*things: object) -> Iterator[None]:
 def fingerprint(dataset: object) -> dict[str, Any]:
     """Return the attributes of a dataset by their places, as values to compare later.
 
-    Tensors and arrays are not copied: a tensor counts its changes, of a large array some numbers are taken. Random
-    generators are left out, since a sampler may share them.
+    Tensors and arrays are not copied: a tensor counts its changes, and of a large array some numbers are compared.
+    Random generators are left out, since a sampler may share them.
     """
     return {place: _value(part) for place, part in parts(dataset) if not is_generator(part)}
 
@@ -83,7 +83,7 @@ def comparable(dataset: object) -> dict[str, int]:
 
 
 def _value(part: Any) -> Any:
-    """Return what two parts at the same place are compared by."""
+    """Return the value by which two parts at the same place are compared."""
     kind = type(part)
     if isinstance(part, Tensor):
         version = 0 if part.is_inference() else part._version
@@ -146,7 +146,7 @@ def contents_of(part: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if isinstance(part, _SHARED) or (numpy is not None and isinstance(part, numpy.generic)):
         return value
-    # Of objects and functions only what is inside of them.
+    # Objects and functions are compared only by their contents.
     return kind, getattr(part, "__qualname__", None)
 
 
@@ -167,7 +167,7 @@ def parts(dataset: object) -> Iterator[tuple[str, Any]]:
         seen[key] = part
         yield place, part
         if depth < _DEEPEST:
-            # The user's objects may raise whatever is read of them; then their parts are left out.
+            # Reading an attribute of a user's object may raise; then its parts are left out.
             with suppress(Exception):
                 waiting.extend([(depth + 1, *each) for each in _inside(place, part)])
 

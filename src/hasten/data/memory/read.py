@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 # ("tensor", shape, dtype) | ("array", shape, dtype) | ("scalar", dtype) | ("plain", type) | ("text", type)
 # | (dict or a sequence type, keys or None, kinds of the fields)
 Kind = tuple[Any, ...]
-# Returns memory for a column of a shape and a dtype.
+# A function that returns memory for a column of a shape and a dtype.
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 _T = TypeVar("_T")
 
 # Samples read at once: large enough that joining them costs little, small enough for a queue between processes.
 CHUNK = 256
-# Of the memory that is free: the rest is for everything else.
+# The share of the free memory to use; the rest is for everything else.
 SHARE = 0.8
-# Samples read a second time: at least so many, and one of so many. With 500, where one sample in a hundred is another
-# each time, that is found in 99 of 100 datasets.
+# Samples read a second time: at least so many, and one of so many. With 500, a dataset in which one sample of a hundred
+# is random is detected in 99 of 100 cases.
 _READ_AGAIN, _ONE_OF = 512, 10
 
 
@@ -103,10 +103,10 @@ class Columns:
     def batch(self, indices: Iterable[int]) -> Batch:
         """Return what ``default_collate`` makes of these samples, bit for bit."""
         numbers = list(indices)
-        # torch.tensor reads number by number, which would take as long as all else.
+        # torch.tensor reads number by number, which would take as long as everything else.
         index = torch.frombuffer(array.array("q", numbers or [0]), dtype=torch.int64)[: len(numbers)]
         if copies_in_background(self._device):
-            # From pinned memory: the host does not wait.
+            # Copied from pinned memory, so that the host does not wait.
             index = index.pin_memory().to(self._device, non_blocking=True)
         elif not is_host(self._device):
             index = index.to(self._device)
@@ -203,7 +203,7 @@ class DatasetReader:
         with isolate_rng(include_cuda=False), preserve(dataset):
             if loader is None or not loader.num_workers or loader.worker_init_fn is None:
                 self._probe()
-            # Else only its workers may be able to read the dataset, and their first samples show the size.
+            # Otherwise only its workers may be able to read the dataset, and their first samples show the size.
             return self._read(loader if loader is not None and loader.num_workers else None, allocate)
 
     def check_size(self, size_bytes: int) -> None:
@@ -360,7 +360,7 @@ class _RandomWatch:
     def drawn(self) -> bool:
         """Return whether numbers were drawn since the last call."""
         before, self._last = self._last, self._rng.state()
-        # Looked for each time: some datasets make their generator with the first sample.
+        # Searched each time: some datasets make their generator with the first sample.
         own, self._own = self._own, own_generators(self._dataset)
         return before != self._last or any(own.get(key) != state for key, state in self._own.items())
 
@@ -501,7 +501,7 @@ def _size_of_leaf(leaf: Any) -> int:
         return leaf.numel() * leaf.element_size()
     if isinstance(leaf, int) or not hasattr(leaf, "tobytes"):
         return sys.getsizeof(leaf)
-    size: int = getattr(leaf, "nbytes", 0) or len(leaf.tobytes())  # Of an array, or of an image, say.
+    size: int = getattr(leaf, "nbytes", 0) or len(leaf.tobytes())  # For instance of an array or an image.
     return size
 
 

@@ -22,7 +22,7 @@ from hasten.seed import isolate_rng
 
 _T = TypeVar("_T")
 
-# Of a device's free memory: the rest is for the model, its gradients and activations.
+# The share of a device's free memory to use; the rest is for the model, its gradients and activations.
 DEVICE_SHARE = 0.5
 
 
@@ -183,7 +183,7 @@ class HeldDataset(DatasetProxy):
         self.__dict__["_hasten_data"] = data
 
     def _hasten_differs(self) -> bool:
-        """Return whether the first or the last sample, read again, is another."""
+        """Return whether the first or the last sample differs when it is read again."""
         dataset = self._hasten_dataset
         if not self._hasten_reads_here or not len(self):
             return False
@@ -278,7 +278,7 @@ def _made_resident(loader: Any, device: Any, argument: str, name: str) -> Any:
         return loader
     check_dataloader(loader, argument, name)
     kind = type(loader)
-    # A user's subclass stays one.
+    # A user's subclass of the loader stays that class.
     reads = {"_get_iterator": ResidentLoader._get_iterator}
     made: Any = ResidentLoader if kind is DataLoader else type(kind.__name__, (kind,), reads)
     new = made.__new__(made)
@@ -298,11 +298,11 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
         if data is None:
             data = DatasetReader(dataset, argument, name).read(loader if loader.num_workers else None)
         if isinstance(data, Columns) and collate_fn is not default_collate:
-            # It may look at the samples together, so it gets them as always.
+            # The collate function may need the samples together, so it gets them as always.
             data = data.samples()
         return _on_device(data, torch.device(device), argument, name) if on_device else data
 
-    # Else only its workers may be able to read the dataset.
+    # Otherwise only its workers may be able to read the dataset.
     reads_here = not loader.num_workers or loader.worker_init_fn is None
     held = HeldDataset(dataset, read, name, reads_here=reads_here)
     data = held._hasten_data

@@ -39,7 +39,7 @@ class SharedFile:
     """A tensor in a file without a name that a process has open."""
 
     pid: int
-    # By the kernel's clock: another process may get the number of one that has ended.
+    # The start time by the kernel's clock: a later process may get the same number.
     started: int | None
     descriptor: int
     shape: list[int]
@@ -47,7 +47,7 @@ class SharedFile:
 
     @classmethod
     def new(cls, shape: tuple[int, ...], dtype: torch.dtype) -> SharedFile:
-        """Make one, which is closed with the object returned."""
+        """Make a file, which is closed with the object returned."""
         if not hasattr(os, "memfd_create"):
             raise make_error(
                 RuntimeError,
@@ -149,7 +149,7 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     shown = name or f"the dataset {type(dataset).__name__}"
     reader = DatasetReader(dataset, "preload", shown)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(data):
-        reader.read()  # Raises for the other reasons.
+        reader.read()  # Raises if the dataset cannot be held for another reason.
         raise ValueError(f"preload: {shown} is empty.")
     key = _key(data, name)
     if key in _of_this_process:
@@ -170,7 +170,7 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
         file.truncate()
         json.dump({"files": [asdict(each) for each in files], "in_columns": kind is not None}, file)
     made = _of_this_process[key] = PreloadedDataset(dataset, kind, files)
-    # Other processes cannot map it once it is gone.
+    # Other processes cannot map its files once the dataset is gone.
     weakref.finalize(made, _forget, key, os.getpid())
     size = sum(tensor.nbytes for tensor in made._tensors)
     rank_zero_info(
@@ -232,7 +232,7 @@ def _start_time(pid: int) -> int | None:
 def _content(file: TextIO) -> tuple[list[SharedFile], bool] | None:
     """Return what such a file says, the tensors and whether they are columns, if the process that wrote it is alive."""
     file.seek(0)
-    # A file that cannot be read is what a killed process left of it.
+    # A killed process has left a file that cannot be read.
     with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
         content = json.load(file)
         files = [SharedFile(**each) for each in content["files"]]
