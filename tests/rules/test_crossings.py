@@ -26,7 +26,7 @@ AT_MOST = {
     "complex": 55,
     "very complex": 0,
     "type: ignore": 83,
-    "any value": 210,
+    "any value": 211,
     "read: batch": 18,
     "read: save": 14,
     "read: sharding": 4,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten._lib.tree import leaves
 from hasten.data.memory.dataset_parts import comparable, contents_of
@@ -160,7 +160,7 @@ class Meeting(NamedTuple):
             agreement.store_at(self.address).set(self.token, json.dumps(known))
 
 
-def meet(dataset: object, name: str, share: int, workers: int, setup: int) -> tuple[Meeting, bool]:
+def meet(dataset: IterableDataset[Any], name: str, share: int, workers: int, setup: int) -> tuple[Meeting, bool]:
     """Return where the readers of a loader compare their samples, and whether the dataset is the same everywhere.
 
     All processes of the group call it; without a group, this process has no other to ask.

@@ -119,7 +119,7 @@ def full_name(thing: object) -> str:
 _LIBRARIES = {"torch", *ROOTS}
 
 
-def names_in(function: object) -> frozenset[str]:
+def names_in(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of globals and attributes in the code of a function, and of those defined inside it.
 
     Example::

@@ -23,6 +23,7 @@ from hasten.machine import agreement, same_program, watchdog
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
     from hasten.loops.run import Run
+    from hasten.module import LightningModule
     from hasten.runtime import Runtime
     from hasten.types import Group
 
@@ -51,7 +52,12 @@ _SPEED_MAY_DIFFER = ("num_workers", "resident", "allocator")
 
 
 def check_program(
-    call: str, runtime: Runtime, module: object, arguments: Arguments, accumulate: int, callbacks: Iterable[object]
+    call: str,
+    runtime: Runtime,
+    module: LightningModule,
+    arguments: Arguments,
+    accumulate: int,
+    callbacks: Iterable[object],
 ) -> int:
     """Check that all processes call the same function of a Trainer with the same arguments; return the run's number."""
     if not runtime.several_processes:

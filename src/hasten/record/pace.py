@@ -29,6 +29,7 @@ from hasten.record.step_times import ASIDE, PARTS, StepTimes
 if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten.record.step_times import StepFunctions
+    from hasten.types import PathLike
 
 T = TypeVar("T")
 
@@ -284,7 +285,7 @@ class Pace:
         if self._run is not None:
             self._run.observers.record.add("validation", **self._position(self._run), seconds=seconds)
 
-    def end_checkpoint(self, aside: _Aside, path: object, facts: Callable[[], dict[str, Any]]) -> None:
+    def end_checkpoint(self, aside: _Aside, path: PathLike, facts: Callable[[], dict[str, Any]]) -> None:
         """Count a checkpoint that was saved, or is being written in the background.
 
         Args:

@@ -665,7 +665,9 @@ class StepEngine(StrategyPart):
 
     # -- backward
 
-    def backward_for(self, target: object, tensor: Tensor, *args: object, **kwargs: object) -> None:
+    def backward_for(
+        self, target: Optimizer | nn.Module | None, tensor: Tensor, *args: object, **kwargs: object
+    ) -> None:
         """Compute gradients where a program calls ``Strategy.backward`` with an optimizer or module, ``target``."""
         self.backward(tensor, *args, **kwargs)
 

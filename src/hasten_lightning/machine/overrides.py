@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.names import defined_by_program, has_parameter
@@ -64,7 +64,9 @@ class ProgramEngine(_Engine):
         finally:
             self.in_backward = False
 
-    def backward_for(self, target: object, tensor: Tensor, *args: object, **kwargs: object) -> None:
+    def backward_for(
+        self, target: Optimizer | nn.Module | None, tensor: Tensor, *args: object, **kwargs: object
+    ) -> None:
         """Compute gradients by the methods of the precision if a program overrides them, else by the inner engine."""
         if not self._overrides_precision:
             self._inner_backward(tensor, *args, **kwargs)
