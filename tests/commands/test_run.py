@@ -201,3 +201,13 @@ def test_ctrl_c_is_not_lost_where_python_drops_exceptions(folder: Path) -> None:
     )
     done = hasten_run("p.py")
     assert (done.returncode, done.stdout) == (130, "dropped\n")
+
+
+def test_an_option_after_the_program_is_the_program_s_and_said_to_be(folder: Path) -> None:
+    (folder / "p.py").write_text("import sys; print(sys.argv[1:])\n")
+    done = hasten_run("p.py", "--packed")
+    assert (done.returncode, done.stdout) == (0, "['--packed']\n")
+    assert "--packed comes after p.py, so the program gets it. Write it before p.py" in done.stderr
+    (folder / "p.py").write_text("import sys; print('--packed' in sys.argv)\n")
+    done = hasten_run("p.py", "--packed")
+    assert (done.stdout, done.stderr) == ("True\n", "")

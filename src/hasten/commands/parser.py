@@ -53,6 +53,12 @@ class Parser(argparse.ArgumentParser):
         """Return the names of the options that take the next word; those with ``nargs="?"`` do not."""
         return {name for action in self._actions if action.nargs not in (0, "?") for name in action.option_strings}
 
+    def long_options(self) -> set[str]:
+        """Return the names of the options, without ``--help``."""
+        return {name for action in self._actions for name in action.option_strings if name.startswith("--")} - {
+            "--help"
+        }
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse all of ``arguments``; an unknown one ends the program with code 2 and names the nearest."""
         found, unknown = super().parse_known_args(arguments)

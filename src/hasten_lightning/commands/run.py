@@ -107,7 +107,23 @@ def add_program(parser: Parser) -> None:
 def parse_program(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of a parser that ``add_program`` was called with, and the arguments of the program."""
     options, program, rest = _split(list(arguments), parser.options_with_value())
-    return parser.parse([*options, *(["--", program] if program is not None else [])]), rest
+    parsed = parser.parse([*options, *(["--", program] if program is not None else [])])
+    if program is not None:
+        _note_late_option(parser, program, rest)
+    return parsed, rest
+
+
+def _note_late_option(parser: Parser, program: str, rest: Sequence[str]) -> None:
+    """Say that the program gets an option of ours that stands after it, unless its file mentions such an option."""
+    late = next((word.partition("=")[0] for word in rest if word.partition("=")[0] in parser.long_options()), None)
+    if late is None or not os.path.isfile(program):
+        return
+    if late.strip("-").replace("-", "_") not in Path(program).read_text(errors="replace").replace("-", "_"):
+        print(
+            f"{parser.prog}: {late} comes after {program}, so the program gets it. Write it before {program} to give "
+            f"it to {parser.prog}.",
+            file=sys.stderr,
+        )
 
 
 def check_program(parser: Parser, given: argparse.Namespace) -> None:
