@@ -144,7 +144,8 @@ class ProgressBar(Callback):
             warn_once(
                 f"progress bar {name}",
                 f"The progress bar already tracks a metric with the name {name!r}, and self.log({name!r}, ..., "
-                "prog_bar=True) takes its place. Log it under another name, or override get_metrics().",
+                "prog_bar=True) takes its place.",
+                fix="Log it under another name, or override get_metrics().",
             )
         return {**standard, **logged}
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.first_samples import (
     DIFFERENT,
@@ -80,8 +81,8 @@ def divided(loader: DataLoader[Any], num_replicas: int, rank: int, *, name: str,
         return loader
     if overrides_iter(loader):
         rank_zero_warn(
-            f"{name}: {type(loader).__name__} makes its batches itself, so each process reads all that it gives. Pass "
-            "use_distributed_sampler=False if that is right, else give a DataLoader."
+            f"{name}: {type(loader).__name__} makes its batches itself, so each process reads all that it gives.",
+            fix="Pass use_distributed_sampler=False if that is right, else give a DataLoader.",
         )
         return loader
     _counts[name] += 1
@@ -483,26 +484,31 @@ class _Reading:
             return itertools.islice(samples, had, None)
         if share.decision == READERS:
             if self._workers > 1 and not share.splits_workers:
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"each of {self._workers} workers reads all samples of {kind}, so the rest of the epoch cannot be "
-                    "read once. Resume with num_workers=0, or with as many processes as before."
+                    "read once.",
+                    fix="Resume with num_workers=0, or with as many processes as before.",
                 )
             for reads in after:
                 samples = _not_had(samples, reads)
             return samples
         for reads in after:
             if reads.workers != self._workers:
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"{kind} divides its samples among workers, so what {reads.workers} worker(s) have read of the "
-                    f"epoch is not known to {self._workers}. Resume with num_workers={reads.workers}, or with as many "
-                    "processes as before."
+                    f"epoch is not known to {self._workers}.",
+                    fix=f"Resume with num_workers={reads.workers}, or with as many processes as before.",
                 )
             most = reads.replicas * reads.batch_size
             had = most * -(-(reads.batches - self._worker) // reads.workers)
             if had - sum(1 for _ in itertools.islice(samples, had)) >= most:
-                raise RuntimeError(
+                raise make_error(
+                    RuntimeError,
                     f"the workers of {kind} do not have the same number of samples, so what is left of the epoch is "
-                    "not known. Resume with as many processes as before."
+                    "not known.",
+                    fix="Resume with as many processes as before.",
                 )
         return samples
 
@@ -570,15 +576,17 @@ def _say_who_divides(share: Share, kind: str, found: ReaderComparison, workers: 
     elif found.processes != SAME or found.workers not in (SAME, DIFFERENT):
         rank_zero_warn(
             f"{name}: each process reads all that its {kind} gives, because the first samples repeat, or are the same "
-            "on some processes or workers only, and do not show whether it divides them itself. Pass "
-            f"use_distributed_sampler=False if it does, else give {kind} a method shard(num_shards, index)."
+            "on some processes or workers only, and do not show whether it divides them itself.",
+            fix=f"Pass use_distributed_sampler=False if it does, else give {kind} a method shard(num_shards, index).",
         )
     elif not share.is_part:
         readers = " in each of its workers" if workers > 1 and found.workers == SAME else ""
         rank_zero_warn(
-            f"{name}: each of {share.num_replicas} processes reads all samples of {kind}{readers} and keeps its share. "
-            f"To read only that, give {kind} a method shard(num_shards, index), or divide the samples yourself and "
-            "pass use_distributed_sampler=False."
+            f"{name}: each of {share.num_replicas} processes reads all samples of {kind}{readers} and keeps its share.",
+            fix=(
+                f"To read only that, give {kind} a method shard(num_shards, index), or divide the samples yourself and "
+                "pass use_distributed_sampler=False."
+            ),
         )
 
 

@@ -378,8 +378,8 @@ def _warn_of_batch_norm(module: nn.Module) -> None:
             warn_once(
                 f"micro_batch {id(module)}",
                 f"micro_batch: {name} ({type(child).__name__}) takes mean and variance of each micro-batch, not of the "
-                "whole batch, so training differs from that of the unsplit batch. Use nn.GroupNorm or nn.LayerNorm, "
-                f"or set {name} to eval() when its statistics are to stay.",
+                "whole batch, so training differs from that of the unsplit batch.",
+                fix=f"Use nn.GroupNorm or nn.LayerNorm, or set {name} to eval() when its statistics are to stay.",
             )
             return
 
@@ -435,8 +435,12 @@ def prepare_module(run: Run) -> None:
     if not module.automatic_optimization and enabled(run):
         raise MisconfigurationException(
             f"Trainer({named[0]}): {type(module).__name__} steps its optimizers itself (manual optimization), so a "
-            "step cannot be split or begun again from outside. Split the batch in training_step and call "
-            "manual_backward for each part, or use automatic optimization."
+            "step cannot be split or begun again from outside.",
+            fix=(
+                "Split the batch in training_step and call manual_backward for each part, or use automatic "
+                "optimization."
+            ),
+            argument="micro_batch",
         )
     if run.runtime.several_processes and "auto" in asked.values():
         _check_processes(run, named[0])
@@ -452,8 +456,9 @@ def _check_processes(run: Run, asked: str) -> None:
     if any(isinstance(child, nn.SyncBatchNorm) for child in run.module.modules()):
         raise MisconfigurationException(
             f"Trainer({asked}) with SyncBatchNorm on {run.runtime.world_size} processes: its forward waits for the "
-            "other processes, and one that runs out of memory would never come. Give micro_batch a number, or use "
-            "sync_batchnorm=False."
+            "other processes, and one that runs out of memory would never come.",
+            fix="Give micro_batch a number, or use sync_batchnorm=False.",
+            argument="micro_batch",
         )
     run.runtime.engine.require_alone(
         f"Trainer({asked})", "Give micro_batch a number, and memory='selective' or 'full'."

@@ -234,8 +234,8 @@ class SavedObjects:
             return
         if is_lazy(tensor):
             raise MisconfigurationException(
-                "The tuner cannot put a lazy layer back to what it was before it had parameters. Run one batch through "
-                "the module first: model(batch)."
+                "The tuner cannot put a lazy layer back to what it was before it had parameters.",
+                fix="Run one batch through the module first: model(batch).",
             )
         saved = _SavedTensor(where, tensor, None, required=tensor.requires_grad)
         with torch.inference_mode(False), torch.no_grad():

@@ -121,8 +121,8 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     peaks = peaks_of(name)
     if peaks is None:
         rank_zero_warn(
-            f"The peak of {name!r} is not known: FLOPs not found, so MFU is not logged. Pass "
-            "Throughput(available_flops=...)."
+            f"The peak of {name!r} is not known: FLOPs not found, so MFU is not logged.",
+            fix="Pass Throughput(available_flops=...).",
         )
         return None
     dtype = _multiplied(dtype, peaks)

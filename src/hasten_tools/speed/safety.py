@@ -102,7 +102,7 @@ _MEANS = {
     Safety.SAME_BITS: "every number stays the same.",
     Safety.ROUNDING: "the same operations on the same samples, summed in another order.",
     Safety.OTHER_DRAWS: "dropout or augmentation draws other numbers, as if from another seed.",
-    Safety.OTHER_BATCHES: "each sample comes once an epoch, beside other samples than before.",
+    Safety.OTHER_BATCHES: "each sample comes once an epoch, in a batch with other samples than before.",
     Safety.LOWER_PRECISION: "products are computed with fewer bits.",
     Safety.OTHER_MATHS: "another model, loss or optimization is trained.",
 }
