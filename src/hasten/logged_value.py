@@ -266,7 +266,7 @@ class LoggedValue:
         value = move_to(state["value"], device)
         self.value = value if metric is None else metric
         if metric is not None and value is not None:
-            metric._forward_cache = value
+            self.metric._forward_cache = value
         self.total, self.weight = move_to(state["total"], device), move_to(state["weight"], device)
 
 
