@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,38 @@ def test_one_metric_logged_for_several_loaders_has_a_value_of_each(fetches: bool
     assert model.samples._update_count == 2 * 4 + 4, "a metric that is not logged goes on"
     (_, values) = trainer.validate(OneMetricForAll(), [third, first], verbose=False)
     assert values["again/dataloader_idx_1"] == 3.0, "that of another module"
+
+
+class OneMetricForSome(Logs):
+    """Updates one metric with all batches, and logs it for some loaders."""
+
+    def __init__(self, *logged_for: int) -> None:
+        super().__init__()
+        self.mean, self.logged_for = torchmetrics.MeanMetric(), logged_for
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.mean.update(batch)
+        if dataloader_idx in self.logged_for:
+            self.log("mean", self.mean)
+
+
+def test_a_metric_logged_for_some_loaders_says_what_else_it_has_gathered() -> None:
+    loaders = [DataLoader(torch.tensor([[value]]), 1) for value in (1.0, 3.0, 8.0)]
+
+    def values(*logged_for: int) -> dict[str, float]:
+        trainer = quiet(max_epochs=2)
+        trainer.fit(OneMetricForSome(*logged_for), BATCHES, loaders)
+        return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+    # As with Lightning, whose value of a dataloader includes those before it.
+    with pytest.warns(UserWarning, match="MeanMetric has gathered batches of dataloaders before 1, .*not logged"):
+        assert values(1) == {"mean/dataloader_idx_1": 2.0}
+    with pytest.raises(ValueError, match="logged for some dataloaders, and has gathered batches of one before 2"):
+        values(0, 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*has gathered")
+        assert values(0) == {"mean/dataloader_idx_0": 1.0}
+        assert values(0, 1) == {"mean/dataloader_idx_0": 1.0, "mean/dataloader_idx_1": 3.0}
 
 
 def test_a_metric_of_two_stages_is_said() -> None:

@@ -235,6 +235,11 @@ class LoggedValue:
         return value if exact else ctypes.c_float(value).value
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether the latest value is a tensor that the host has to wait for."""
+        return _is_on_device(self.value)
+
+    @property
     def has_epoch_value(self) -> bool:
         return self.total is not None if self.metric is None else self.value is not None
 
@@ -249,18 +254,24 @@ class LoggedValue:
             self.value, self.weight = metric, 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an interrupted epoch has accumulated, as plain data and CPU tensors, without the metric."""
+        """Return what an interrupted epoch has accumulated, as plain data and CPU tensors.
+
+        Of a metric, it is the value of the latest step: ``ModuleMetrics`` has the rest.
+        """
         entries = {name: getattr(self, name) for name in ("name", *SETTINGS)}
-        value = None if self.metric is not None else self.value
+        value = self.value if self.metric is None else self.step_value() if self.on_step else None
         values = {"value": value, "total": self.total, "weight": self.weight}
         return entries | {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], metric: object, device: torch.device) -> None:
-        """Restore what ``state_dict`` returned; the tensors on ``device``. A ``metric`` restores its own state."""
+        """Restore what ``state_dict`` returned; the tensors on ``device``. A ``metric`` has its own state already."""
         for name in SETTINGS:
             setattr(self, name, state[name])
         self.metric = metric
-        self.value = move_to(state["value"], device) if metric is None else metric
+        value = move_to(state["value"], device)
+        self.value = value if metric is None else metric
+        if metric is not None and value is not None:
+            self.metric._forward_cache = value
         self.total, self.weight = move_to(state["total"], device), move_to(state["weight"], device)
 
 

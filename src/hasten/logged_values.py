@@ -73,6 +73,8 @@ class LoggedValues:
         self._rows: list[LoggedStep] = []
         self._loader_idx: int | None = None
         self._several_loaders = False
+        # Ids of the metrics that had gathered batches of other dataloaders when the present one began.
+        self._begun_before: set[int] = set()
         self.on_first_process = runtime.global_rank == 0
         decisions = conventions.current()
         # Lightning keeps numbers in single precision: then names and tables have the same digits.
@@ -223,6 +225,8 @@ class LoggedValues:
             self._check_is_part(value, where)
             logged.metric = value
             self._warn_of_two_stages(logged, where)
+            if logged.loader_suffix and any(id(part) in self._begun_before for part in value.modules()):
+                self._say_what_it_includes(logged, where)
         elif several_processes and logged.on_epoch and not options.sync_dist and not options.rank_zero_only:
             self._warn(
                 name,
@@ -260,6 +264,24 @@ class LoggedValues:
                     "for both: validation resets what training has gathered.",
                     "Make one metric for each.",
                 )
+
+    def _say_what_it_includes(self, logged: LoggedValue, where: str) -> None:
+        """Say that a metric has gathered batches of other dataloaders, for which it is not logged."""
+        kind, fix = type(logged.metric).__name__, "Make one metric for each dataloader."
+        earlier = self.of_stage(str(logged.row.stage))
+        if any(one.metric is logged.metric and one.gathered is not None for one in earlier):
+            # Lightning's value has the batches of all dataloaders up to this one, and would be of some of them here.
+            raise MisconfigurationException(
+                f"{where}: this {kind} is logged for some dataloaders, and has gathered batches of one before "
+                f"{self._loader_idx} for which it is not logged.",
+                fix=fix,
+            )
+        self._warn(
+            f"begun before {id(logged.metric)}",
+            f"{where}: this {kind} has gathered batches of dataloaders before {self._loader_idx}, for which it is not "
+            "logged: its value includes them.",
+            fix,
+        )
 
     def find_batch_size(self, name: str) -> int:
         """Return the number of samples in the current batch; read once a batch, and only when needed."""
@@ -445,8 +467,12 @@ class LoggedValues:
 
     # -- the end of an epoch
 
-    def close_epoch(self, stage: str) -> tuple[list[dict[str, float]], dict[str, float]]:
+    def close_epoch(self, stage: str, loss: Tensor | None = None) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Compute what the epoch accumulated so far; waits for the device.
+
+        Args:
+            stage: "train", "validate" or "test".
+            loss: of the last step, to be shown; it is read if that waits for nothing more.
 
         Returns:
             the values by dataloader (for ``validate`` and ``test``), and the values for the loggers.
@@ -458,6 +484,8 @@ class LoggedValues:
         latest = {} if stage in self._closed else self._latest_step_values(stage)
         self._closed[stage] = self._closed.get(stage, 0) + 1
         values = self.shared.of_epoch([logged for _, logged in entries], f"{stage} epoch {self._closed[stage]}")
+        if loss is not None and (loss.is_cpu or any(logged.is_on_device for logged in self.of_stage(stage))):
+            (self.loss_value,) = send_to_host([loss.detach()]).values()
         row: dict[str, float] = {}
         self.callback_values.update(latest)
         by_loader: list[dict[str, float]] = [{} for _ in range(max((index for index, _ in entries), default=0) + 1)]
@@ -530,6 +558,10 @@ class LoggedValues:
         if loader_idx is not None and self._loader_idx not in (None, loader_idx):
             self._several_loaders = True
             self._start_metrics_again(stage)
+            parts = () if self.module is None else self.module.modules()
+            self._begun_before = {
+                id(part) for part in parts if is_metric(part) and part._defaults and part._update_count
+            }
         elif loader_idx is None and self._several_loaders:
             _give_back(self.of_stage(stage), unshared=True)
         self._loader_idx = loader_idx

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import wrappers
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 
+import hasten as L
 from hasten.callbacks import LambdaCallback
 from hasten.checkpoint import files
 from tests.callbacks.resuming import assert_same, fitted
@@ -140,6 +141,46 @@ def test_what_metrics_gathered_is_in_the_resumed_run(tmp_path: Path, kind: Any, 
     whole = fitted(kind, list, save_at(path, hook, call), **options)
     resumed = fitted(kind, list, ckpt_path=path, seed=1, **options)
     assert_same(resumed.lightning_module.last, whole.lightning_module.last)
+
+
+class OnSteps(Classifier):
+    """Logs the values that metrics have in steps: of one, of a collection, and of one that steps may leave out."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.mean, self.sometimes = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        self.several = torchmetrics.MetricCollection([MulticlassPrecision(2), MulticlassRecall(2)])
+        self.begins: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begins.append(self.trainer.callback_metrics.get("mean", torch.tensor(-1.0)).clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.mean(loss.detach())
+        self.several(self(batch[0]).argmax(1), batch[1])
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.log_dict(self.several, on_step=True, on_epoch=False)
+        if batch_idx % 3 == 0:
+            self.sometimes(loss.detach())
+            self.log("sometimes", self.sometimes, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("batch", range(1, 13))
+def test_the_row_of_the_step_has_the_values_of_metrics(tmp_path: Path, batch: int) -> None:
+    path, options = tmp_path / "a.ckpt", {"max_epochs": 2, "log_every_n_steps": 1}
+    whole = fitted(OnSteps, list, save_at(path, "on_train_batch_end", batch), **options)
+    resumed = fitted(OnSteps, list, ckpt_path=path, seed=1, **options)
+
+    def rows(trainer: L.Trainer) -> list[dict[str, Any]]:
+        return [{name: value for name, value in row.items() if name != "time"} for row in trainer.history]
+
+    assert rows(resumed) == rows(whole)
+    assert_same(resumed.callback_metrics, whole.callback_metrics)
+    begins = resumed.lightning_module.begins
+    assert_same(begins, whole.lightning_module.begins[12 - len(begins) :])
 
 
 def test_a_checkpoint_of_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:

@@ -412,3 +412,79 @@ def test_ruff_agrees_with_the_generated_part(tmp_path: Path, monkeypatch: pytest
         command = [sys.executable, "-m", "ruff", *words, "--isolated", "--no-cache", "plain"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+GAN = """
+import csv
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import hasten as L
+from hasten.callbacks import LearningRateMonitor
+from hasten.loggers import CSVLogger
+
+
+class GAN(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        one, two = self.optimizers()
+        for optimizer in (one, two, one)[: 1 + batch_idx % 3]:
+            loss = self.second(self.first(batch[0])).square().mean()
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.second(self.first(batch[0])).square().mean())
+
+    def configure_optimizers(self):
+        a = torch.optim.Adam(self.first.parameters(), lr=1e-3)
+        b = torch.optim.SGD(self.second.parameters(), lr=1e-2)
+        return FORM
+
+
+L.seed_everything(1)
+data = DataLoader(TensorDataset(torch.randn(28, 4)), 4, shuffle=True)
+logger = CSVLogger("logs", name="gan")
+trainer = L.Trainer(
+    max_epochs=3, accelerator="cpu", logger=logger, log_every_n_steps=3, enable_progress_bar=False,
+    callbacks=[LearningRateMonitor(logging_interval="step")],
+)
+trainer.fit(GAN(), data, DataLoader(TensorDataset(torch.ones(4, 4)), 4))
+rows.extend(csv.DictReader(open(f"{trainer.logger.log_dir}/metrics.csv")))
+steps.append((trainer.global_step, [(row["step"], row["epoch"], row.get("loss")) for row in trainer.history]))
+"""
+
+
+@pytest.mark.parametrize(
+    "form", ["[a, b]", "(a, b)", "([a, b], [])", "[[a, b], []]", '[{"optimizer": a}, {"optimizer": b}]']
+)
+def test_a_gan_writes_the_same_rows_however_it_returns_its_optimizers(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = GAN.replace("FORM", form)
+    plain = eject(text, tmp_path / "program.py")
+    check_form(plain, 330)
+    found = []
+    for place, program in enumerate((text, plain)):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        rows: list[dict[str, str]] = []
+        steps: list[object] = []
+        weights = fits(program, plain=place == 1, state={"rows": rows, "steps": steps})
+        # The learning rates have rows of their own with hasten.
+        table = [[(int(row["step"]), float(row[name])) for row in rows if row[name]] for name in ("loss", "lr-Adam")]
+        found.append((weights, steps, table))
+    (own, counts, table), (other, plain_counts, plain_table) = found
+    assert same(own, other)
+    assert counts == plain_counts
+    assert table == plain_table

@@ -55,6 +55,10 @@ REFUSED = {
         ),
         "leaves batches out by returning None, with a step that takes a closure. Return 0 * loss instead",
     ),
+    "arguments without a name": (
+        Case(imports="LearningRateMonitor", arguments='max_epochs=1, callbacks=[LearningRateMonitor("step")]'),
+        "LearningRateMonitor: name its arguments",
+    ),
     "no batches": (Case("max_epochs=1, limit_train_batches=0"), "limit_train_batches=0 trains on no batch"),
 }  # fmt: skip
 

@@ -196,7 +196,7 @@ def train_epoch(run: Run) -> None:
     check_some_loss(run)
     run.observers.first_epoch.at_end(run)
 
-    logged.close_epoch("train")
+    logged.close_epoch("train", None if logged.loss_report is None else run.window.loss)
     hooks.on_train_epoch_end()
     logged.close_epoch("train")
     if progress.last_batch:

@@ -67,6 +67,7 @@ class Facts:
         closure: whether the optimizer's step computes the loss itself.
         configure: lines that call ``configure_optimizers`` and take its value apart.
         optimizers: the names of the optimizers in these lines.
+        returns_optimizers: whether ``configure_optimizers`` returns an optimizer, or several and nothing else.
         schedulers: name, interval, frequency, and monitored value or None of each scheduler.
         rate_names: what LearningRateMonitor calls the learning rate of each optimizer.
         all_parameters: whether the optimizer has exactly the parameters of the module, in their order.
@@ -91,6 +92,7 @@ class Facts:
     closure: bool = False
     configure: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
+    returns_optimizers: bool = False
     schedulers: list[tuple[str, str, int, str | None]] = field(default_factory=list)
     rate_names: list[str] = field(default_factory=list)
     all_parameters: bool = True
@@ -167,7 +169,10 @@ def gather(
 def _look_at_optimizers(facts: Facts, run: Run) -> None:
     module = run.module
     facts.automatic = module.automatic_optimization
-    facts.configure, facts.optimizers, names = _taken_apart(module.configure_optimizers(), type(module).__name__)
+    configured = module.configure_optimizers()
+    facts.configure, facts.optimizers, names = _taken_apart(configured, type(module).__name__)
+    returned = configured if isinstance(configured, (list, tuple)) else [configured]
+    facts.returns_optimizers = all(isinstance(one, torch.optim.Optimizer) for one in returned)
     for name, config in zip(names, run.schedulers, strict=True):
         monitor = config.monitor if config.reduce_on_plateau else None
         facts.schedulers.append((name, config.interval, config.frequency, monitor))

@@ -273,6 +273,17 @@ class Needs:
         return self.writes and self.logs_in_training
 
     @property
+    def counts_rows(self) -> bool:
+        """Whether batches are counted for rows: with manual optimization optimizers may step at any time."""
+        rows = self.prints or self.writes or self.records or "LearningRateMonitor" in self.use.classes
+        return self.manual and self.fits and rows
+
+    @property
+    def row_step(self) -> str:
+        """What the rows of values count."""
+        return "logged_step" if self.counts_rows else "global_step"
+
+    @property
     def prints(self) -> bool:
         return self.arguments.get("enable_progress_bar") is not False and self.fits
 

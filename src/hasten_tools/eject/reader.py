@@ -365,7 +365,8 @@ class UseReader:
         use.classes.add(name)
         known = SIGNATURES[name]
         if len(call.positional) > POSITIONAL.get(name, 0):
-            source.refuse(call.node, f"{name}: name its arguments, as in {name}({known[-1]}=...)")
+            example = f", as in {name}({known[-1]}=...)" if known else ""
+            source.refuse(call.node, f"{name}: name its arguments{example}")
         for argument, value in call.named.items():
             if argument not in (*known, *QUIET):
                 source.refuse(

@@ -102,6 +102,7 @@ def _of_steps(needs: Needs) -> dict[str, Any]:
         "step": f"{function}({_taken(use.step_takes.get('training_step', 2))})",
         "wants_outputs": needs.reads_outputs,
         "counts_steps": needs.manual,
+        "row_step": needs.row_step,
         "window": "self.accumulate_grad_batches" if use.as_lightning else "window",
         "loss": "share" if needs.accumulates else "loss",
         "train_outputs": _train_outputs(needs.manual, use, "share" if needs.windows else "loss"),
@@ -341,8 +342,8 @@ def _configure(needs: Needs) -> list[str]:
     """Return the lines that make the optimizers and schedulers."""
     facts = needs.facts
     lines = list(facts.configure)
-    if needs.manual and len(lines) == 1 and not facts.schedulers:
-        only = len(facts.optimizers) == 1 and lines[0].startswith("optimizer =")
+    if needs.manual and facts.returns_optimizers:
+        only = lines[0].startswith("optimizer =")
         value = "[model.configure_optimizers()]" if only else "model.configure_optimizers()"
         lines = [f"self.optimizers = {value}"]
     elif needs.keeps_optimizers:
