@@ -118,9 +118,7 @@ def test_a_resumed_run_goes_on_exactly(precision: Any, tmp_path: Path) -> None:
 class Made(Classifier):
     """Trains with the optimizer that ``make`` returns."""
 
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
+    make: Any
 
     def configure_optimizers(self) -> Any:
         return self.make(self.parameters())
@@ -132,7 +130,9 @@ def assert_resumes(make: Any, precision: Any, path: Path) -> list[Any]:
     def run(seed: int = 0, ckpt_path: Any = None, **arguments: Any) -> L.Trainer:
         torch.manual_seed(seed)
         trainer = quiet(max_epochs=2, precision=precision, **arguments)
-        trainer.fit(Made(make), loader(), ckpt_path=ckpt_path)
+        module = Made()
+        module.make = make
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
         return trainer
 
     whole = run()
@@ -154,6 +154,39 @@ def assert_resumes(make: Any, precision: Any, path: Path) -> list[Any]:
 def test_states_that_an_optimizer_creates_with_itself_are_in_32_bits(precision: Any, tmp_path: Path) -> None:
     values = assert_resumes(lambda p: torch.optim.Adagrad(p, lr=0.01), precision, tmp_path / "a.ckpt")
     assert {value.dtype for value in values} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lists_of_states_are_resumed_exactly(precision: Any, search: Any, tmp_path: Path) -> None:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, history_size=4, line_search_fn=search)
+
+    values = assert_resumes(lbfgs, precision, tmp_path / "a.ckpt")
+    assert {value.dtype for value in values} == {torch.float32}
+
+
+def test_counts_among_the_states_are_resumed_exactly() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("seen", {"count": torch.tensor(256)})["count"] += 1
+            return super().step(closure)
+
+    def prepared() -> torch.optim.Optimizer:
+        layer = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+        optimizer = Counts(layer.parameters(), lr=0.1)
+        HalfPrecision("bf16-true").convert_optimizer(optimizer)
+        return optimizer
+
+    optimizer, resumed = prepared(), prepared()
+    optimizer.step()
+    resumed.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    resumed.step()
+    count = resumed.state_dict()["state"][0]["seen"]["count"]
+    assert count.dtype == torch.int64
+    assert count == optimizer.state_dict()["state"][0]["seen"]["count"] == 258
 
 
 @pytest.mark.parametrize(
