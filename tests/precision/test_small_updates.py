@@ -12,6 +12,7 @@ from tests.models import Classifier, loader, quiet, same_weights
 from torch import nn
 
 import hasten as L
+from hasten._lib.tree import leaves
 from hasten.plugins import HalfPrecision
 
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -64,8 +65,9 @@ def test_a_long_run_with_a_small_learning_rate_does_not_stall(precision: Any) ->
         lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
         lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
         lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=3, line_search_fn="strong_wolfe"),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2),
     ],
-    ids=["adamw", "fused", "sgd", "lbfgs"],
+    ids=["adamw", "fused", "sgd", "lbfgs", "adagrad"],
 )
 def test_steps_are_those_of_weights_in_32_bits(precision: Any, make: Any) -> None:
     dtype = DTYPES[precision]
@@ -111,6 +113,80 @@ def test_a_resumed_run_goes_on_exactly(precision: Any, tmp_path: Path) -> None:
     for index, state in states[0].items():
         assert state["exp_avg"].dtype == torch.float32
         assert all(torch.equal(value, states[1][index][name]) for name, value in state.items())
+
+
+class Made(Classifier):
+    """Trains with the optimizer that ``make`` returns."""
+
+    make: Any
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def assert_resumes(make: Any, precision: Any, path: Path) -> list[Any]:
+    """Assert that a resumed run has the weights and states of an undisturbed one; return these states' tensors."""
+
+    def run(seed: int = 0, ckpt_path: Any = None, **arguments: Any) -> L.Trainer:
+        torch.manual_seed(seed)
+        trainer = quiet(max_epochs=2, precision=precision, **arguments)
+        module = Made()
+        module.make = make
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        return trainer
+
+    whole = run()
+    run(max_steps=13).save_checkpoint(path)
+    resumed = run(1, path)
+    assert same_weights(whole.lightning_module, resumed.lightning_module)
+    states = [leaves(trainer.optimizers[0].state_dict()["state"]) for trainer in (whole, resumed)]
+    for one, other in zip(*states, strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+    return [value for value in states[0] if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_states_that_an_optimizer_creates_with_itself_are_in_32_bits(precision: Any, tmp_path: Path) -> None:
+    values = assert_resumes(lambda p: torch.optim.Adagrad(p, lr=0.01), precision, tmp_path / "a.ckpt")
+    assert {value.dtype for value in values} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lists_of_states_are_resumed_exactly(precision: Any, search: Any, tmp_path: Path) -> None:
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, history_size=4, line_search_fn=search)
+
+    values = assert_resumes(lbfgs, precision, tmp_path / "a.ckpt")
+    assert {value.dtype for value in values} == {torch.float32}
+
+
+def test_counts_among_the_states_are_resumed_exactly() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("seen", {"count": torch.tensor(256)})["count"] += 1
+            return super().step(closure)
+
+    def prepared() -> torch.optim.Optimizer:
+        layer = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+        optimizer = Counts(layer.parameters(), lr=0.1)
+        HalfPrecision("bf16-true").convert_optimizer(optimizer)
+        return optimizer
+
+    optimizer, resumed = prepared(), prepared()
+    optimizer.step()
+    resumed.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    resumed.step()
+    count = resumed.state_dict()["state"][0]["seen"]["count"]
+    assert count.dtype == torch.int64
+    assert count == optimizer.state_dict()["state"][0]["seen"]["count"] == 258
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hasten._lib.tree import by_kind
+from hasten._lib.tree import by_kind, leaves, map_leaves, map_tensors
 
 T = TypeVar("T")
 
@@ -145,8 +145,17 @@ class _FullSteps:
             parts = full.split([p.numel() for p, _ in known])
             self._full.update((p, part.view(p.shape)) for (p, _), part in zip(known, parts, strict=True))
         of = dict(known)
-        self._full.update((p, p.detach().to(torch.float32)) for p in alike if p not in of)
+        for parameter in alike:
+            if parameter not in of:
+                self._full[parameter] = parameter.detach().to(torch.float32)
+                self._widen_state(parameter)
         return [self._full[p] for p in alike]
+
+    def _widen_state(self, parameter: Tensor) -> None:
+        """Keep in 32 bits what the optimizer had before the parameter's 32-bit weight: some fill it when created."""
+        state = self._state.get(parameter)
+        if isinstance(state, dict):
+            state.update({name: map_tensors(_widened, value) for name, value in state.items() if name != "step"})
 
     @torch.no_grad()
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -241,8 +250,25 @@ class _FullSteps:
                 elif name == _KEY_OF_0_1:
                     full = self._full[parameter] = parameter.detach().to(torch.float32)
                     full.view(torch.int32).add_(value.to(parameter.device))
-                elif name != "step" and isinstance(value, Tensor) and value.is_floating_point():
-                    self._state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+                elif name != "step" and name in self._state[parameter]:
+                    self._state[parameter][name] = _restored(self._state[parameter][name], value)
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(torch.float32) if _is_short(value) else value
+
+
+def _restored(loaded: Any, saved: Any) -> Any:
+    """Return ``loaded``, a tensor or a collection, with the saved values of the tensors that torch made 16-bit."""
+    values = iter(leaves(saved))
+
+    def restored(leaf: Any) -> Any:
+        value = next(values)
+        if not isinstance(leaf, Tensor) or not _is_short(leaf):
+            return leaf
+        return value.to(leaf.device, torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+
+    return map_leaves(restored, loaded)
 
 
 def _is_short(tensor: Tensor) -> bool:
