@@ -235,6 +235,11 @@ class LoggedValue:
         return value if exact else ctypes.c_float(value).value
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether the latest value is a tensor that the host has to wait for."""
+        return _is_on_device(self.value)
+
+    @property
     def has_epoch_value(self) -> bool:
         return self.total is not None if self.metric is None else self.value is not None
 

@@ -152,6 +152,23 @@ def test_a_notebook_without_widgets_keeps_one_text(
     assert "\r" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("logs", [False, True])
+def test_the_line_of_an_epochs_end_has_the_loss_of_its_last_step(
+    logs: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Counts(Fitted):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if logs:
+                self.log("mean", torch.tensor(1.0), on_step=False, on_epoch=True)
+            return 0 * super(Fitted, self).training_step(batch, batch_idx) + float(self.global_step)
+
+    # No interval ends within the fit.
+    trainer = quiet(enable_progress_bar=True, max_epochs=3, log_every_n_steps=50, limit_val_batches=0)
+    trainer.fit(Counts(), BATCHES)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("loss=")[1].split()[0] for line in lines] == ["3.000", "7.000", "11.00"]
+
+
 class TwoOptimizers(Manual):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self, self)]

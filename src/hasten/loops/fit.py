@@ -197,6 +197,7 @@ def train_epoch(run: Run) -> None:
     run.observers.first_epoch.at_end(run)
 
     logged.close_epoch("train")
+    logged.show_loss(run.window.loss)
     hooks.on_train_epoch_end()
     logged.close_epoch("train")
     if progress.last_batch:
