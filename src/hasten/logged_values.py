@@ -509,6 +509,13 @@ class LoggedValues:
             _give_back(self.of_stage(stage))
         return by_loader, row
 
+    def show_loss(self, loss: Tensor | None) -> None:
+        """Have the bar show the loss of the training epoch's last step, if ``close_epoch`` has waited for values."""
+        if loss is None or self.loss_report is None:
+            return
+        if loss.is_cpu or any(logged.is_on_device for logged in self.of_stage("train")):
+            (self.loss_value,) = send_to_host([loss.detach()]).values()
+
     def _of_epoch(self, stage: str) -> list[tuple[int | None, LoggedValue]]:
         """Return loader index and value of metrics that the epoch has gathered and not computed yet."""
         return [

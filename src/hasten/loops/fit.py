@@ -196,7 +196,8 @@ def train_epoch(run: Run) -> None:
     check_some_loss(run)
     run.observers.first_epoch.at_end(run)
 
-    logged.close_epoch("train", None if logged.loss_report is None else run.window.loss)
+    logged.close_epoch("train")
+    logged.show_loss(run.window.loss)
     hooks.on_train_epoch_end()
     logged.close_epoch("train")
     if progress.last_batch:
