@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,7 @@ from hasten.logged_value import is_metric
 from hasten.module.module import LightningModule
 from hasten.seed import is_kind_of_generator, set_state_of_generator, state_of_generator
 
-_SIMPLE = (bool, int, float, complex, str, type(None))
+_SIMPLE = frozenset({bool, int, float, complex, str, type(None)})
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
@@ -30,8 +32,9 @@ class ModuleChanges:
     A checkpoint holds what differs from the beginning of training, and a resumed run sets that, once its own training
     begins. So what a program does before training, such as freezing a part, also takes effect in the resumed run.
 
-    Attributes that are numbers, strings, booleans or None are saved: those of the LightningModule, and of parts that
-    have no other attributes except generators. A part that also has tensors, lists or objects may have computed these
+    Attributes that are numbers (also of NumPy), strings, booleans, None or members of an Enum are saved: those of the
+    LightningModule, and of parts that have no other attributes except generators. A member is restored by its value,
+    where the attribute is a member of the same Enum when training begins. A part that also has tensors, lists or objects may have computed these
     from them.
 
     Args:
@@ -70,7 +73,7 @@ class ModuleChanges:
                 parts[name].training = training
         for name, attributes in loaded.get("attributes", {}).items():
             for attribute, value in attributes.items() if name in parts else ():
-                setattr(parts[name], attribute, value)
+                _restore(parts[name], attribute, value)
         generators = self._before["generators"]
         for place, state in loaded.get("generators", {}).items():
             if place in generators:
@@ -95,7 +98,7 @@ class ModuleChanges:
         changed["attributes"] = {}
         for name, found in now["attributes"].items():
             if different := _differing(found, before["attributes"].get(name, {})):
-                changed["attributes"][name] = different
+                changed["attributes"][name] = {key: _as_plain(value) for key, value in different.items()}
         changed["generators"] = {place: state_of_generator(one) for place, one in now["generators"].items()}
         # Few entries, which a checkpoint writes one by one.
         return {kind: found for kind, found in changed.items() if found}
@@ -117,10 +120,10 @@ class ModuleChanges:
             for key, value in vars(part).items():
                 if key in ignored:
                     continue
-                if isinstance(value, _SIMPLE):
+                kind: Any = type(value)
+                if kind in _SIMPLE or (_has_plain_form(kind) and _is_stored(value)):
                     simple[key] = value
                     continue
-                kind: Any = type(value)
                 if is_kind_of_generator(kind):
                     found["generators"][f"{name}.{key}"] = value
                 else:
@@ -128,6 +131,44 @@ class ModuleChanges:
             if simple and (part is self._module or (is_simple and not torch_private.has_buffers_not_saved(part))):
                 found["attributes"][name] = {} if is_metric(part) else simple
         return found
+
+
+@functools.cache
+def _has_plain_form(kind: type) -> bool:
+    """Return whether objects of this class can be stored as plain data: members of an Enum, numbers of NumPy."""
+    numpy = sys.modules.get("numpy")
+    return issubclass(kind, Enum) or (numpy is not None and issubclass(kind, (numpy.number, numpy.bool_)))
+
+
+def _is_stored(value: Any) -> bool:
+    """Return whether such an object has a value that is plain data; a long double, for instance, has none."""
+    return type(value.value if isinstance(value, Enum) else value.item()) in _SIMPLE
+
+
+def _as_plain(value: Any) -> Any:
+    if type(value) in _SIMPLE:
+        return value
+    if isinstance(value, Enum):
+        return {"enum": type(value).__qualname__, "value": value.value}
+    return {"numpy": value.dtype.name, "value": value.item()}
+
+
+def _restore(part: nn.Module, attribute: str, saved: Any) -> None:
+    """Set an attribute to what ``_as_plain`` returned; a member of another Enum than it has now is left."""
+    value = saved
+    if isinstance(saved, Mapping) and "numpy" in saved:
+        import numpy
+
+        value = numpy.dtype(saved["numpy"]).type(saved["value"])
+    elif isinstance(saved, Mapping):
+        kind = type(getattr(part, attribute, None))
+        if not issubclass(kind, Enum) or kind.__qualname__ != saved["enum"]:
+            return
+        try:
+            value = kind(saved["value"])
+        except ValueError:
+            return  # the Enum of this program has no such member
+    setattr(part, attribute, value)
 
 
 def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
