@@ -64,6 +64,24 @@ class FactorOnce(Net):
             self.factor = 0.25
 
 
+class FactorInSanityCheck(Net):
+    """The sanity check of the first run is the last validation that sets these."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.sanity_checking:
+            self.factor, self.ready = 0.25, True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if getattr(self, "ready", False) else 3 * loss
+
+
+class FrozenInSanityCheck(Net):
+    def on_validation_start(self) -> None:
+        if self.trainer.sanity_checking:
+            self.layers[0].requires_grad_(False)
+
+
 class DropoutGrows(Net):
     def on_train_epoch_start(self) -> None:
         self.layers[3].p = 0.1 + 0.2 * self.current_epoch
@@ -150,6 +168,7 @@ def nothing() -> list[L.Callback]:
 PROGRAMS: dict[str, tuple[Callable[[], Net], Callable[[], list[L.Callback]]]] = {
     **{make.__name__: (make, nothing) for make in (Frozen, Modes, ModesInMidEpoch, Factor, FactorOnce)},
     **{make.__name__: (make, nothing) for make in (DropoutGrows, ByStep, Replaced, Draws)},
+    **{make.__name__: (make, nothing) for make in (FactorInSanityCheck, FrozenInSanityCheck)},
     "Unfreeze": (Net, lambda: [Unfreeze()]),
 }
 
@@ -237,7 +256,7 @@ class Whole(enum.IntEnum):
     B = 2
 
 
-class Text(str, enum.Enum):
+class Text(enum.StrEnum):
     A = "1"
     B = "2"
 

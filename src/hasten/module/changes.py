@@ -33,9 +33,9 @@ class ModuleChanges:
     begins. So what a program does before training, such as freezing a part, also takes effect in the resumed run.
 
     Attributes that are numbers (also of NumPy), strings, booleans, None or members of an Enum are saved: those of the
-    LightningModule, and of parts that have no other attributes except generators. A member is restored by its value,
-    where the attribute is a member of the same Enum when training begins. A part that also has tensors, lists or objects may have computed these
-    from them.
+    LightningModule, and of parts that have no other attributes except generators. A part that also has tensors, lists
+    or objects may have computed these from them. A member is restored by its value, where the attribute is a member of
+    the same Enum when training begins.
 
     Args:
         module: the LightningModule.
@@ -57,10 +57,22 @@ class ModuleChanges:
         self._loaded: Mapping[str, Mapping[str, Any]] = {}
         # The modes during training: an evaluation switches them.
         self._modes: dict[str, Any] = {}
+        self._sanity_check: tuple[dict[str, dict[str, Any]], ...] = ()
+
+    def before_sanity_check(self) -> None:
+        """Record the state before the validation that a resumed run does not repeat."""
+        self._sanity_check = (self._look(),)
+
+    def after_sanity_check(self) -> None:
+        """Record the state after it: what the hooks of the check have changed counts as changed by training."""
+        self._sanity_check = (*self._sanity_check, self._look())
 
     def begin(self) -> None:
         """Record the state of the module when training begins, and restore what ``load_state_dict`` was given."""
         self._before = self._look()
+        if len(self._sanity_check) == 2:
+            _undo(self._before, *self._sanity_check)
+        self._sanity_check = ()
         loaded, self._loaded = self._loaded, {}
         if not loaded:
             return
@@ -116,12 +128,12 @@ class ModuleChanges:
                 if parameter is not None:
                     found["requires_grad"][f"{name}.{own}" if name else own] = parameter.requires_grad
             ignored = _of_base() if part is self._module else _OF_TORCH
-            simple, is_simple = {}, True
+            simple, is_simple = {}, not is_metric(part)
             for key, value in vars(part).items():
                 if key in ignored:
                     continue
                 kind: Any = type(value)
-                if kind in _SIMPLE or (_has_plain_form(kind) and _is_stored(value)):
+                if kind in _SIMPLE or _is_stored(kind, value):
                     simple[key] = value
                     continue
                 if is_kind_of_generator(kind):
@@ -129,7 +141,7 @@ class ModuleChanges:
                 else:
                     is_simple = False
             if simple and (part is self._module or (is_simple and not torch_private.has_buffers_not_saved(part))):
-                found["attributes"][name] = {} if is_metric(part) else simple
+                found["attributes"][name] = simple
         return found
 
 
@@ -140,9 +152,9 @@ def _has_plain_form(kind: type) -> bool:
     return issubclass(kind, Enum) or (numpy is not None and issubclass(kind, (numpy.number, numpy.bool_)))
 
 
-def _is_stored(value: Any) -> bool:
-    """Return whether such an object has a value that is plain data; a long double, for instance, has none."""
-    return type(value.value if isinstance(value, Enum) else value.item()) in _SIMPLE
+def _is_stored(kind: type, value: Any) -> bool:
+    """Return whether it is such an object whose value is plain data; a long double's, for instance, is not."""
+    return _has_plain_form(kind) and type(value.value if isinstance(value, Enum) else value.item()) in _SIMPLE
 
 
 def _as_plain(value: Any) -> Any:
@@ -169,6 +181,25 @@ def _restore(part: nn.Module, attribute: str, saved: Any) -> None:
         except ValueError:
             return  # the Enum of this program has no such member
     setattr(part, attribute, value)
+
+
+def _undo(now: dict[str, dict[str, Any]], earlier: dict[str, dict[str, Any]], later: dict[str, dict[str, Any]]) -> None:
+    """Set in ``now`` what changed from ``earlier`` to ``later`` to what it was earlier, unless it changed again."""
+    if earlier == later:
+        return
+    kinds = [(now[kind], earlier[kind], later[kind]) for kind in ("requires_grad", "modes")]
+    kinds += [
+        (found, earlier["attributes"].get(name, {}), later["attributes"].get(name, {}))
+        for name, found in now["attributes"].items()
+    ]
+    for values, old, new in kinds:
+        for key, value in _differing(new, old).items():
+            if key not in values or not _same(values[key], value):
+                continue
+            if key in old:
+                values[key] = old[key]
+            else:
+                del values[key]
 
 
 def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
