@@ -170,6 +170,21 @@ def test_a_resumed_run_stops_when_the_uninterrupted_one_does(tmp_path: Path, spl
     assert (stopper.best_score, stopper.wait_count, stopper.stopped_epoch) == (4.0, 3, 4)
 
 
+@pytest.mark.parametrize("epoch", range(1, 4))
+def test_a_run_resumed_before_the_check_of_an_epoch_makes_that_check(tmp_path: Path, epoch: int) -> None:
+    def save(trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == epoch:
+            trainer.save_checkpoint(path)
+
+    path, values = tmp_path / "a.ckpt", [5.0, 4.0, 4.5, 4.5, 4.5, 4.5, 4.5]
+    stopper = EarlyStopping("val_loss", patience=3)
+    quick(Scripted(val=values), stopper, LambdaCallback(on_train_epoch_end=save), max_epochs=7)
+    resumed = EarlyStopping("val_loss", patience=3)
+    trainer = quick(Scripted(val=values), resumed, max_epochs=7, ckpt_path=path)
+    assert trainer.current_epoch == 5
+    assert (resumed.wait_count, resumed.stopped_epoch) == (stopper.wait_count, stopper.stopped_epoch)
+
+
 def test_two_of_them_have_states_of_their_own(tmp_path: Path) -> None:
     stoppers = [EarlyStopping("val_loss", patience=9), EarlyStopping("val_loss", patience=9, mode="max")]
     checkpoint = ModelCheckpoint(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,24 @@ class FactorOnce(Net):
     def on_validation_epoch_end(self) -> None:
         if self.current_epoch == 0 and not self.trainer.sanity_checking:
             self.factor = 0.25
+
+
+class FactorInSanityCheck(Net):
+    """The sanity check of the first run is the last validation that sets these."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.sanity_checking:
+            self.factor, self.ready = 0.25, True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if getattr(self, "ready", False) else 3 * loss
+
+
+class FrozenInSanityCheck(Net):
+    def on_validation_start(self) -> None:
+        if self.trainer.sanity_checking:
+            self.layers[0].requires_grad_(False)
 
 
 class DropoutGrows(Net):
@@ -149,6 +168,7 @@ def nothing() -> list[L.Callback]:
 PROGRAMS: dict[str, tuple[Callable[[], Net], Callable[[], list[L.Callback]]]] = {
     **{make.__name__: (make, nothing) for make in (Frozen, Modes, ModesInMidEpoch, Factor, FactorOnce)},
     **{make.__name__: (make, nothing) for make in (DropoutGrows, ByStep, Replaced, Draws)},
+    **{make.__name__: (make, nothing) for make in (FactorInSanityCheck, FrozenInSanityCheck)},
     "Unfreeze": (Net, lambda: [Unfreeze()]),
 }
 
@@ -224,3 +244,43 @@ def test_a_number_that_belongs_to_tensors_outside_of_the_checkpoint_is_left(tmp_
     path = tmp_path / "a.ckpt"
     whole = fit(WithTable, [Saves(path)])
     assert same_weights(whole, fit(WithTable, [], path))
+
+
+class Plain(enum.Enum):
+    A = 1.0
+    B = 2.0
+
+
+class Whole(enum.IntEnum):
+    A = 1
+    B = 2
+
+
+class Text(enum.StrEnum):
+    A = "1"
+    B = "2"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (Plain.A, Plain.B), (Whole.A, Whole.B), (Text.A, Text.B), (np.float32(1), np.float32(0.1)),
+        (np.int64(1), np.int64(2)), (np.bool_(True), np.bool_(False)), (1.0, np.float64(2)),
+    ],
+    ids=lambda values: type(values[1]).__name__,
+)  # fmt: skip
+def test_members_of_enums_and_numbers_of_numpy_are_restored(values: tuple[Any, Any], tmp_path: Path) -> None:
+    class Switched(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.switch = values[0]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if (self.current_epoch, batch_idx) == (0, 1):
+                self.switch = values[1]
+
+    path = tmp_path / "a.ckpt"
+    fit(Switched, [Saves(path)])
+    resumed = fit(Switched, [], path)
+    assert type(resumed.switch) is type(values[1])
+    assert resumed.switch == values[1]

@@ -110,6 +110,8 @@ class EarlyStopping(Callback):
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._source = MetricSource(self.monitor)
         self._checked_validations = 0
+        # Whether the checkpoint was saved after a validation and before the check of its value.
+        self._resumes_unchecked = False
 
     @property
     def state_key(self) -> str:
@@ -130,6 +132,7 @@ class EarlyStopping(Callback):
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
             "origin": self._source.stage,
+            "unchecked": self._resumes_unchecked or self._source.validations != self._checked_validations,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,10 +143,12 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
         self._source.stage = state_dict.get("origin")
+        self._resumes_unchecked = state_dict.get("unchecked", False)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._source.start(trainer)
-        self._checked_validations = 0
+        self._checked_validations = -1 if self._resumes_unchecked else 0
+        self._resumes_unchecked = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._in_fit(trainer):

@@ -34,6 +34,8 @@ def sanity_check(run: Run) -> None:
     if steps == 0 or run.resume.skip_sanity or run.data.validation.is_off(loads=False):
         return
     run.state.stage = RunningStage.SANITY_CHECKING
+    # A resumed run makes no check: what the hooks of this one change is part of checkpoints.
+    run.module_changes.before_sanity_check()
     run.hooks.on_sanity_check_start()
     # Training must not depend on whether the check ran.
     # Values that it logs do not belong to this fit.
@@ -46,6 +48,7 @@ def sanity_check(run: Run) -> None:
     run.logged.on_row = on_row
     run.evaluation.batches.clear()
     run.hooks.on_sanity_check_end()
+    run.module_changes.after_sanity_check()
     run.logged.forget_callback_values()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,7 @@ from hasten.logged_value import is_metric
 from hasten.module.module import LightningModule
 from hasten.seed import is_kind_of_generator, set_state_of_generator, state_of_generator
 
-_SIMPLE = (bool, int, float, complex, str, type(None))
+_SIMPLE = frozenset({bool, int, float, complex, str, type(None)})
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
@@ -30,9 +32,10 @@ class ModuleChanges:
     A checkpoint holds what differs from the beginning of training, and a resumed run sets that, once its own training
     begins. So what a program does before training, such as freezing a part, also takes effect in the resumed run.
 
-    Attributes that are numbers, strings, booleans or None are saved: those of the LightningModule, and of parts that
-    have no other attributes except generators. A part that also has tensors, lists or objects may have computed these
-    from them.
+    Attributes that are numbers (also of NumPy), strings, booleans, None or members of an Enum are saved: those of the
+    LightningModule, and of parts that have no other attributes except generators. A part that also has tensors, lists
+    or objects may have computed these from them. A member is restored by its value, where the attribute is a member of
+    the same Enum when training begins.
 
     Args:
         module: the LightningModule.
@@ -54,10 +57,22 @@ class ModuleChanges:
         self._loaded: Mapping[str, Mapping[str, Any]] = {}
         # The modes during training: an evaluation switches them.
         self._modes: dict[str, Any] = {}
+        self._sanity_check: tuple[dict[str, dict[str, Any]], ...] = ()
+
+    def before_sanity_check(self) -> None:
+        """Record the state before the validation that a resumed run does not repeat."""
+        self._sanity_check = (self._look(),)
+
+    def after_sanity_check(self) -> None:
+        """Record the state after it: what the hooks of the check have changed counts as changed by training."""
+        self._sanity_check = (*self._sanity_check, self._look())
 
     def begin(self) -> None:
         """Record the state of the module when training begins, and restore what ``load_state_dict`` was given."""
         self._before = self._look()
+        if len(self._sanity_check) == 2:
+            _undo(self._before, *self._sanity_check)
+        self._sanity_check = ()
         loaded, self._loaded = self._loaded, {}
         if not loaded:
             return
@@ -70,7 +85,7 @@ class ModuleChanges:
                 parts[name].training = training
         for name, attributes in loaded.get("attributes", {}).items():
             for attribute, value in attributes.items() if name in parts else ():
-                setattr(parts[name], attribute, value)
+                _restore(parts[name], attribute, value)
         generators = self._before["generators"]
         for place, state in loaded.get("generators", {}).items():
             if place in generators:
@@ -95,7 +110,7 @@ class ModuleChanges:
         changed["attributes"] = {}
         for name, found in now["attributes"].items():
             if different := _differing(found, before["attributes"].get(name, {})):
-                changed["attributes"][name] = different
+                changed["attributes"][name] = {key: _as_plain(value) for key, value in different.items()}
         changed["generators"] = {place: state_of_generator(one) for place, one in now["generators"].items()}
         # Few entries, which a checkpoint writes one by one.
         return {kind: found for kind, found in changed.items() if found}
@@ -113,21 +128,78 @@ class ModuleChanges:
                 if parameter is not None:
                     found["requires_grad"][f"{name}.{own}" if name else own] = parameter.requires_grad
             ignored = _of_base() if part is self._module else _OF_TORCH
-            simple, is_simple = {}, True
+            simple, is_simple = {}, not is_metric(part)
             for key, value in vars(part).items():
                 if key in ignored:
                     continue
-                if isinstance(value, _SIMPLE):
+                kind: Any = type(value)
+                if kind in _SIMPLE or _is_stored(kind, value):
                     simple[key] = value
                     continue
-                kind: Any = type(value)
                 if is_kind_of_generator(kind):
                     found["generators"][f"{name}.{key}"] = value
                 else:
                     is_simple = False
             if simple and (part is self._module or (is_simple and not torch_private.has_buffers_not_saved(part))):
-                found["attributes"][name] = {} if is_metric(part) else simple
+                found["attributes"][name] = simple
         return found
+
+
+@functools.cache
+def _has_plain_form(kind: type) -> bool:
+    """Return whether objects of this class can be stored as plain data: members of an Enum, numbers of NumPy."""
+    numpy = sys.modules.get("numpy")
+    return issubclass(kind, Enum) or (numpy is not None and issubclass(kind, (numpy.number, numpy.bool_)))
+
+
+def _is_stored(kind: type, value: Any) -> bool:
+    """Return whether it is such an object whose value is plain data; a long double's, for instance, is not."""
+    return _has_plain_form(kind) and type(value.value if isinstance(value, Enum) else value.item()) in _SIMPLE
+
+
+def _as_plain(value: Any) -> Any:
+    if type(value) in _SIMPLE:
+        return value
+    if isinstance(value, Enum):
+        return {"enum": type(value).__qualname__, "value": value.value}
+    return {"numpy": value.dtype.name, "value": value.item()}
+
+
+def _restore(part: nn.Module, attribute: str, saved: Any) -> None:
+    """Set an attribute to what ``_as_plain`` returned; a member of another Enum than it has now is left."""
+    value = saved
+    if isinstance(saved, Mapping) and "numpy" in saved:
+        import numpy
+
+        value = numpy.dtype(saved["numpy"]).type(saved["value"])
+    elif isinstance(saved, Mapping):
+        kind = type(getattr(part, attribute, None))
+        if not issubclass(kind, Enum) or kind.__qualname__ != saved["enum"]:
+            return
+        try:
+            value = kind(saved["value"])
+        except ValueError:
+            return  # the Enum of this program has no such member
+    setattr(part, attribute, value)
+
+
+def _undo(now: dict[str, dict[str, Any]], earlier: dict[str, dict[str, Any]], later: dict[str, dict[str, Any]]) -> None:
+    """Set in ``now`` what changed from ``earlier`` to ``later`` to what it was earlier, unless it changed again."""
+    if earlier == later:
+        return
+    kinds = [(now[kind], earlier[kind], later[kind]) for kind in ("requires_grad", "modes")]
+    kinds += [
+        (found, earlier["attributes"].get(name, {}), later["attributes"].get(name, {}))
+        for name, found in now["attributes"].items()
+    ]
+    for values, old, new in kinds:
+        for key, value in _differing(new, old).items():
+            if key not in values or not _same(values[key], value):
+                continue
+            if key in old:
+                values[key] = old[key]
+            else:
+                del values[key]
 
 
 def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
