@@ -467,12 +467,8 @@ class LoggedValues:
 
     # -- the end of an epoch
 
-    def close_epoch(self, stage: str, loss: Tensor | None = None) -> tuple[list[dict[str, float]], dict[str, float]]:
+    def close_epoch(self, stage: str) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Compute what the epoch accumulated so far; waits for the device.
-
-        Args:
-            stage: "train", "validate" or "test".
-            loss: of the last step, to be shown; it is read if that waits for nothing more.
 
         Returns:
             the values by dataloader (for ``validate`` and ``test``), and the values for the loggers.
@@ -484,8 +480,6 @@ class LoggedValues:
         latest = {} if stage in self._closed else self._latest_step_values(stage)
         self._closed[stage] = self._closed.get(stage, 0) + 1
         values = self.shared.of_epoch([logged for _, logged in entries], f"{stage} epoch {self._closed[stage]}")
-        if loss is not None and (loss.is_cpu or any(logged.is_on_device for logged in self.of_stage(stage))):
-            (self.loss_value,) = send_to_host([loss.detach()]).values()
         row: dict[str, float] = {}
         self.callback_values.update(latest)
         by_loader: list[dict[str, float]] = [{} for _ in range(max((index for index, _ in entries), default=0) + 1)]
