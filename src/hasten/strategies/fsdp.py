@@ -396,7 +396,7 @@ def is_manual(module: nn.Module) -> bool:
 
 
 def gathered_apart(module: nn.Module, parts: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the parts of ``found`` that can be gathered by themselves, outer parts before the parts inside of them.
+    """Return those of ``parts`` that can be gathered by themselves, outer parts before the parts inside of them.
 
     A parameter is gathered in one place: a part that shares a parameter with other parts is left out.
     """
