@@ -117,7 +117,7 @@ class StageData:
         # A process without batches takes part in the reductions of the others.
         if not loads and not self.loaded:
             return False
-        return not self._several_processes and all(limit == 0 for limit in self.limits)
+        return not self._several_processes and not any(self.limits)
 
     @property
     def is_switched_off(self) -> bool:
