@@ -163,19 +163,3 @@ def test_numbers_as_config_files_write_them_are_accepted(caplog: pytest.LogCaptu
         quiet(val_check_interval=1, limit_test_batches=1.0)
     assert "validation will run after every batch" in caplog.text
     assert "(limit_test_batches=1.0)` was configured so 100%" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("call", "argument", "fix"),
-    [
-        ("fit", "train_loader", "'train_dataloaders'"),
-        ("fit", "max_epochs", "Trainer(max_epochs=...)"),
-        ("fit", "epochs", "train_dataloaders, val_dataloaders"),
-        ("validate", "dataloader", "'dataloaders'"),
-        ("test", "ckpt", "'ckpt_path'"),
-        ("predict", "dataloader", "'dataloaders'"),
-    ],
-)
-def test_an_unknown_argument_of_a_call_is_answered_with_the_nearest(call: str, argument: str, fix: str) -> None:
-    with refused(TypeError, argument, fix=fix):
-        getattr(quiet(), call)(Classifier(), **{argument: 1})

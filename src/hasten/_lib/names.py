@@ -7,13 +7,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec
 
 from hasten._lib.errors import make_error
 from hasten.extend.origin import ROOTS
 
 _P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -256,29 +255,6 @@ def without_unknown(owner: str) -> Callable[[Callable[_P, None]], Callable[_P, N
                 unknown = {name: value for name, value in given.items() if name not in known}
                 refuse_unknown(unknown, init, owner)
             init(*args, **given)
-
-        return checked
-
-    return decorated
-
-
-def with_near_names(owner: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return a decorator for a method of ``owner`` that says what to write in place of an argument it does not have."""
-
-    def decorated(method: Callable[_P, _T]) -> Callable[_P, _T]:
-        known = [name for name in inspect.signature(method).parameters if name != "self"]
-
-        @functools.wraps(method)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            unknown = next((name for name in kwargs if name not in known), None)
-            if unknown is None:
-                return method(*args, **kwargs)
-            if args and unknown in inspect.signature(type(args[0]).__init__).parameters:
-                fix = f"Write {owner}({unknown}=...)."
-            else:
-                fix = f"Did you mean {near!r}?" if (near := nearest(unknown, known)) else f"Use {', '.join(known)}."
-            what = f"{owner}.{method.__name__}() got an unexpected keyword argument {unknown!r}."
-            raise make_error(TypeError, what, fix=fix, argument=unknown)
 
         return checked
 

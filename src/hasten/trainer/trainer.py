@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException, make_error, shorten
 from hasten._lib.explain import explain
-from hasten._lib.names import refuse_unknown, with_near_names, without_unknown
+from hasten._lib.names import refuse_unknown, without_unknown
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
@@ -349,7 +349,6 @@ class Trainer(TrainerView):
 
     # -- the four calls
 
-    @with_near_names("Trainer")
     def fit(
         self,
         model: LightningModule,
@@ -388,7 +387,6 @@ class Trainer(TrainerView):
         ):
             self._call(TrainerFn.FITTING, model, datamodule, loaders, ckpt_path, weights_only, _fit)
 
-    @with_near_names("Trainer")
     def validate(
         self,
         model: LightningModule | None = None,
@@ -420,7 +418,6 @@ class Trainer(TrainerView):
         body = functools.partial(evaluate_and_print, testing=False, verbose=verbose)
         return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
-    @with_near_names("Trainer")
     def test(
         self,
         model: LightningModule | None = None,
@@ -434,7 +431,6 @@ class Trainer(TrainerView):
         body = functools.partial(evaluate_and_print, testing=True, verbose=verbose)
         return self._evaluate(TrainerFn.TESTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
-    @with_near_names("Trainer")
     def predict(
         self,
         model: LightningModule | None = None,
