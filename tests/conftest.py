@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,12 +89,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from tests.programs import call_in_file
 
     names = pyfuncitem._fixtureinfo.argnames
-    runtime(accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")).launch(
-        call_in_file,
-        str(pyfuncitem.path),
-        pyfuncitem.originalname,
-        **{name: pyfuncitem.funcargs[name] for name in names},
-    )
+
+    def launch() -> None:
+        runtime(accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")).launch(
+            call_in_file,
+            str(pyfuncitem.path),
+            pyfuncitem.originalname,
+            **{name: pyfuncitem.funcargs[name] for name in names},
+        )
+
+    try:
+        launch()
+    except RuntimeError as error:
+        # A thread of torch's gloo backend (pt_gloo_runloop) reads a null pointer in one of some thousand runs.
+        if "was killed by SIGSEGV" not in str(error):
+            raise
+        warnings.warn(f"{pyfuncitem.nodeid} runs once more: {error}", stacklevel=1)
+        launch()
     return True
 
 
