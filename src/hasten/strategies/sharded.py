@@ -77,8 +77,8 @@ class ShardedStrategy(ParallelStrategy):
 
     """
 
-    sharding: Shards
-    engine: ShardedEngine
+    sharding: DTensorSharding
+    engine: DTensorEngine
     # A part of torch's message, and the usual fix.
     _advice: ClassVar[dict[str, str]] = ADVICE
 
@@ -105,8 +105,8 @@ class ShardedStrategy(ParallelStrategy):
         self._parts: list[Any] = []
         self.state.saves_folders = state_dict_type == "sharded"
 
-    def _make_parts(self) -> tuple[Shards, ShardedEngine, ShardedState]:
-        return Shards(self), ShardedEngine(self), ShardedState(self)
+    def _make_parts(self) -> tuple[DTensorSharding, DTensorEngine, DTensorState]:
+        return DTensorSharding(self), DTensorEngine(self), DTensorState(self)
 
     # -- once
 
@@ -274,7 +274,7 @@ class ShardedStrategy(ParallelStrategy):
                 root.set_requires_gradient_sync(True)
 
 
-class PartialSharding(Sharding):
+class DividedSharding(Sharding):
     """Sharding for strategies whose processes have parts of parameters."""
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -308,7 +308,7 @@ class PartialSharding(Sharding):
         )
 
 
-class PartialState(StateIO):
+class DividedState(StateIO):
     """Processes save and read parts of weights and gradients."""
 
     def load_module(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
@@ -345,7 +345,7 @@ class PartialState(StateIO):
             return io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
 
-class Shards(PartialSharding):
+class DTensorSharding(DividedSharding):
     """Parameters are ``DTensor`` objects, of which each process has a part."""
 
     strategy: ShardedStrategy
@@ -376,7 +376,7 @@ class Shards(PartialSharding):
         """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
         parts = _sharded_parts(module)
         for name in self.forward_order(module):
-            self.strategy.engine.route(_nothing, parts[name])()
+            self.strategy.engine.make_forward(_nothing, parts[name])()
 
     # -- values between a run and a checkpoint
 
@@ -411,7 +411,7 @@ class Shards(PartialSharding):
         return source if is_sharded(source) else shard_like(source, like)
 
 
-class ShardedEngine(StepEngine):
+class DTensorEngine(StepEngine):
     """Gradients are reduced to shards in backward; clipping and steps follow the shards."""
 
     strategy: ShardedStrategy
@@ -451,7 +451,7 @@ class ShardedEngine(StepEngine):
 
     # -- forward
 
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+    def make_forward(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` as a forward of ``wrapped``: with its parameters gathered."""
         from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
@@ -461,29 +461,29 @@ class ShardedEngine(StepEngine):
         wrapped.__dict__[name] = function
         try:
             register_fsdp_forward_method(wrapped, name)
-            routed: Callable[..., Any] = wrapped.__dict__[name]
+            forward: Callable[..., Any] = wrapped.__dict__[name]
         finally:
             wrapped.__dict__.pop(name, None)
         if self.strategy.param_dtype is None:
-            return routed
+            return forward
 
         def in_default_type(*args: Any, **kwargs: Any) -> Any:
-            return to_floating(routed(*args, **kwargs), torch.get_default_dtype())
+            return to_floating(forward(*args, **kwargs), torch.get_default_dtype())
 
         return in_default_type
 
-    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def make_evaluation_forward(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` as a forward, and records the order of its first call."""
-        routed, recorded = self.route(function, module), False
+        forward, recorded = self.make_forward(function, module), False
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             nonlocal recorded
             if recorded or not self.exchanges:
-                return routed(*args, **kwargs)
+                return forward(*args, **kwargs)
             recorded = True
             begun: list[str] = []
             with _begun(module, begun):
-                output = routed(*args, **kwargs)
+                output = forward(*args, **kwargs)
             self.strategy.sharding.order = tuple(begun)
             return output
 
@@ -573,7 +573,7 @@ class ShardedEngine(StepEngine):
         return zero_all
 
 
-class ShardedState(PartialState):
+class DTensorState(DividedState):
     """Weights and optimizer states of shards: whole tensors in one file, or a folder of shards."""
 
     strategy: ShardedStrategy
