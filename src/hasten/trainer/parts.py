@@ -180,16 +180,6 @@ def position(run: Run) -> watchdog.Position:
     return watchdog.Position(text, progress.total_batches + progress.evaluated)
 
 
-def saved_as(trainer: Trainer, path: PathLike) -> dict[str, Any]:
-    """Return why a checkpoint callback saves a file: the value it monitors, and whether it is the best so far."""
-    for callback in trainer.checkpoint_callbacks:
-        scores = getattr(callback, "best_k_models", {})
-        if path in scores:
-            name, best = getattr(callback, "monitor", None), getattr(callback, "best_model_path", "")
-            return {"monitor": {str(name): float(scores[path])}, "best": path == best}
-    return {}
-
-
 def leave_program(signal_number: int, error: BaseException) -> NoReturn:
     """End the program with the exit code of the signal; return to a notebook or prompt."""
     if is_interactive():

@@ -500,7 +500,7 @@ class Trainer(TrainerView):
                 agreement.explain_missing("Trainer.save_checkpoint()", error)
                 raise
         if aside is not None:
-            run.observers.pace.end_checkpoint(aside, filepath, functools.partial(parts.saved_as, self, filepath))
+            run.observers.pace.end_checkpoint(aside, filepath, self.checkpoint_callbacks)
 
     # Runs for tools that try something out.
     prepared_run = limited_runs.prepared_run
