@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.compile.settings import inner_model as inner_model
@@ -31,13 +32,20 @@ if TYPE_CHECKING:
     from hasten.types import PathLike
 
 
-def loggers(arguments: Arguments, default: Callable[[str], Logger]) -> list[Any]:
-    """Return the loggers of ``Trainer(logger=...)``; ``default`` makes the logger of ``logger=True`` in a folder."""
+def loggers(arguments: Arguments) -> list[Any]:
+    """Return the loggers of ``Trainer(logger=...)``."""
     if arguments.logger is False:
         return []
     if arguments.logger is True:
-        return [default(arguments.default_root_dir)]
+        return [_default_logger(arguments.default_root_dir)]
     return list(arguments.logger)
+
+
+def _default_logger(folder: str) -> Logger:
+    from hasten.loggers import CSVLogger, TensorBoardLogger
+
+    prefers_tensorboard = conventions.current().prefers_tensorboard and installed("tensorboard")
+    return TensorBoardLogger(folder) if prefers_tensorboard else CSVLogger(folder)
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
