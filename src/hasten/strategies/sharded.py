@@ -412,7 +412,21 @@ class DTensorSharding(DividedSharding):
 
 
 class DTensorEngine(StepEngine):
-    """Gradients are reduced to shards in backward; clipping and steps follow the shards."""
+    """A step of ``strategy="fsdp"``, ``"fsdp2"`` and ``ModelParallelStrategy``: what it changes, in order.
+
+    The module is divided before (``ShardedStrategy.shard``), and torch's ``fully_shard`` installs what gathers the
+    parameters of a block in its forward and reduces its gradients in its backward. The loop is the same. It calls:
+
+    - ``make_forward``: the training step runs as a forward of the divided module, which gathers its parameters;
+    - ``no_sync`` of the strategy: while gradients accumulate, they stay whole and are not reduced, and
+      ``sync_gradients`` reduces them where a checkpoint or an incomplete accumulation needs them;
+    - ``clip_norm`` and ``clip_value``: the norm covers the shards of all processes;
+    - ``make_step``: the optimizer steps the shards of this process, and frees parameters that are still gathered;
+    - ``make_zero_grad``: also forgets gradients that ``no_sync`` has held back;
+    - ``needs_loss``: each batch must have a backward, for which the other processes wait.
+
+    What is not here is as on one device; see ``StepEngine``.
+    """
 
     strategy: ShardedStrategy
     syncs_gradients = True
