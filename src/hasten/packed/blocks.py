@@ -11,7 +11,7 @@ Where it acts, from ``fit`` to a step:
   transformer and of its attention, by ``packing`` of ``verify.py``, which also compares the first call with a padded
   one.
 - In each call with gradients, ``Layout`` (``layout.py``) moves the real tokens into one row and back (``stack.py``),
-  and attention (``attention.py``) keeps the samples apart.
+  and attention (``document_attention.py``, or ``attention.py`` with dropout on the CPU) keeps the samples apart.
 - ``packed="first_token"`` also shortens the last block (``first_token.py``).
 - ``compile=`` leaves the attention of packed blocks out and refuses CUDA graphs (``check_compile`` of
   ``loops/prepare.py``).

@@ -42,10 +42,13 @@ def loggers(arguments: Arguments) -> list[Any]:
 
 
 def _default_logger(folder: str) -> Logger:
-    from hasten.loggers import CSVLogger, TensorBoardLogger
+    if conventions.current().prefers_tensorboard and installed("tensorboard"):
+        from hasten.loggers import TensorBoardLogger
 
-    prefers_tensorboard = conventions.current().prefers_tensorboard and installed("tensorboard")
-    return TensorBoardLogger(folder) if prefers_tensorboard else CSVLogger(folder)
+        return TensorBoardLogger(folder)
+    from hasten.loggers import CSVLogger
+
+    return CSVLogger(folder)
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
