@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 import hasten as L
 from hasten_tools.speed.advisor import trial_opener
 from hasten_tools.speed.auto import program_of
-from hasten_tools.speed.engine import Engine, TrialError
 from hasten_tools.speed.levers import choose
 from hasten_tools.speed.races import Races, name_of
+from hasten_tools.speed.trial_processes import TrialError, TrialStarter
 from measure import hardware
 
 LIBRARIES = ("numpy", "sklearn", "torch", "transformers")
@@ -126,8 +126,8 @@ def main() -> None:
 
     own = tuple(choose(found.lines[-1].levers)) if found.lines else ()
     beside: dict[str, float | str] = {}
-    with Engine() as engine:
-        races = Races(trial_opener(engine, program_of(trainer, model, loader, None)))
+    with TrialStarter() as starter:
+        races = Races(trial_opener(starter, program_of(trainer, model, loader, None)))
         races.inspect()
         for names in BY_HAND:
             line = tuple(choose(names))

@@ -1,4 +1,4 @@
-"""Find the files that a reader opens to follow a walk: a training batch, or a checkpoint that is saved.
+"""Find the files that a reader opens to follow a walk, such as a training batch or a checkpoint that is saved.
 
     python scripts/reading.py          the files of each walk, with what is called there
     python scripts/reading.py ../main  of another checkout
@@ -33,6 +33,9 @@ from structure import ROOT, Source, read_sources
 WALKS = {
     "batch": ("loops/fit.py", "train_epoch", {"loops/fit.py"}),
     "save": ("trainer/trainer.py", "Trainer.save_checkpoint", {"trainer/trainer.py", "loops/resume.py"}),
+    "logged value": ("logged_values.py", "LoggedValues.record", {"logged_values.py"}),
+    "restore": ("loops/resume.py", "RunState.restore", {"loops/resume.py"}),
+    "Fabric.setup": ("fabric/fabric.py", "Fabric.setup", {"fabric/fabric.py"}),
 }
 _PROTOCOL = {"state_dict", "load_state_dict"}
 _MADE_WITH = {"__init__", "__post_init__", "__enter__", "__exit__", "__call__"}
@@ -117,7 +120,7 @@ class Names:
         file, node = owner
         assert isinstance(node, ast.ClassDef)
         for each in node.body:
-            if isinstance(each, ast.FunctionDef) and each.name == name:
+            if isinstance(each, ast.FunctionDef) and each.name == name and not _is_overload(each):
                 return Member(file, each, self.class_of(file, each.returns))
             if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == name:
                 return Member(file, None, self.class_of(file, each.annotation))
@@ -240,6 +243,10 @@ class Uses:
             # A class that is not called is a name for a test or an error, or an enumeration.
             if found is not None and (isinstance(found.node, ast.FunctionDef) or id(node) in called):
                 yield found, None
+
+
+def _is_overload(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(each) == "overload" for each in function.decorator_list)
 
 
 def _is_property(function: ast.FunctionDef) -> bool:

@@ -19,7 +19,7 @@ __all__ = [
     "MPSAccelerator", "TPUAccelerator", "XLAAccelerator", "find_usable_cuda_devices",
 ]  # fmt: skip
 
-# The class of an engine is imported when it is used; ``extend.moved`` says where its module is.
+# The class of a backend is imported when it is used; ``extend.moved`` says where its module is.
 __getattr__, __dir__, _ = attach(
     __name__,
     {"hasten.xla.devices": "XLAAccelerator"},

@@ -235,9 +235,9 @@ class Runtime:
 
         """
         if training and wrapped is not None:
-            function = self.strategy.engine.route(function, wrapped)
+            function = self.strategy.engine.make_forward(function, wrapped)
         elif module is not None and not training:
-            function = self.strategy.engine.route_evaluation(function, module)
+            function = self.strategy.engine.make_evaluation_forward(function, module)
         converts_input = "convert_input" in self._changed
         converts_output = convert_outputs and "convert_output" in self._changed
         has_context = "forward_context" in self._changed

@@ -32,7 +32,7 @@ from hasten.precision.base import Precision, to_floating
 from hasten.precision.builtin import is_half, is_mixed
 from hasten.strategies.base import StepEngine
 from hasten.strategies.parallel import ParallelStrategy
-from hasten.strategies.sharded import PartialSharding, PartialState
+from hasten.strategies.sharded import DividedSharding, DividedState
 from hasten_deepspeed.config import (
     OF_CONFIG,
     EngineSettings,
@@ -490,7 +490,7 @@ class DeepSpeedStrategy(ParallelStrategy):
         super().teardown()
 
 
-class ZeroSharding(PartialSharding):
+class ZeroSharding(DividedSharding):
     """The engine divides parameters in stage 3; in stages 1 and 2 only the 32-bit optimizer copy is sharded."""
 
     strategy: DeepSpeedStrategy
@@ -693,7 +693,7 @@ class ZeroEngine(StepEngine):
 
     # -- forward
 
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+    def make_forward(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` as the forward of the engine."""
         if not _is_engine(wrapped):
             return function
@@ -702,14 +702,14 @@ class ZeroEngine(StepEngine):
         dtype = torch.get_default_dtype() if self.strategy._dtype is not torch.float32 else None
         flags = self.strategy._flags if engine is self.strategy._engine else []
         if function is module:
-            routed: Callable[..., Any] = engine
+            forward: Callable[..., Any] = engine
         else:
-            routed = _as_forward(engine, module, function)
+            forward = _as_forward(engine, module, function)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             if flags and list(map(_trains, self.strategy._parameters)) != flags:
                 self._refuse_changed(module)
-            output = routed(*args, **kwargs)
+            output = forward(*args, **kwargs)
             return output if dtype is None else to_floating(output, dtype)
 
         return checked
@@ -729,21 +729,21 @@ class ZeroEngine(StepEngine):
             argument="strategy",
         )
 
-    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def make_evaluation_forward(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """Return a function that calls a step of an evaluation; stage 3 gathers parameters in its forward."""
         engine = self.strategy._engine
         if engine is None or self.strategy.stage < 3:
             return function
-        routed, recorded = self.route(function, engine), False
+        forward, recorded = self.make_forward(function, engine), False
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             nonlocal recorded
             if recorded or self.strategy.world_size == 1:
-                return routed(*args, **kwargs)
+                return forward(*args, **kwargs)
             recorded = True
             events: list[str] = []
             with _events(module, events):
-                output = routed(*args, **kwargs)
+                output = forward(*args, **kwargs)
             self.strategy.sharding.order = tuple(events)
             return output
 
@@ -821,7 +821,7 @@ class ZeroEngine(StepEngine):
         )
 
 
-class ZeroState(PartialState):
+class ZeroState(DividedState):
     """Each process saves its part, in 32 bits, into a folder."""
 
     strategy: DeepSpeedStrategy
@@ -940,7 +940,7 @@ def _as_forward(engine: Any, module: nn.Module, function: Callable[..., Any]) ->
     """Return a function that calls ``function`` in place of the module's forward, inside of the engine's."""
     own, name = module.__dict__, "forward"
 
-    def routed(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         replaced = own.get(name)
 
         def put_back() -> None:
@@ -959,7 +959,7 @@ def _as_forward(engine: Any, module: nn.Module, function: Callable[..., Any]) ->
         finally:
             put_back()
 
-    return routed
+    return forward
 
 
 def _nothing(set_to_none: bool = True) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import log, rank_zero_only
-from hasten.checkpoint.files import allow_objects
 from hasten.elsewhere.conventions import HASTEN, use
 from hasten_lightning.conventions import LIGHTNING
 from hasten_lightning.modules import FINDER, PRODUCTS_FINDER, ROOTS, AliasModule, restore
@@ -88,9 +87,6 @@ def install() -> None:
     # program's main module, and with it `lightning`.
     original = multiprocessing.spawn.get_preparation_data
     _replace(multiprocessing.spawn, "get_preparation_data", lambda name: {"hasten": _Install(), **original(name)})
-    # Packages put objects into their checkpoints, and Lightning writes them. Reading stays strict.
-    allow_objects(True)
-    _replaced.callback(allow_objects, False)
 
 
 def _replace(owner: object, name: str, value: object) -> None:

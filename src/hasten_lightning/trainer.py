@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hasten._lib.optional import installed
-from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.strategies.base import Strategy
 from hasten.trainer import trainer
@@ -64,22 +62,10 @@ class Trainer(trainer.Trainer, metaclass=Facade):
         unlimited = self._arguments.max_epochs_assumed or self._arguments.max_epochs == -1
         return None if unlimited and not settled and self._given["max_epochs"] is None else self._arguments.max_epochs
 
-    def _called_loggers(self) -> list[Any]:
-        """Return all loggers on every process: Lightning's are decorated with rank_zero_only where they write."""
-        return self._loggers
-
     @property
     def _results(self) -> Results | None:
         """The values of the running stage, and how they are named; None outside of a call, as in Lightning."""
         return Results(self._logged) if self.state.status == TrainerStatus.RUNNING else None
-
-    def _default_logger(self, folder: str) -> Logger:
-        """Return a TensorBoardLogger where TensorBoard is installed, as Lightning does."""
-        if not installed("tensorboard"):
-            return super()._default_logger(folder)
-        from hasten.loggers import TensorBoardLogger
-
-        return TensorBoardLogger(folder)
 
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:

@@ -322,7 +322,7 @@ class _Exchange:
 class XLAFSDPStrategy(OneProcess):
     """Parameters, gradients and optimizer states are sharded over the XLA devices of one machine, by one process.
 
-    The engine is SPMD, as in the newer of torch_xla's two FSDP:
+    It uses SPMD, as in the newer of torch_xla's two FSDP:
     the program is written for one device, and XLA divides each operation. ``batch_size`` of a loader counts the samples
     of all devices together. Parameters keep their names and shapes, and checkpoints are whole files.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,46 @@ def test_counters_of_lightnings_that_make_no_sense_are_refused(tmp_path: Path, w
 def _progress() -> dict[str, Any]:
     counts = {"ready": 1, "started": 1, "processed": 1, "completed": 1}
     return {"total": counts, "current": dict(counts), "is_last_batch": False}
+
+
+def documented(title: str) -> tuple[set[str], set[str]]:
+    """Return the entries that a table of ``docs/checkpoints.md`` lists, and those that are always there."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    table = page.partition(f"<!-- {title} -->\n\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    names = [(set(re.findall(r"`([^`]+)`", entry)), when == "always") for entry, when, _ in rows]
+    return set().union(*(each for each, _ in names)), set().union(*(each for each, always in names if always))
+
+
+def test_the_documentation_lists_the_entries_of_a_checkpoint(tmp_path: Path) -> None:
+    class Data(L.LightningDataModule):
+        def __init__(self, size: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": 1}
+
+    class Saved(Scheduled):
+        def __init__(self, width: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    for datamodule in (None, Data()):
+        model = Scheduled() if datamodule is None else Saved()
+        trainer = quiet(max_epochs=1)
+        trainer.fit(model, loader() if datamodule is None else None, datamodule=datamodule)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+        assert checkpoint.pop(Data.__qualname__, None) == (None if datamodule is None else {"position": 1})
+        (of_process,) = checkpoint["hasten"]["ranks"]
+        for title, entries in (
+            ("entries of a checkpoint", checkpoint),
+            ('entries of "hasten"', checkpoint["hasten"]),
+            ("entries of a process", of_process),
+        ):
+            everything, always = documented(title)
+            assert always <= set(entries) <= everything, title

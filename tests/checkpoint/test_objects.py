@@ -18,7 +18,9 @@ import torch
 import hasten as L
 from hasten.checkpoint import files
 from hasten.checkpoint.files import CheckpointRefused
+from hasten.elsewhere import conventions
 from hasten.utilities import AttributeDict
+from hasten_lightning.conventions import LIGHTNING
 from hasten_tools.commands.consolidate import main as consolidate
 from tests.models import Classifier, loader, quiet
 
@@ -156,13 +158,13 @@ def test_data_of_older_checkpoints_needs_no_permission(tmp_path: Path, monkeypat
 
 
 def test_consolidate_allows_classes_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files.allow_objects(True)
+    conventions.use(LIGHTNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             files.save_folder({"state_dict": {"w": torch.ones(2)}, "mine": Part()}, tmp_path / "a.ckpt")
     finally:
-        files.allow_objects(False)
+        conventions.use(conventions.HASTEN)
     assert consolidate([str(tmp_path / "a.ckpt")]) == 1
     assert "Part" in capsys.readouterr().err
     try:

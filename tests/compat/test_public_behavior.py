@@ -397,7 +397,7 @@ def test_the_default_logger_is_tensorboards_where_it_is_installed(tmp_path: Path
     assert type(run.logger) is TensorBoardLogger
     assert run.log_dir == str(tmp_path / "lightning_logs" / "version_0")
     assert list((tmp_path / "lightning_logs" / "version_0").glob("events.*"))
-    monkeypatch.setattr("hasten_lightning.trainer.installed", lambda name: False)
+    monkeypatch.setattr("hasten.trainer.parts.installed", lambda name: False)
     assert type(trainer(logger=None).logger) is CSVLogger
 
 

@@ -16,7 +16,7 @@ from hasten_tools.demo import row
 from hasten_tools.demo.task import RowVariant, Task
 from hasten_tools.demo.text import Imdb
 from hasten_tools.demo.text_models import find
-from hasten_tools.speed.engine import TrialError, Turn
+from hasten_tools.speed.trial_processes import TrialError, Turn
 
 Seconds = Callable[[int], float]
 
@@ -127,7 +127,7 @@ class FakeTrial:
         self.closed = True
 
 
-class FakeEngine:
+class FakeStarter:
     """Starts a fake trial for each variant, given the seconds of its steps or why it refuses."""
 
     def __init__(self, seconds_of: Callable[[RowVariant], float | Seconds | TrialError]) -> None:
@@ -142,7 +142,7 @@ class FakeEngine:
         self.started.append((variant, task.seed, FakeTrial(task, variant, seconds)))
         return self.started[-1][2]
 
-    def __enter__(self) -> FakeEngine:
+    def __enter__(self) -> FakeStarter:
         return self
 
     def __exit__(self, *error: object) -> None:

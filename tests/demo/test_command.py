@@ -17,9 +17,9 @@ import torch
 
 from hasten.commands import main
 from hasten_tools.demo import cumulative, outcome, text, text_models
-from hasten_tools.speed.engine import TrialError
+from hasten_tools.speed.trial_processes import TrialError
 
-from .conftest import FakeEngine
+from .conftest import FakeStarter
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,9 @@ def test_the_default_ladder_ends_with_the_line_to_write(
     monkeypatch.setattr(text, "TRAIN", 4)
     monkeypatch.setattr(text, "has_bf16_units", lambda device: False)
     seconds = {None: 8.0, True: 3.0, "first_token": 1.0}
-    monkeypatch.setattr(cumulative, "Engine", lambda: FakeEngine(lambda variant: seconds[variant.argument("packed")]))
+    monkeypatch.setattr(
+        cumulative, "TrialStarter", lambda: FakeStarter(lambda variant: seconds[variant.argument("packed")])
+    )
     options = ["--max-length", "32", "--limit", "16", "--seeds", "2", "--random-weights"]
     options += skipping("pages kept", "fused AdamW")
     assert main(["demo", *options, "--output", str(tmp_path / "out")]) == 0
@@ -88,7 +90,9 @@ def test_imdb_ladder_reads_reviews_and_tells_what_is_refused(
 ) -> None:
     refused = TrialError("batching: all samples have one length.", refused=True)
     monkeypatch.setattr(
-        cumulative, "Engine", lambda: FakeEngine(lambda variant: refused if variant.argument("batching") else 0.1)
+        cumulative,
+        "TrialStarter",
+        lambda: FakeStarter(lambda variant: refused if variant.argument("batching") else 0.1),
     )
     options = ["--task", "imdb", "--random-weights", "--limit", "20", "--max-length", "8", "--batch-size", "4"]
     options += skipping("fused AdamW", "pages kept", "packed", "last block for one token", "cheap dropout masks")

@@ -14,15 +14,15 @@ from hasten_tools.demo import cumulative
 from hasten_tools.demo.cumulative import Measurement, Result
 from hasten_tools.demo.images import Digits, Vit
 from hasten_tools.demo.task import LadderRow, RowVariant, Task, first_rows
-from hasten_tools.speed.engine import TrialError
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import TrialError
 
-from .conftest import FakeEngine, Seconds, imdb, make_folder, silent
+from .conftest import FakeStarter, Seconds, imdb, make_folder, silent
 
 
-def engine_of(*rows: float | Seconds | TrialError) -> FakeEngine:
+def starter_of(*rows: float | Seconds | TrialError) -> FakeStarter:
     """Start each row with its seconds; ``max_length`` says which row a variant is."""
-    return FakeEngine(lambda variant: rows[variant.max_length or 0])
+    return FakeStarter(lambda variant: rows[variant.max_length or 0])
 
 
 def row(number: int, *, safety: Safety = Safety.SAME_BITS, alone: bool = False, **arguments: Any) -> LadderRow:
@@ -30,7 +30,7 @@ def row(number: int, *, safety: Safety = Safety.SAME_BITS, alone: bool = False, 
 
 
 def measured(
-    engine: FakeEngine | tuple[Any, ...],
+    starter: FakeStarter | tuple[Any, ...],
     *rows: LadderRow,
     seeds: int = 1,
     row_seconds: float = 0.2,
@@ -38,12 +38,12 @@ def measured(
     say: Callable[[str], Any] = silent,
 ) -> list[Result]:
     """Measure 20 steps of digits: 2 epochs of 10. The rows after the first two are numbered by default."""
-    if isinstance(engine, tuple):
-        rows = rows or tuple(map(row, range(1, len(engine))))
-        engine = engine_of(*engine)
+    if isinstance(starter, tuple):
+        rows = rows or tuple(map(row, range(1, len(starter))))
+        starter = starter_of(*starter)
     task: Any = Digits(epochs=2, batch_size=126)
-    fake: Any = engine
-    found = Measurement(task=task, engine=fake, row_seconds=row_seconds, rounds=2, full=full, say=say)
+    fake: Any = starter
+    found = Measurement(task=task, starter=fake, row_seconds=row_seconds, rounds=2, full=full, say=say)
     for each in (first_rows(2)[0], *rows):
         found.add(each)
     found.finish(seeds)
@@ -52,17 +52,17 @@ def measured(
 
 def test_each_row_builds_on_those_above_that_pay() -> None:
     lines: list[str] = []
-    engine = engine_of(0.4, 0.4, 0.8, 0.1, 0.1)
+    starter = starter_of(0.4, 0.4, 0.8, 0.1, 0.1)
     rows = (row(1), row(2, fused_optimizer=True), row(3, packed=True), row(4, resident=True))
-    _, same, loses, wins, nothing = measured(engine, *rows, say=lines.append)
+    _, same, loses, wins, nothing = measured(starter, *rows, say=lines.append)
     assert [same.kept, loses.kept, wins.kept, nothing.kept] == [True, False, True, False]
     assert loses.variant.trainer == {"fused_optimizer": True}
     assert wins.variant.trainer == {"packed": True}
     assert wins.base is same
     assert any(line.startswith("row 2") and "left out of the rows below" in line for line in lines)
     # Each in a process of its own; that of the row that is trained in full ends, too.
-    assert len(engine.started) == 5
-    assert engine.started[3][2].closed
+    assert len(starter.started) == 5
+    assert starter.started[3][2].closed
 
 
 def test_a_busy_minute_does_not_drop_a_row_that_pays() -> None:
@@ -115,10 +115,10 @@ def test_a_row_that_breaks_ends_the_demo(rows: tuple[Any, ...]) -> None:
 
 
 def test_several_seeds_train_the_first_row_and_the_fastest_of_the_same_maths() -> None:
-    engine = engine_of(0.4, 0.2, 0.05)
-    results = measured(engine, row(1), row(2, safety=Safety.OTHER_MATHS), seeds=3)
+    starter = starter_of(0.4, 0.2, 0.05)
+    results = measured(starter, row(1), row(2, safety=Safety.OTHER_MATHS), seeds=3)
     assert [len(result.accuracies) for result in results] == [3, 3, 1]
-    assert {seed for _, seed, _ in engine.started} == {0, 1, 2}
+    assert {seed for _, seed, _ in starter.started} == {0, 1, 2}
 
 
 def test_a_row_that_stands_alone_is_compared_with_the_first() -> None:

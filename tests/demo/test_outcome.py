@@ -15,8 +15,8 @@ from hasten_tools.demo.cumulative import Result
 from hasten_tools.demo.images import Digits
 from hasten_tools.demo.outcome import Arithmetic
 from hasten_tools.demo.task import LadderRow, RowVariant, first_rows, lever_rows
-from hasten_tools.speed.engine import Comparison, Turn
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import Comparison, Turn
 
 from .conftest import imdb
 

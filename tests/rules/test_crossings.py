@@ -28,7 +28,7 @@ AT_MOST = {
     "type: ignore": 83,
     "any value": 211,
     "read: batch": 18,
-    "read: save": 14,
+    "read: save": 12,
     "read: sharding": 4,
 }
 

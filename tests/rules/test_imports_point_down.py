@@ -133,15 +133,15 @@ def test_the_core_imports_no_other_root(module: str) -> None:
     assert [name for _, name in IMPORTS[module] if name.partition(".")[0] != "hasten"] == []
 
 
-@pytest.mark.parametrize("engine", ["hasten_deepspeed", "hasten_xla"])
-def test_an_engine_imports_the_core_alone(engine: str) -> None:
+@pytest.mark.parametrize("backend", ["hasten_deepspeed", "hasten_xla"])
+def test_a_backend_imports_the_core_alone(backend: str) -> None:
     imported = {
         name.partition(".")[0]
         for module, names in IMPORTS.items()
-        if module.partition(".")[0] == engine
+        if module.partition(".")[0] == backend
         for _, name in names
     }
-    assert imported <= {"hasten", engine}
+    assert imported <= {"hasten", backend}
 
 
 def private_imports(module: str) -> list[str]:

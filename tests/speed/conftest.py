@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from hasten_tools.speed.engine import Engine
+from hasten_tools.speed.trial_processes import TrialStarter
 from tests.speed import planted
 
 
 @pytest.fixture(scope="session")
 def _server() -> Iterator[Any]:
-    with Engine() as started:
+    with TrialStarter() as started:
         yield started._fork_server
 
 
 @pytest.fixture
 def one_fork_server(_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_fork_server", _server)
+    monkeypatch.setattr(TrialStarter, "_fork_server", _server)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from typing import Any
 from hasten.arguments import SPEED_NAMES
 from hasten_tools.speed.advice import Advice
 from hasten_tools.speed.advisor import LineSearch
-from hasten_tools.speed.engine import LateError, TrialError, Turn
 from hasten_tools.speed.fit_trial import Orders
 from hasten_tools.speed.levers import LEVERS, Lever
 from hasten_tools.speed.races import Plan
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import LateError, TrialError, Turn
 
 Levers = frozenset[str]
 

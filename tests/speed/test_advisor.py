@@ -16,9 +16,9 @@ from hasten._lib.errors import MisconfigurationException
 from hasten.seed import collect_rng_state
 from hasten_tools.speed import changes
 from hasten_tools.speed.advice import Advice, figures
-from hasten_tools.speed.engine import Turn
 from hasten_tools.speed.levers import Lever, choose, expected_gain
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import Turn
 from tests.models import loader, quiet, same_weights
 from tests.speed import planted
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import hasten as L
 from hasten_tools.speed import advice as words
 from hasten_tools.speed.checks import without_draws
-from hasten_tools.speed.engine import TrialError, Turn
 from hasten_tools.speed.first_choice import SHARE, Choice, FirstChoice, Sight
 from hasten_tools.speed.levers import LEVERS, Lever
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import TrialError, Turn
 
 Names = frozenset[str]
 PLAIN: Names = frozenset()

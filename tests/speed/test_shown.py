@@ -8,8 +8,8 @@ import re
 import pytest
 
 from hasten_tools.speed.advice import Advice, Line, Row
-from hasten_tools.speed.engine import speed_text
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import speed_text
 
 
 @pytest.mark.parametrize(

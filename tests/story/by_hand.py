@@ -82,7 +82,7 @@ class ByHand:
                 if c.change == "skip_epoch":
                     return True
                 self._change()
-            if c.engine == "manual":
+            if c.loop == "manual":
                 self._manual_step(batch, index)
             else:
                 self._step(batch, index, len(batches))

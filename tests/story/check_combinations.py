@@ -118,7 +118,7 @@ def trainer_of(c: Combination, callbacks: list[Any]) -> L.Trainer:
         "compile": {"compile": {"backend": "aot_eager"}},
         "packed": {"packed": True},
     }.get(c.lever, {})
-    if c.clip != "none" and c.engine == "trainer":
+    if c.clip != "none" and c.loop == "trainer":
         arguments |= {"gradient_clip_val": 0.05, "gradient_clip_algorithm": c.clip}
     if c.validation == "every2":
         arguments["val_check_interval"] = 2
@@ -126,7 +126,7 @@ def trainer_of(c: Combination, callbacks: list[Any]) -> L.Trainer:
         arguments["limit_train_batches"] = c.limit
     if c.grows:
         callbacks = [*callbacks, GradientAccumulationScheduler({1: c.accumulate})]
-    elif c.engine == "trainer":
+    elif c.loop == "trainer":
         arguments["accumulate_grad_batches"] = c.accumulate
     return quiet(
         num_sanity_val_steps=0,
@@ -218,7 +218,7 @@ REFUSALS: list[tuple[Callable[[Combination], bool], str]] = [
     (lambda c: c.lever == "in_backward", "in_backward"),
     (lambda c: c.lever == "micro_batch", "micro_batch"),
     (lambda c: c.validation == "every2", "val_check_interval"),
-    (lambda c: c.lever == "packed" and c.engine == "manual", "packed"),
+    (lambda c: c.lever == "packed" and c.loop == "manual", "packed"),
     (lambda c: c.lever == "memory" and c.factors in ("own", "counter"), "memory"),
 ]
 
@@ -237,7 +237,7 @@ def check(c: Combination) -> str:
 
 
 def _compare(c: Combination, path: Path) -> str:
-    if c.engine == "fabric":
+    if c.loop == "fabric":
         hand = ByHand(c)
         hand.train()
         _same(c, hand.model, train_with_fabric(c), "with Fabric")
@@ -254,7 +254,7 @@ def _compare(c: Combination, path: Path) -> str:
     expected = hand.model
     _same(c, expected, model, "in one go")
     _same_values(c, hand, trainer)
-    if change.outputs is not None and c.engine == "trainer":
+    if change.outputs is not None and c.loop == "trainer":
         missing = [index for index, outputs in change.outputs if outputs is None and not _skips(c, index)]
         assert not missing, f"a callback added in mid-run got no outputs of batches {missing}\n{c}"
     if not path.exists():
@@ -298,7 +298,7 @@ def _same_history(c: Combination, whole: L.Trainer, resumed: L.Trainer) -> None:
 
 
 def _same_values(c: Combination, hand: ByHand, trainer: L.Trainer) -> None:
-    if c.engine != "trainer" or not hand.samples or hand.stops or c.change == "skip_epoch":
+    if c.loop != "trainer" or not hand.samples or hand.stops or c.change == "skip_epoch":
         return
     logged = trainer.callback_metrics["loss_epoch"].double()
     mean = hand.mean_loss().double()

@@ -29,7 +29,7 @@ class Combination:
     """One way to train. Each field is one choice."""
 
     seed: int
-    engine: str  # trainer | manual | fabric
+    loop: str  # trainer | manual | fabric
     network: str  # linear | dropout | norm | tokens
     optimizer: str
     scheduler: str
@@ -73,7 +73,7 @@ class Combination:
         return (
             self.lever in ("micro_batch", "compile", "packed", "64-true")
             or self.output == "weight"
-            or (self.loader in UNKNOWN_LENGTH and self.engine != "fabric")
+            or (self.loader in UNKNOWN_LENGTH and self.loop != "fabric")
         )
 
     @property
@@ -97,16 +97,16 @@ def draw(seed: int) -> Combination:
     def one_of(*choices: Any, plain: float = 0.0) -> Any:
         return choices[0] if choose.random() < plain else choose.choice(choices)
 
-    engine = one_of("trainer", "manual", "fabric", plain=0.7)
+    loop = one_of("trainer", "manual", "fabric", plain=0.7)
     lever = one_of(
         "none", "fused", "resident", "memory", "micro_batch", "compile", "packed", "bf16-mixed", "64-true",
         "in_backward", "bf16-true", plain=0.4,
     )  # fmt: skip
     if lever == "compile" and choose.random() < 0.8:
         lever = "none"  # It takes a second.
-    if engine == "fabric" and lever in ("64-true", "bf16-true"):
+    if loop == "fabric" and lever in ("64-true", "bf16-true"):
         lever = "none"  # Fabric gives outputs back in 32 bits.
-    if engine != "trainer" and lever in ("resident", "memory", "micro_batch", "packed", "compile"):
+    if loop != "trainer" and lever in ("resident", "memory", "micro_batch", "packed", "compile"):
         lever = "none"
     network = one_of("dropout", "linear", "norm", "tokens")
     if lever in ("packed", "memory"):
@@ -121,9 +121,9 @@ def draw(seed: int) -> Combination:
     )  # fmt: skip
     if lever == "resident":
         loader = one_of("map", "drop_last", "batch_sampler")
-    if engine == "manual" and lever == "in_backward":
+    if loop == "manual" and lever == "in_backward":
         lever = "none"
-    if engine == "fabric" and loader in ("list", "short", "long", "generator"):
+    if loop == "fabric" and loader in ("list", "short", "long", "generator"):
         loader = "map"  # Fabric sets up loaders of PyTorch.
     workers = choose.choice((1, 2)) if choose.random() < 0.12 and lever != "resident" else 0
     if loader in ("list", "short", "long", "generator"):
@@ -146,63 +146,63 @@ def draw(seed: int) -> Combination:
     if lever in ("fused", "in_backward"):
         optimizer = "adamw"
     accumulate = one_of(1, 2, 3, 4, plain=0.35)
-    if engine == "fabric" and (optimizer == "lbfgs" or lever == "in_backward"):
+    if loop == "fabric" and (optimizer == "lbfgs" or lever == "in_backward"):
         accumulate = 1
     change = one_of(
         "none", "lr", "clip", "step", "optimizer", "freeze", "callback", "stop", "skip_epoch", "hook",
         "scheduler_off", "eval", "zero", plain=0.45,
     )  # fmt: skip
-    if engine == "fabric" or (change in ("clip", "hook") and lever == "in_backward"):
+    if loop == "fabric" or (change in ("clip", "hook") and lever == "in_backward"):
         change = "none"
     change_at = (choose.randrange(epochs), choose.randrange(batches))
     resume_at = None
-    if engine != "fabric" and choose.random() < 0.4:
+    if loop != "fabric" and choose.random() < 0.4:
         resume_at = (choose.randrange(epochs), choose.randrange(batches))
         if change not in ("none", "freeze", "eval", "zero") and resume_at >= change_at:
             # What a callback changed by then is not in a checkpoint, and does not happen again.
             resume_at = None
-    scheduler = one_of("none", "epoch", "step", "plateau", plain=0.4) if engine == "trainer" else "none"
+    scheduler = one_of("none", "epoch", "step", "plateau", plain=0.4) if loop == "trainer" else "none"
     if scheduler == "plateau" and change == "skip_epoch":
         scheduler = "none"  # There would be no value to act on.
     subclass = one_of("none", "optimizer_step", "zero_grad", "clipping", "backward", "before_step", plain=0.4)
     output = one_of("tensor", "dict", "weight", "none", plain=0.5)
-    if engine != "trainer":
+    if loop != "trainer":
         subclass, output = "none", "tensor"
     if lever == "in_backward" and subclass == "before_step":
         subclass = "none"  # There are no gradients to change.
     if optimizer == "lbfgs" and output == "none":
         output = "tensor"  # torch's LBFGS needs a loss from each call of its closure.
-    validation = one_of("none", "epoch", "every2", plain=0.5) if engine != "fabric" else "none"
+    validation = one_of("none", "epoch", "every2", plain=0.5) if loop != "fabric" else "none"
     if validation == "every2" and loader.endswith(("short", "long")):
         validation = "epoch"  # Every second batch of how many?
     if lever == "bf16-mixed" and (output == "weight" or loader in UNKNOWN_LENGTH):
         lever = "none"  # A last bit of a sum may become a bit of 7.
     if lever == "bf16-true":
-        if engine != "trainer" or network == "norm" or output == "weight" or loader in UNKNOWN_LENGTH:
+        if loop != "trainer" or network == "norm" or output == "weight" or loader in UNKNOWN_LENGTH:
             lever = "none"
         elif optimizer not in ("sgd", "adamw", "rmsprop", "two_groups") or subclass in ("zero_grad", "optimizer_step"):
             optimizer, subclass = "sgd", "none"
         if change in ("optimizer", "hook"):
             change = "none"
     clip = one_of("none", "norm", "value", plain=0.5)
-    limit = choose.randint(1, batches) if choose.random() < 0.15 and engine != "fabric" else None
+    limit = choose.randint(1, batches) if choose.random() < 0.15 and loop != "fabric" else None
     max_steps, grows = -1, False
-    if engine == "trainer":
+    if loop == "trainer":
         max_steps = choose.randint(1, epochs * batches) if choose.random() < 0.15 else -1
         grows = choose.random() < 0.15 and accumulate > 1 and lever != "in_backward"
     factors = one_of("none", "python", "numpy", "own", "counter", plain=0.5)
     if lever in ("compile", "packed", "micro_batch") or optimizer == "lbfgs":
         factors = "none"  # Drawn once for each sample, or for each call of the closure.
     second_order = choose.random() < 0.25 and network != "tokens" and lever not in ("compile", "micro_batch", "packed")
-    save_every = choose.choice((0, 0, 0, 1, 3)) if engine != "fabric" else 0
+    save_every = choose.choice((0, 0, 0, 1, 3)) if loop != "fabric" else 0
     resume_hook = one_of("on_train_batch_end", "on_before_backward", plain=0.5)
-    if engine != "trainer" or optimizer == "lbfgs" or lever in ("in_backward", "micro_batch") or output == "none":
+    if loop != "trainer" or optimizer == "lbfgs" or lever in ("in_backward", "micro_batch") or output == "none":
         resume_hook = "on_train_batch_end"
     log_every = choose.choice((1, 1, 2, 3))
     two_loaders = choose.random() < 0.3 and validation != "none"
     return Combination(
         seed=seed,
-        engine=engine,
+        loop=loop,
         network=network,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -213,7 +213,7 @@ def draw(seed: int) -> Combination:
         workers=workers,
         epochs=epochs,
         accumulate=accumulate,
-        clip="none" if engine == "fabric" and lever == "in_backward" else clip,
+        clip="none" if loop == "fabric" and lever == "in_backward" else clip,
         lever=lever,
         subclass=subclass,
         output=output,
@@ -461,7 +461,7 @@ class Model(L.LightningModule):
         torch.manual_seed(c.seed)
         self.net = network_of(c.network, c.factors)
         self.mean = torchmetrics.MeanMetric()
-        self.automatic_optimization = c.engine != "manual"
+        self.automatic_optimization = c.loop != "manual"
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch

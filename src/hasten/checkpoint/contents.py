@@ -106,8 +106,15 @@ def _check_list(value: Any, pattern: list[Any], place: str) -> None:
 
 
 _DICT_OR_NONE: Any = {}, None
+# All entries that ``RunState.collect`` writes, but for that of a datamodule; docs/checkpoints.md says what they are.
 _ANY: dict[Any, Any] = {
+    "hasten_version?": object,
+    "pytorch-lightning_version?": object,
     "state_dict": {str: object},
+    "hparams_name?": object,
+    "datamodule_hparams_name?": object,
+    "hparams_type?": object,
+    "datamodule_hparams_type?": object,
     "hyper_parameters?": _DICT_OR_NONE,
     "datamodule_hyper_parameters?": _DICT_OR_NONE,
     "callbacks?": ({...: _DICT_OR_NONE}, None),
@@ -115,6 +122,7 @@ _ANY: dict[Any, Any] = {
 _FIT: dict[Any, Any] = {
     **dict.fromkeys(("epoch", "batch", "total_batches", "global_step", "updates", "window"), int),
     **dict.fromkeys(("followed", "epoch_ended", "last_batch"), bool),
+    "begun?": bool,
 }
 _BATCHES = {"processed": int, "completed": int}
 _LOOPS: dict[Any, Any] = {
@@ -129,6 +137,14 @@ _RANK: dict[Any, Any] = {
     "evaluations": {...: [{}]},
     "window_weight": object,
     "metrics": {},
+    "share?": object,
+    "window_divisor?": object,
+    "toggled?": _DICT_OR_NONE,
+    "changes?": _DICT_OR_NONE,
+    "guard?": object,
+    "batch_size?": object,
+    "fits?": object,
+    "loggers?": ([{}], None),
 }
 _TRAINING: dict[Any, Any] = {
     "epoch?": int,
@@ -137,7 +153,16 @@ _TRAINING: dict[Any, Any] = {
     "optimizer_states": [{"state?": {}, "param_groups?": [{"params": object}]}],
     "lr_schedulers": [{}],
     "MixedPrecision?": _DICT_OR_NONE,
-    "hasten?": ({"gradients": ({"ranks": [{"optimizers": {}, "others": {}}, ...]}, None), "ranks": [_RANK, ...]}, None),
+    "hasten?": (
+        {
+            "gradients": ({"ranks": [{"optimizers": {}, "others": {}}, ...]}, None),
+            "ranks": [_RANK, ...],
+            "training_weights?": object,
+            "levers?": object,
+            "history?": object,
+        },
+        None,
+    ),
 }
 
 

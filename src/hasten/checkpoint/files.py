@@ -52,6 +52,7 @@ from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import objects
 from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
+from hasten.elsewhere import conventions
 
 if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike, StorageOptions
@@ -458,18 +459,9 @@ not hold: reading it back would run code. Store numbers, strings, tensors and di
     _check(contents, name, set())
 
 
-_objects_allowed = False
-
-
-def allow_objects(allow: bool) -> None:
-    """Allow Python objects in checkpoints, with a warning, for packages written for Lightning."""
-    global _objects_allowed
-    _objects_allowed = allow
-
-
 def objects_allowed() -> bool:
-    """Return whether checkpoints may hold Python objects."""
-    return _objects_allowed
+    """Return whether checkpoints may hold Python objects, which packages written for Lightning put there."""
+    return conventions.current().saves_objects
 
 
 def check_storable(contents: object) -> None:
@@ -477,7 +469,7 @@ def check_storable(contents: object) -> None:
     try:
         check_plain(contents)
     except TypeError as error:
-        if not _objects_allowed:
+        if not objects_allowed():
             raise
         place = str(error).partition(", which")[0]
         warn_once(

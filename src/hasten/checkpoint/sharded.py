@@ -31,7 +31,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.files import TEMPORARY, put_in_place, replacing_folder, sync_folder, why_not_written
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
-from hasten.checkpoint import engine
+from hasten.checkpoint import tensor_files
 from hasten.checkpoint.flat import FlatPart
 from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, is_checkpoint_folder, missing
@@ -225,7 +225,7 @@ class BackgroundSaves:
         earlier = self._wait()
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self._stager = engine.new_stager()
+            self._stager = tensor_files.new_stager()
             if joined():
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
             # Before the process leaves its group, which would not wait for a save.
@@ -355,11 +355,11 @@ class _Save:
     def write(self) -> None:
         """Write everything, and give the folder its name."""
         place = self._target.place(self._prepared)
-        writer = engine.Writer(place)
+        writer = tensor_files.Writer(place)
         try:
-            engine.save(self._tensors, writer, self._group)
+            tensor_files.save(self._tensors, writer, self._group)
         except CheckpointException as caught:
-            rank, failure = engine.first_failure(caught)
+            rank, failure = tensor_files.first_failure(caught)
             raise _explained(failure, self._target, rank) from None
         error: BaseException | None = None
         try:
@@ -371,7 +371,7 @@ class _Save:
             try:
                 together = {name: each for one in sums for name, each in one.items()}
                 if missing(place, together) is not None:
-                    raise RuntimeError(engine.not_shared(str(self._target)))
+                    raise RuntimeError(tensor_files.not_shared(str(self._target)))
                 layout = json.dumps(writer.layout).encode()
                 contents = {FORMAT: 1, "contents": self._contents, "tensors": layout, "files": together}
                 self._target.commit(self._prepared, contents)
@@ -435,7 +435,7 @@ def _is_part(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the engine can store a tensor; quantized and sparse ones stay in the contents."""
+    """Return whether ``tensor_files`` can store a tensor; quantized and sparse ones stay in the contents."""
     kinds = (Tensor, nn.Parameter)
     return type(tensor) in kinds and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 

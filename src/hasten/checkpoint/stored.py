@@ -77,11 +77,11 @@ class Folder:
 
     def _take_foreign(self, stored: Any) -> None:
         """Read what Lightning's sharded strategies wrote; there are no checksums."""
-        from hasten.checkpoint import engine
+        from hasten.checkpoint import tensor_files
 
         self._shards, self._checked = self.place, set()
         try:
-            self.layout, self._contents = engine.read_foreign(self.place, stored)
+            self.layout, self._contents = tensor_files.read_foreign(self.place, stored)
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(
                 f"{self.place} was not written by hasten, nor as a whole by Lightning: {error}.", fix=_FOREIGN
@@ -141,9 +141,9 @@ class Folder:
                     fix="Call to_empty() first.",
                 )
         if targets:
-            from hasten.checkpoint import engine
+            from hasten.checkpoint import tensor_files
 
-            engine.read(targets, self._shards, self.layout, self.check_file)
+            tensor_files.read(targets, self._shards, self.layout, self.check_file)
 
     def empty(self, key: str) -> Tensor:
         """Return an empty tensor for the whole tensor of ``key``."""

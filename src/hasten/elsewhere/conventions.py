@@ -107,25 +107,19 @@ class Conventions:
         lightning="a warning before each run in which it might apply; an error for `--ntasks` alone",
         hasten="a warning where it is known to apply, which names the cause and the line to write",
     )
-    metrics_are_attributes: bool = _decision(
-        "`self.log` with a torchmetrics object that is not an attribute of the module",
-        lightning="an error",
-        hasten="the object is reset, saved and restored all the same",
-    )
-    clips_in_one_way: bool = _decision(
-        "`self.clip_gradients(optimizer, 0.1)` in a program whose Trainer has another `gradient_clip_val`",
-        lightning="an error",
-        hasten="clips to the value of the call",
-    )
-    backends_are_registered_late: bool = _decision(
-        "`process_group_backend` that torch does not have",
-        lightning="an error when processes are started",
-        hasten="an error when the strategy is made",
-    )
-    batch_size_on_one_process: bool = _decision(
+    refuses_what_is_clear: bool = _decision(
+        "`self.log` with a torchmetrics object that is not an attribute of the module; "
+        "`self.clip_gradients(optimizer, 0.1)` where the Trainer has another `gradient_clip_val`; "
         "`Tuner.scale_batch_size` with several processes",
         lightning="an error",
-        hasten="searches on all of them",
+        hasten="the object is reset, saved and restored all the same; clips to the value of the call; searches on all "
+        "processes",
+    )
+    # The half hour is a default of the strategies in hasten_lightning/_classes/strategies.py.
+    groups_are_as_in_torch: bool = _decision(
+        "`process_group_backend` that torch does not have; `timeout` of strategies by default",
+        lightning="an error when processes are started; 30 minutes",
+        hasten="an error when the strategy is made; 10 minutes",
     )
     # What is drawn and written.
     bars_have_counters: bool = _decision(
@@ -148,7 +142,23 @@ class Conventions:
         lightning="are log messages",
         hasten="are printed",
     )
+    prefers_tensorboard: bool = _decision(
+        "the default logger",
+        lightning="TensorBoard if it is installed",
+        hasten="`CSVLogger`",
+    )
+    loggers_on_every_process: bool = _decision(
+        "loggers of other processes than the first",
+        lightning="are called, and decorate their methods with `rank_zero_only`",
+        hasten="are not called",
+    )
     # Files.
+    saves_objects: bool = _decision(
+        "Python objects in checkpoints, such as instances of the program's classes",
+        lightning="are written; `hasten run` warns that only `weights_only=False` reads them back",
+        hasten="are refused, or left out with a message, unless you allow their classes with "
+        "`torch.serialization.add_safe_globals`",
+    )
     hparams_of_makers: bool = _decision(
         "`save_hyperparameters()` in a module that another module makes in its `__init__`",
         lightning="saves the arguments of both",

@@ -1,6 +1,6 @@
 """Modules under the names that they had before they moved to a package of their own.
 
-Most are there for one version. The names of engines stay: the core offers their public names under the old paths, and
+Most are there for one version. The names of backends stay: the core offers their public names under the old paths, and
 imports them when they are used (``hasten.strategies.DeepSpeedStrategy``).
 """
 

@@ -30,9 +30,9 @@ from hasten.loops.processes import (
     skip_epoch,
 )
 from hasten.loops.progress import RunningStage
-from hasten.loops.resume import batch_start
 from hasten.loops.run import Run, Window
 from hasten.loops.run_data import DataloaderIterator, FetchedHooks, make_transfer
+from hasten.loops.saved_state import batch_start
 from hasten.loops.schedule import Stopped
 from hasten.loops.user_code import (
     annotate,

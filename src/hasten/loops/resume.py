@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,17 +14,16 @@ from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import map_tensors, move_to, parameters_of
+from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents, processes
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.files import not_found, present
-from hasten.extend.origin import functions_reached, names_in
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
-from hasten.loops.progress import RunningStage, TrainerFn
-from hasten.loops.run import Earlier, Run
-from hasten.loops.saved_state import StepState
+from hasten.loops.progress import TrainerFn
+from hasten.loops.run import Earlier, Run, has_batch_in_hand, is_inside_batch
+from hasten.loops.saved_state import refuse_inside
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import StoredHyperParameters
@@ -127,7 +125,7 @@ class RunState:
             checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
         gradients = None
         if run.window.gradients_may_count():
-            if not is_inside(run):
+            if not is_inside_batch(run):
                 # Inside a batch, the parameters show the gradients with which it began.
                 runtime.engine.sync_gradients(run.module)
             gradients = runtime.strategy.state.collect_gradients(run.module, run.optimizers)
@@ -195,7 +193,7 @@ class RunState:
         if metrics is None:
             # An evaluation starts again when resumed: what its metrics accumulated would count twice.
             metrics = run.metrics.state_dict()
-        data = run.data.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
+        data = run.data.train.state_dict(progress.batch, again=progress.begun and is_inside_batch(run))
         evaluations = run.data.validation.state_dict()
         changes = earlier.changes
         if changes is None:
@@ -294,6 +292,28 @@ class RunState:
                 f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have.",
                 fix="Add them to Trainer(callbacks=[...]) to go on as before.",
             )
+
+
+def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
+    """Return the context in which a checkpoint is collected; refuse where a batch has begun and is lost."""
+    if weights_only or not is_inside_batch(run):
+        return nullcontext() if weights_only else _failed_in_first_batch(run)
+    if run.resume.batch_start is None:
+        raise refuse_inside(run, "the random numbers and gradients it began with are gone")
+    return run.resume.batch_start.shown()
+
+
+@contextmanager
+def _failed_in_first_batch(run: Run) -> Iterator[None]:
+    """Mark an epoch as begun if an exception ended it in its first batch, so that it does not begin again."""
+    progress = run.progress
+    was_begun = progress.begun
+    if run.logged.context.row.name == "on_exception" and not run.window.is_last_batch:
+        progress.begun = was_begun or has_batch_in_hand(run)
+    try:
+        yield
+    finally:
+        progress.begun = was_begun
 
 
 def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:
@@ -405,146 +425,3 @@ def before_validation(run: Run) -> Earlier:
 
 def _states_of_loggers(run: Run) -> list[dict[str, Any]]:
     return [logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers]
-
-
-# -- a checkpoint saved inside a batch holds the state in which the batch began
-
-# What is called between fetching a batch and moving the counters.
-_CALLED_INSIDE = (
-    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
-    "training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward",
-    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
-)  # fmt: skip
-# Here no batch has begun, or the run is over.
-_OUTSIDE = frozenset({"on_train_start", "on_train_epoch_start", "on_exception", "teardown"})
-
-
-class BatchStart:
-    """The state in which the current batch began, for runs whose hooks save checkpoints inside a batch.
-
-    A resumed run computes that batch again from its beginning: the same weights, gradients and random numbers.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._state = StepState(run)
-        self._earlier = Earlier()
-        self._versions: list[int] = []
-        # Groups of the optimizers, and what they held besides parameters, such as the learning rate.
-        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def saved(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, with the state of the run saved before each."""
-        run = self._run
-        for item in batches:
-            # The gradients of a step that is done are cleared before they are needed.
-            may_count = run.window.gradients_may_count()
-            if may_count:
-                # What is held back outside of the parameters belongs to them, too.
-                run.runtime.engine.sync_gradients(run.module)
-            self._state.save(gradients=may_count)
-            self._earlier = Earlier(
-                metrics=run.metrics.state_dict(copied=True), changes=run.module_changes.state_dict()
-            )
-            self._versions = self._weight_versions()
-            self._options = [
-                (group, map_tensors(Tensor.clone, {key: value for key, value in group.items() if key != "params"}))
-                for optimizer in run.optimizers
-                for group in optimizer.param_groups
-            ]
-            # A step may change its batch, and the resumed run needs it whole.
-            run.data.train.stream.replace_held(copy.deepcopy)
-            yield item
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the earlier state of the run; tensors are not overwritten, because a backward may still need them."""
-        run = self._run
-        if self._versions != self._weight_versions() or run.averages.optimizers:
-            raise _refusal(run, "its weights have changed since the batch began")
-        if run.observers.guard is not None:
-            bad_loss = run.arguments.on_bad_loss
-            raise _refusal(run, f"what on_bad_loss={bad_loss!r} has found in it so far would count twice")
-        present = [(group, dict(group)) for group, _ in self._options]
-        with self._state.shown():
-            run.resume.earlier, run.progress.begun = self._earlier, True
-            for group, options in self._options:
-                group.update(options)
-            try:
-                yield
-            finally:
-                run.resume.earlier, run.progress.begun = Earlier(), False
-                for group, options in present:
-                    group.update(options)
-
-    def _weight_versions(self) -> list[int]:
-        weights = (*parameters_of(*self._run.optimizers), *self._run.module.parameters())
-        return [parameter._version for parameter in weights]
-
-
-def batch_start(run: Run) -> BatchStart | None:
-    """Return what keeps the start of each batch, if some hook of the run saves a checkpoint inside one.
-
-    Keeping it takes time in each step, so nobody else pays: the code of the hooks that are called inside a batch, and
-    of the methods and functions that they call, is searched for ``save_checkpoint``.
-    """
-    owners = run.hooks.owners()
-    return BatchStart(run) if any(map(_saves, owners)) else None
-
-
-def _saves(owner: object) -> bool:
-    def member(name: str) -> Any:
-        return vars(owner).get(name, getattr(type(owner), name, None))
-
-    # As ``member`` finds them, without 13 Python calls for each owner in every epoch.
-    own, kind = vars(owner), type(owner)
-    called = [own.get(name, getattr(kind, name, None)) for name in _CALLED_INSIDE]
-    reached = functions_reached(called, member)
-    return any("save_checkpoint" in names_in(function) for function in reached)
-
-
-def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
-    """Return the context in which a checkpoint is collected; refuse where a batch has begun and is lost."""
-    if weights_only or not is_inside(run):
-        return nullcontext() if weights_only else _failed_in_first_batch(run)
-    if run.resume.batch_start is None:
-        raise _refusal(run, "the random numbers and gradients it began with are gone")
-    return run.resume.batch_start.shown()
-
-
-@contextmanager
-def _failed_in_first_batch(run: Run) -> Iterator[None]:
-    """Mark an epoch as begun if an exception ended it in its first batch, so that it does not begin again."""
-    progress = run.progress
-    was_begun = progress.begun
-    if run.logged.context.row.name == "on_exception" and _trains(run) and not run.window.is_last_batch:
-        progress.begun = was_begun or run.data.train.is_in_hand(progress.batch)
-    try:
-        yield
-    finally:
-        progress.begun = was_begun
-
-
-def _trains(run: Run) -> bool:
-    """Return whether the loop is in an epoch of training, its validation not counted."""
-    return run.progress.in_epoch and run.state.stage == RunningStage.TRAINING
-
-
-def is_inside(run: Run) -> bool:
-    """Return whether a batch of training has begun and its counters have not moved yet."""
-    progress = run.progress
-    return (
-        _trains(run)
-        and not progress.last_batch
-        and run.logged.context.row.name not in _OUTSIDE
-        and run.data.train.is_in_hand(progress.batch)
-    )
-
-
-def _refusal(run: Run, why: str) -> RuntimeError:
-    return make_error(
-        RuntimeError,
-        f"Trainer.save_checkpoint() inside a batch (in {run.logged.context.row.name}, batch {run.progress.batch}): a "
-        f"resumed run would have to begin the batch again, and {why}.",
-        fix="Save in on_train_batch_end, or save the weights alone: save_checkpoint(path, weights_only=True).",
-    )

@@ -15,7 +15,7 @@ from hasten.checkpoint.metrics import ModuleMetrics
 from hasten.elsewhere.conventions import Conventions, current
 from hasten.hooks import Hooks, nothing
 from hasten.logged_values import LoggedValues
-from hasten.loops.progress import TrainerState
+from hasten.loops.progress import RunningStage, TrainerState
 from hasten.loops.run_data import StageData, StallMonitor
 from hasten.loops.schedule import Limits, ValidationSchedule
 from hasten.loops.user_code import FirstEpoch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
     from hasten.loops.bad_loss import Guard
     from hasten.loops.micro_batches import MemoryLimits
-    from hasten.loops.resume import BatchStart
+    from hasten.loops.saved_state import BatchStart
     from hasten.runtime import Runtime
 
 
@@ -42,6 +42,8 @@ def unprofiled(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Names in checkpoints where they differ.
 _KEYS = {"logged_step": "updates", "accumulation_index": "window", "post_batch_done": "followed"}
+# Hooks in which no batch has begun, or the run is over.
+_OUTSIDE = frozenset({"on_train_start", "on_train_epoch_start", "on_exception", "teardown"})
 
 
 @dataclass
@@ -317,3 +319,15 @@ class Run:
         data.validation_schedule.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)
         data.train.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs
         self.changed = True
+
+
+def has_batch_in_hand(run: Run) -> bool:
+    """Return whether an epoch of training has taken a batch that its counters do not count yet."""
+    is_training = run.progress.in_epoch and run.state.stage == RunningStage.TRAINING
+    return is_training and run.data.train.is_in_hand(run.progress.batch)
+
+
+def is_inside_batch(run: Run) -> bool:
+    """Return whether a batch of training has begun and its counters have not moved yet."""
+    is_outside = run.progress.last_batch or run.logged.context.row.name in _OUTSIDE
+    return not is_outside and has_batch_in_hand(run)

@@ -2,8 +2,8 @@
 
 ``SavedObjects`` saves objects of the user's, with all inside them. ``StepState`` saves what a training step changes
 besides the weights: for a step that is tried again after running out of memory (``micro_batches.py``), one that is
-left out because of its loss (``bad_loss.py``), and a checkpoint saved inside a batch (``resume.py``). How one thing is
-looked at and put back is in ``checkpoint/snapshots.py``.
+left out because of its loss (``bad_loss.py``), and ``BatchStart``, with which a checkpoint saved inside a batch holds
+the state in which the batch began. How one thing is looked at and put back is in ``checkpoint/snapshots.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hasten._lib import torch_private
 from hasten._lib.device import is_out_of_memory
-from hasten._lib.errors import MisconfigurationException
-from hasten._lib.tree import parameters_of
+from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.tree import map_tensors, parameters_of
 from hasten.checkpoint.snapshots import (
     FOREIGN,
     SavedBuffers,
@@ -38,9 +39,9 @@ from hasten.checkpoint.snapshots import (
     showing,
     ways_of,
 )
-from hasten.extend.origin import ROOTS, comes_from, package_of
+from hasten.extend.origin import ROOTS, comes_from, functions_reached, names_in, package_of
 from hasten.logged_value import LoggedValue, is_metric
-from hasten.loops.run import Run
+from hasten.loops.run import Earlier, Run
 from hasten.seed import (
     collect_rng_state,
     is_generator,
@@ -568,3 +569,107 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     # The tensors in a list are never written to, but the list grows.
     return list(value) if isinstance(value, list) else value
+
+
+# -- a checkpoint saved inside a batch holds the state in which the batch began
+
+# What is called between fetching a batch and moving the counters.
+_CALLED_INSIDE = (
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "on_train_batch_start",
+    "training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward",
+    "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
+)  # fmt: skip
+
+
+class BatchStart:
+    """The state in which the current batch began, for runs whose hooks save checkpoints inside a batch.
+
+    A resumed run computes that batch again from its beginning: the same weights, gradients and random numbers.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._state = StepState(run)
+        self._earlier = Earlier()
+        self._versions: list[int] = []
+        # Groups of the optimizers, and what they held besides parameters, such as the learning rate.
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def saved(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches, with the state of the run saved before each."""
+        run = self._run
+        for item in batches:
+            # The gradients of a step that is done are cleared before they are needed.
+            may_count = run.window.gradients_may_count()
+            if may_count:
+                # What is held back outside of the parameters belongs to them, too.
+                run.runtime.engine.sync_gradients(run.module)
+            self._state.save(gradients=may_count)
+            self._earlier = Earlier(
+                metrics=run.metrics.state_dict(copied=True), changes=run.module_changes.state_dict()
+            )
+            self._versions = self._weight_versions()
+            self._options = [
+                (group, map_tensors(Tensor.clone, {key: value for key, value in group.items() if key != "params"}))
+                for optimizer in run.optimizers
+                for group in optimizer.param_groups
+            ]
+            # A step may change its batch, and the resumed run needs it whole.
+            run.data.train.stream.replace_held(deepcopy)
+            yield item
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the earlier state of the run; tensors are not overwritten, because a backward may still need them."""
+        run = self._run
+        if self._versions != self._weight_versions() or run.averages.optimizers:
+            raise refuse_inside(run, "its weights have changed since the batch began")
+        if run.observers.guard is not None:
+            bad_loss = run.arguments.on_bad_loss
+            raise refuse_inside(run, f"what on_bad_loss={bad_loss!r} has found in it so far would count twice")
+        present = [(group, dict(group)) for group, _ in self._options]
+        with self._state.shown():
+            run.resume.earlier, run.progress.begun = self._earlier, True
+            for group, options in self._options:
+                group.update(options)
+            try:
+                yield
+            finally:
+                run.resume.earlier, run.progress.begun = Earlier(), False
+                for group, options in present:
+                    group.update(options)
+
+    def _weight_versions(self) -> list[int]:
+        weights = (*parameters_of(*self._run.optimizers), *self._run.module.parameters())
+        return [parameter._version for parameter in weights]
+
+
+def batch_start(run: Run) -> BatchStart | None:
+    """Return what keeps the start of each batch, if some hook of the run saves a checkpoint inside one.
+
+    Keeping it takes time in each step, so nobody else pays: the code of the hooks that are called inside a batch, and
+    of the methods and functions that they call, is searched for ``save_checkpoint``.
+    """
+    owners = run.hooks.owners()
+    return BatchStart(run) if any(map(_saves, owners)) else None
+
+
+def _saves(owner: object) -> bool:
+    def member(name: str) -> Any:
+        return vars(owner).get(name, getattr(type(owner), name, None))
+
+    # As ``member`` finds them, without 13 Python calls for each owner in every epoch.
+    own, kind = vars(owner), type(owner)
+    called = [own.get(name, getattr(kind, name, None)) for name in _CALLED_INSIDE]
+    reached = functions_reached(called, member)
+    return any("save_checkpoint" in names_in(function) for function in reached)
+
+
+def refuse_inside(run: Run, why: str) -> RuntimeError:
+    """Return the error of a checkpoint that is saved inside a batch from which no run could continue."""
+    return make_error(
+        RuntimeError,
+        f"Trainer.save_checkpoint() inside a batch (in {run.logged.context.row.name}, batch {run.progress.batch}): a "
+        f"resumed run would have to begin the batch again, and {why}.",
+        fix="Save in on_train_batch_end, or save the weights alone: save_checkpoint(path, weights_only=True).",
+    )

@@ -2,6 +2,19 @@
 
 The first block receives the real tokens of the padded batch as one row, and the output of the last block becomes a
 padded batch again, with zeros for padding. Everything before and after (embeddings, heads, losses) does not change.
+
+Where it acts, from ``fit`` to a step:
+
+- ``change_module`` of ``loops/prepare.py`` enters ``packed_blocks`` once, in ``fit`` only, and the end of the run
+  leaves it. The loop itself is the same.
+- ``packed_encoder`` (``adapters_torch.py``) and ``packed_model`` (``adapters_transformers.py``) patch the calls of the
+  transformer and of its attention, by ``packing`` of ``verify.py``, which also compares the first call with a padded
+  one.
+- In each call with gradients, ``Layout`` (``layout.py``) moves the real tokens into one row and back (``stack.py``),
+  and attention (``document_attention.py``, or ``attention.py`` with dropout on the CPU) keeps the samples apart.
+- ``packed="first_token"`` also shortens the last block (``first_token.py``).
+- ``compile=`` leaves the attention of packed blocks out and refuses CUDA graphs (``check_compile`` of
+  ``loops/prepare.py``).
 """
 
 from __future__ import annotations

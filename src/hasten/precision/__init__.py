@@ -33,7 +33,7 @@ __all__ = [
     "XLAPrecision",
 ]
 
-# Classes of engines are imported when they are used; ``extend.moved`` says where their modules are.
+# Classes of backends are imported when they are used; ``extend.moved`` says where their modules are.
 __getattr__, __dir__, _ = attach(
     __name__,
     {"hasten.precision.deepspeed": "DeepSpeedPrecision", "hasten.precision.xla": "XLAPrecision"},

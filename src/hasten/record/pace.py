@@ -285,22 +285,20 @@ class Pace:
         if self._run is not None:
             self._run.observers.record.add("validation", **self._position(self._run), seconds=seconds)
 
-    def end_checkpoint(self, aside: _Aside, path: PathLike, facts: Callable[[], dict[str, Any]]) -> None:
+    def end_checkpoint(self, aside: _Aside, path: PathLike, callbacks: Iterable[object]) -> None:
         """Count a checkpoint that was saved, or is being written in the background.
 
         Args:
             aside: what ``pause`` returned when it began.
             path: of the checkpoint.
-            facts: returns what it is saved for.
+            callbacks: those that save checkpoints, one of which may have saved this one.
 
         """
         seconds, run = self._resume(aside), self._run
         self.saved += seconds
         if run is not None and run.observers.record.writes:
-            facts_of_it = {"monitor": None, "best": False, "bytes": _size_bytes(path, seconds)} | facts()
-            run.observers.record.add(
-                "checkpoint", **self._position(run), path=str(path), seconds=seconds, **facts_of_it
-            )
+            facts = {"monitor": None, "best": False, "bytes": _size_bytes(path, seconds)} | _reason(path, callbacks)
+            run.observers.record.add("checkpoint", **self._position(run), path=str(path), seconds=seconds, **facts)
 
     # -- for those who show it
 
@@ -614,6 +612,16 @@ def _batches_of_validation(run: Run) -> float:
         return 0.0
     batches = sum(run.data.validation.all_limits())
     return 0.0 if math.isinf(batches) else batches
+
+
+def _reason(path: PathLike, callbacks: Iterable[object]) -> dict[str, Any]:
+    """Return why a callback saves a file: the value it monitors, and whether it is the best so far."""
+    for callback in callbacks:
+        scores = getattr(callback, "best_k_models", {})
+        if path in scores:
+            name, best = getattr(callback, "monitor", None), getattr(callback, "best_model_path", "")
+            return {"monitor": {str(name): float(scores[path])}, "best": path == best}
+    return {}
 
 
 def _size_bytes(path: Any, seconds: float) -> int | None:

@@ -453,5 +453,5 @@ def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:
     return (parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter))
 
 
-# The class of an engine is imported when it is used; ``extend.moved`` says where its module is.
+# The class of a backend is imported when it is used; ``extend.moved`` says where its module is.
 __getattr__ = attach(__name__, {"hasten.report.deepspeed": "DeepSpeedSummary"})[0]

@@ -38,7 +38,7 @@ __all__ = [
     "XLAStrategy",
 ]  # fmt: skip
 
-# Classes of engines are imported when they are used; ``extend.moved`` says where their modules are.
+# Classes of backends are imported when they are used; ``extend.moved`` says where their modules are.
 __getattr__, __dir__, _ = attach(
     __name__,
     {

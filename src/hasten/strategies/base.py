@@ -2,6 +2,10 @@
 
 The parts in this module belong to a strategy that adds nothing: parameters are whole, autograd and the optimizers of
 torch compute, a checkpoint is one file. Loops, Fabric and callbacks call the parts without asking which ones they are.
+
+The names of other parts say what a process holds of a parameter, and which part it is: ``DividedSharding`` and
+``DividedState`` for a piece of any kind, ``DTensorSharding``, ``DTensorEngine`` and ``DTensorState`` for a ``DTensor``
+(``GroupedDTensor...`` over groups of processes), and ``ZeroSharding`` and ``ZeroState`` for a piece of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -652,11 +656,11 @@ class StepEngine(StrategyPart):
 
     # -- forward
 
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+    def make_forward(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` inside ``wrapped``, which prepares its backward."""
         return function
 
-    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def make_evaluation_forward(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """Return a function that calls a step of an evaluation, which no backward follows."""
         return function
 
@@ -747,10 +751,10 @@ class StepEngine(StrategyPart):
     def _make_exchange(
         self, module: nn.Module, wrapped: nn.Module, zero_loss: Callable[[], Tensor]
     ) -> Callable[[], None]:
-        routed = self.route(zero_loss, wrapped)
+        forward = self.make_forward(zero_loss, wrapped)
 
         def exchange() -> None:
-            routed().backward()
+            forward().backward()
 
         return exchange
 

@@ -371,7 +371,7 @@ class DDPEngine(StepEngine):
     syncs_gradients = True
     steps_in_backward = False
 
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+    def make_forward(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` inside the forward of DDP, which prepares its backward."""
         if not isinstance(wrapped, DistributedDataParallel):
             return function
@@ -379,7 +379,7 @@ class DDPEngine(StepEngine):
         assert isinstance(inner, _Routed)
         holder: _CurrentDDP = wrapped.__dict__["live"]
 
-        def routed(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 # DDP would exchange buffers, and wait for processes that have fewer batches.
                 return function(*args, **kwargs)
@@ -392,7 +392,7 @@ class DDPEngine(StepEngine):
                     raise
                 raise make_error(RuntimeError, text.what, fix=text.fix) from None
 
-        def routed_manual(*args: Any, **kwargs: Any) -> Any:
+        def manual_forward(*args: Any, **kwargs: Any) -> Any:
             wrapped = holder.current()
 
             def unprepared(*args: Any, **kwargs: Any) -> Any:
@@ -408,7 +408,7 @@ class DDPEngine(StepEngine):
             finally:
                 wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
 
-        return routed_manual if _is_manual(inner.module) else routed
+        return manual_forward if _is_manual(inner.module) else forward
 
     def _unused(self, error: RuntimeError, holder: _CurrentDDP) -> Parts | None:
         """Return which parameters a step has left without a gradient, where torch gives their indices, and the fix."""

@@ -72,8 +72,8 @@ class ShardLayout:
 class FSDPStrategy(ShardedStrategy):
     """Fully sharded data parallelism: each process holds a part of parameters, gradients and optimizer states.
 
-    The engine is torch's ``fully_shard`` (FSDP2). Parameters are ``DTensor``; the parameters of a block are gathered
-    when it computes. Weights, losses and gradient norms equal those of one process up to rounding.
+    Torch's ``fully_shard`` (FSDP2) divides them. Parameters are ``DTensor``; parameters of a block are gathered when
+    it computes. Weights, losses and gradient norms equal those of one process up to rounding.
 
     Args:
         accelerator: in place of ``Trainer(accelerator=...)``.

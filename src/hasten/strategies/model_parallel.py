@@ -30,7 +30,14 @@ from hasten.precision.fsdp import FSDPPrecision
 from hasten.seed import RandomGenerators
 from hasten.strategies.fsdp import children_apart, gathered_apart, is_manual
 from hasten.strategies.parallel import CONTEXT_IN_FABRIC, PIPELINE_IN_FABRIC
-from hasten.strategies.sharded import ADVICE, ShardedEngine, ShardedState, ShardedStrategy, Shards, keep_class_name
+from hasten.strategies.sharded import (
+    ADVICE,
+    DTensorEngine,
+    DTensorSharding,
+    DTensorState,
+    ShardedStrategy,
+    keep_class_name,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -170,8 +177,8 @@ class ModelParallelStrategy(ShardedStrategy):
         # The modules that the plan has split, and how; empty before.
         self.styles: dict[str, ParallelStyle] = {}
 
-    def _make_parts(self) -> tuple[ShardsOverGroups, EngineOverGroups, ShardedState]:
-        return ShardsOverGroups(self), EngineOverGroups(self), ShardedState(self)
+    def _make_parts(self) -> tuple[GroupedDTensorSharding, GroupedDTensorEngine, DTensorState]:
+        return GroupedDTensorSharding(self), GroupedDTensorEngine(self), DTensorState(self)
 
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
@@ -399,7 +406,7 @@ class ModelParallelStrategy(ShardedStrategy):
         return {**super().__getstate__(), "_mesh": None, "_loss_context": ExitStack()}
 
 
-class ShardsOverGroups(Shards):
+class GroupedDTensorSharding(DTensorSharding):
     """Layers are split over the processes of a group, which read the same batches and draw the same numbers."""
 
     strategy: ModelParallelStrategy
@@ -446,7 +453,7 @@ class ShardsOverGroups(Shards):
             )
 
 
-class EngineOverGroups(ShardedEngine):
+class GroupedDTensorEngine(DTensorEngine):
     """The engine of shards, with optimizers whose parameters may be on several meshes."""
 
     strategy: ModelParallelStrategy

@@ -202,7 +202,7 @@ class ParallelStrategy(Strategy):
         check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
         if timeout is not None and timeout <= timedelta(0):
             raise check.wrong(type(self).__name__, "timeout", timeout, "a positive one, such as timedelta(minutes=10)")
-        if process_group_backend is not None and not conventions.current().backends_are_registered_late:
+        if process_group_backend is not None and not conventions.current().groups_are_as_in_torch:
             # Under Lightning's names torch checks it when the group is made: a program may register a backend until
             # then.
             _check_backend(type(self).__name__, process_group_backend)

@@ -77,8 +77,8 @@ class ShardedStrategy(ParallelStrategy):
 
     """
 
-    sharding: Shards
-    engine: ShardedEngine
+    sharding: DTensorSharding
+    engine: DTensorEngine
     # A part of torch's message, and the usual fix.
     _advice: ClassVar[dict[str, str]] = ADVICE
 
@@ -105,8 +105,8 @@ class ShardedStrategy(ParallelStrategy):
         self._parts: list[Any] = []
         self.state.saves_folders = state_dict_type == "sharded"
 
-    def _make_parts(self) -> tuple[Shards, ShardedEngine, ShardedState]:
-        return Shards(self), ShardedEngine(self), ShardedState(self)
+    def _make_parts(self) -> tuple[DTensorSharding, DTensorEngine, DTensorState]:
+        return DTensorSharding(self), DTensorEngine(self), DTensorState(self)
 
     # -- once
 
@@ -274,7 +274,7 @@ class ShardedStrategy(ParallelStrategy):
                 root.set_requires_gradient_sync(True)
 
 
-class PartialSharding(Sharding):
+class DividedSharding(Sharding):
     """Sharding for strategies whose processes have parts of parameters."""
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -308,7 +308,7 @@ class PartialSharding(Sharding):
         )
 
 
-class PartialState(StateIO):
+class DividedState(StateIO):
     """Processes save and read parts of weights and gradients."""
 
     def load_module(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
@@ -345,7 +345,7 @@ class PartialState(StateIO):
             return io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
 
-class Shards(PartialSharding):
+class DTensorSharding(DividedSharding):
     """Parameters are ``DTensor`` objects, of which each process has a part."""
 
     strategy: ShardedStrategy
@@ -376,7 +376,7 @@ class Shards(PartialSharding):
         """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
         parts = _sharded_parts(module)
         for name in self.forward_order(module):
-            self.strategy.engine.route(_nothing, parts[name])()
+            self.strategy.engine.make_forward(_nothing, parts[name])()
 
     # -- values between a run and a checkpoint
 
@@ -411,8 +411,22 @@ class Shards(PartialSharding):
         return source if is_sharded(source) else shard_like(source, like)
 
 
-class ShardedEngine(StepEngine):
-    """Gradients are reduced to shards in backward; clipping and steps follow the shards."""
+class DTensorEngine(StepEngine):
+    """A step of ``strategy="fsdp"``, ``"fsdp2"`` and ``ModelParallelStrategy``: what it changes, in order.
+
+    The module is divided before (``ShardedStrategy.shard``), and torch's ``fully_shard`` installs what gathers the
+    parameters of a block in its forward and reduces its gradients in its backward. The loop is the same. It calls:
+
+    - ``make_forward``: the training step runs as a forward of the divided module, which gathers its parameters;
+    - ``no_sync`` of the strategy: while gradients accumulate, they stay whole and are not reduced, and
+      ``sync_gradients`` reduces them where a checkpoint or an incomplete accumulation needs them;
+    - ``clip_norm`` and ``clip_value``: the norm covers the shards of all processes;
+    - ``make_step``: the optimizer steps the shards of this process, and frees parameters that are still gathered;
+    - ``make_zero_grad``: also forgets gradients that ``no_sync`` has held back;
+    - ``needs_loss``: each batch must have a backward, for which the other processes wait.
+
+    What is not here is as on one device; see ``StepEngine``.
+    """
 
     strategy: ShardedStrategy
     syncs_gradients = True
@@ -451,7 +465,7 @@ class ShardedEngine(StepEngine):
 
     # -- forward
 
-    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+    def make_forward(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` as a forward of ``wrapped``: with its parameters gathered."""
         from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
@@ -461,29 +475,29 @@ class ShardedEngine(StepEngine):
         wrapped.__dict__[name] = function
         try:
             register_fsdp_forward_method(wrapped, name)
-            routed: Callable[..., Any] = wrapped.__dict__[name]
+            forward: Callable[..., Any] = wrapped.__dict__[name]
         finally:
             wrapped.__dict__.pop(name, None)
         if self.strategy.param_dtype is None:
-            return routed
+            return forward
 
         def in_default_type(*args: Any, **kwargs: Any) -> Any:
-            return to_floating(routed(*args, **kwargs), torch.get_default_dtype())
+            return to_floating(forward(*args, **kwargs), torch.get_default_dtype())
 
         return in_default_type
 
-    def route_evaluation(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def make_evaluation_forward(self, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` as a forward, and records the order of its first call."""
-        routed, recorded = self.route(function, module), False
+        forward, recorded = self.make_forward(function, module), False
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             nonlocal recorded
             if recorded or not self.exchanges:
-                return routed(*args, **kwargs)
+                return forward(*args, **kwargs)
             recorded = True
             begun: list[str] = []
             with _begun(module, begun):
-                output = routed(*args, **kwargs)
+                output = forward(*args, **kwargs)
             self.strategy.sharding.order = tuple(begun)
             return output
 
@@ -573,7 +587,7 @@ class ShardedEngine(StepEngine):
         return zero_all
 
 
-class ShardedState(PartialState):
+class DTensorState(DividedState):
     """Weights and optimizer states of shards: whole tensors in one file, or a folder of shards."""
 
     strategy: ShardedStrategy

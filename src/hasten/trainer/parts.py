@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.compile.settings import inner_model as inner_model
@@ -31,13 +32,23 @@ if TYPE_CHECKING:
     from hasten.types import PathLike
 
 
-def loggers(arguments: Arguments, default: Callable[[str], Logger]) -> list[Any]:
-    """Return the loggers of ``Trainer(logger=...)``; ``default`` makes the logger of ``logger=True`` in a folder."""
+def loggers(arguments: Arguments) -> list[Any]:
+    """Return the loggers of ``Trainer(logger=...)``."""
     if arguments.logger is False:
         return []
     if arguments.logger is True:
-        return [default(arguments.default_root_dir)]
+        return [_default_logger(arguments.default_root_dir)]
     return list(arguments.logger)
+
+
+def _default_logger(folder: str) -> Logger:
+    if conventions.current().prefers_tensorboard and installed("tensorboard"):
+        from hasten.loggers import TensorBoardLogger
+
+        return TensorBoardLogger(folder)
+    from hasten.loggers import CSVLogger
+
+    return CSVLogger(folder)
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
@@ -178,16 +189,6 @@ def position(run: Run) -> watchdog.Position:
     elif progress.evaluated:
         text = f"{text}, {progress.evaluated} batches done"
     return watchdog.Position(text, progress.total_batches + progress.evaluated)
-
-
-def saved_as(trainer: Trainer, path: PathLike) -> dict[str, Any]:
-    """Return why a checkpoint callback saves a file: the value it monitors, and whether it is the best so far."""
-    for callback in trainer.checkpoint_callbacks:
-        scores = getattr(callback, "best_k_models", {})
-        if path in scores:
-            name, best = getattr(callback, "monitor", None), getattr(callback, "best_model_path", "")
-            return {"monitor": {str(name): float(scores[path])}, "best": path == best}
-    return {}
 
 
 def leave_program(signal_number: int, error: BaseException) -> NoReturn:

@@ -306,7 +306,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     def _called_loggers(self) -> list[Any]:
         """Return the loggers that this process calls: all on the first process, none on others."""
-        return self._loggers if self.is_global_zero else []
+        return self._loggers if self.is_global_zero or conventions.current().loggers_on_every_process else []
 
     @property
     def log_dir(self) -> str | None:

@@ -70,7 +70,6 @@ from hasten.types import (
 )
 
 if TYPE_CHECKING:
-    from hasten.loggers.base import Logger
     from hasten.runtime import Runtime
     from hasten.types import StorageOptions
 
@@ -254,7 +253,7 @@ class Trainer(TrainerView):
         self._run: Run | None = None
         self._should_stop = False
         self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
-        self._loggers = parts.loggers(self._arguments, self._default_logger)
+        self._loggers = parts.loggers(self._arguments)
         self._callbacks = WatchedList(parts.callbacks(self._arguments), self._callbacks_changed)
         self._default_callbacks = [c for c in self._callbacks if c not in self._arguments.callbacks]
         self._module: LightningModule | None = None
@@ -500,7 +499,7 @@ class Trainer(TrainerView):
                 agreement.explain_missing("Trainer.save_checkpoint()", error)
                 raise
         if aside is not None:
-            run.observers.pace.end_checkpoint(aside, filepath, functools.partial(parts.saved_as, self, filepath))
+            run.observers.pace.end_checkpoint(aside, filepath, self.checkpoint_callbacks)
 
     # Runs for tools that try something out.
     prepared_run = limited_runs.prepared_run
@@ -527,11 +526,6 @@ class Trainer(TrainerView):
         finally:
             # The next fit may have another model.
             self._set_batch_size("auto")
-
-    def _default_logger(self, folder: str) -> Logger:
-        from hasten.loggers import CSVLogger
-
-        return CSVLogger(folder)
 
     def _set_batch_size(self, size: int | Literal["auto"]) -> None:
         speed = dataclasses.replace(self._arguments.speed, batch_size=size)
@@ -803,7 +797,7 @@ class Trainer(TrainerView):
     def clip_gradients(self, optimizer: Optimizer, clip_val: float | None, algorithm: str | None) -> None:
         """Clip the gradients of ``optimizer``; None means the argument of the Trainer."""
         own_val, own_algorithm = self._arguments.gradient_clip_val, self._arguments.gradient_clip_algorithm
-        if self._run is not None and self._run.conventions.clips_in_one_way:
+        if self._run is not None and self._run.conventions.refuses_what_is_clear:
             for name, given, own in (("val", clip_val, own_val), ("algorithm", algorithm, own_algorithm)):
                 if given is not None and own is not None and given != own:
                     raise MisconfigurationException(

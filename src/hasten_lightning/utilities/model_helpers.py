@@ -20,7 +20,7 @@ from hasten.module.datamodule import LightningDataModule
 if TYPE_CHECKING:
     from hasten_deepspeed.summary import DeepSpeedSummary as DeepSpeedSummary
 
-# The class of an engine is imported when it is used.
+# The class of a backend is imported when it is used.
 __getattr__ = attach(__name__, {"hasten_deepspeed.summary": "DeepSpeedSummary"})[0]
 
 

@@ -13,8 +13,17 @@ import torch
 from hasten._lib import check
 from hasten._lib.device import synchronize
 from hasten_tools.demo.task import LadderRow, RowVariant, Say, Task
-from hasten_tools.speed.engine import FASTER, UNCLEAR, Comparison, Engine, TrialError, Turn, race, speed_text
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import (
+    FASTER,
+    UNCLEAR,
+    Comparison,
+    TrialError,
+    TrialStarter,
+    Turn,
+    race,
+    speed_text,
+)
 
 # A turn is about this long, so that what happens between two turns does not count. A GPU's clock follows its load
 # within about a second.
@@ -131,9 +140,9 @@ class Result:
 class _RowTrial:
     """A row in its own process: trains it and records its turns in its result."""
 
-    def __init__(self, engine: Engine, task: Task, result: Result) -> None:
+    def __init__(self, starter: TrialStarter, task: Task, result: Result) -> None:
         began = time.perf_counter()
-        self.process = engine.start(ROW_TARGET, task, result.variant, torch.get_num_threads(), name=result.row.name)
+        self.process = starter.start(ROW_TARGET, task, result.variant, torch.get_num_threads(), name=result.row.name)
         self.process.ready()
         result.ready_seconds = time.perf_counter() - began
         steps = 2 if result.variant.argument("compile") else 1
@@ -156,7 +165,7 @@ class Measurement:
     """Measures the rows of a task, one after another; see :func:`measure` for the arguments."""
 
     task: Task
-    engine: Engine
+    starter: TrialStarter
     row_seconds: float
     rounds: int
     full: bool
@@ -173,7 +182,7 @@ class Measurement:
         result = Result(row, variant, self.task.steps(variant), tokens, base)
         self.results.append(result)
         try:
-            trial = _RowTrial(self.engine, self.task, result)
+            trial = _RowTrial(self.starter, self.task, result)
             if base is None:
                 # Each row that is compared with the first times more steps of it.
                 trial.turn(trial.steps_of_a_turn)
@@ -234,7 +243,7 @@ class Measurement:
         elif self.task.full_seconds is not None:
             chosen.append(first)
         trials = [
-            self._open.get(result) or _RowTrial(self.engine, self.task, result) for result in dict.fromkeys(chosen)
+            self._open.get(result) or _RowTrial(self.starter, self.task, result) for result in dict.fromkeys(chosen)
         ]
         for turn in range(self.rounds):
             for trial in trials:
@@ -257,7 +266,7 @@ class Measurement:
                     f"about {result.seconds:,.0f} s"
                 )
                 task = self.task.with_seed(self.task.seed + number)
-                process = self.engine.start(ROW_TARGET, task, result.variant, torch.get_num_threads())
+                process = self.starter.start(ROW_TARGET, task, result.variant, torch.get_num_threads())
                 process.turn(result.steps)
                 result.accuracies.append(process.ask("accuracy")["test"])
                 process.close()
@@ -312,9 +321,9 @@ def measure(
     check.number("measure", "row_seconds", row_seconds, above=0)
     check.whole("measure", "rounds", rounds, at_least=1)
     check.whole("measure", "seeds", seeds, at_least=1)
-    with Engine() as engine:
-        engine.preload([*task.imports, ROW_TARGET.partition(":")[0]])
-        found = Measurement(task=task, engine=engine, row_seconds=row_seconds, rounds=rounds, full=full, say=say)
+    with TrialStarter() as starter:
+        starter.preload([*task.imports, ROW_TARGET.partition(":")[0]])
+        found = Measurement(task=task, starter=starter, row_seconds=row_seconds, rounds=rounds, full=full, say=say)
         for row in task.rows:
             found.add(row)
             keep(found.results)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten_tools.report.read import RecordedRun
-from hasten_tools.speed.engine import speed_text
+from hasten_tools.speed.trial_processes import speed_text
 
 # A part of a step that takes this share is worth a line.
 _MUCH = 0.15

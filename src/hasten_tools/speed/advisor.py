@@ -18,7 +18,6 @@ from typing import Any
 from hasten._lib.errors import make_error
 from hasten_tools.speed import advice as words
 from hasten_tools.speed.advice import Advice, Line, Row, composed, notes
-from hasten_tools.speed.engine import NO_GAIN, NOISY, SLOWER, SMALLEST_GAIN, UNCLEAR, Engine, LateError, TrialError
 from hasten_tools.speed.fit_trial import Orders
 from hasten_tools.speed.levers import FITTING, Lever, choose, expected_gain, waits_for_data
 from hasten_tools.speed.races import (
@@ -34,6 +33,16 @@ from hasten_tools.speed.races import (
     name_of,
 )
 from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import (
+    NO_GAIN,
+    NOISY,
+    SLOWER,
+    SMALLEST_GAIN,
+    UNCLEAR,
+    LateError,
+    TrialError,
+    TrialStarter,
+)
 
 # A lever that lost on a line this much slower than the final one is tried again, unless it lost by more than half.
 _MUCH_FASTER = 1.2
@@ -112,22 +121,22 @@ def measure(
         _ = lever.place
     began = time.monotonic() if began is None else began
     deadline = began + (plan.budget_seconds or math.inf)
-    with Engine(timeout_seconds=plan.timeout_seconds, deadline=deadline) as engine:
-        search = LineSearch(trial_opener(engine, program), plan, program.title, say=say, began=began)
+    with TrialStarter(timeout_seconds=plan.timeout_seconds, deadline=deadline) as starter:
+        search = LineSearch(trial_opener(starter, program), plan, program.title, say=say, began=began)
         return search.advise(chosen)
 
 
-def trial_opener(engine: Engine, program: Program) -> OpenTrial:
+def trial_opener(starter: TrialStarter, program: Program) -> OpenTrial:
     """Return a function that starts trials of a program."""
-    engine.preload(program.preload)
+    starter.preload(program.preload)
     arguments = program.arguments
     if program.payload is not None:
-        path = engine.scratch / "payload.pickle"
+        path = starter.scratch / "payload.pickle"
         path.write_bytes(program.payload)
         arguments = (*arguments, str(path))
 
     def open_trial(orders: Orders) -> TrainerTrial:
-        return engine.start(program.target, orders, *arguments, allocator=orders.allocator)
+        return starter.start(program.target, orders, *arguments, allocator=orders.allocator)
 
     return open_trial
 

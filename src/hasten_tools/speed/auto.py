@@ -28,13 +28,13 @@ from hasten.machine.allocator import preloaded
 from hasten.record.advice import verdicts
 from hasten_tools.speed.advice import NOT_TRIED, Advice, Line, as_argument, composed, recall, remember
 from hasten_tools.speed.advisor import AdviceError, Program, measure
-from hasten_tools.speed.engine import TrialError
 from hasten_tools.speed.first_choice import FEWEST_BATCHES, SHARE, Choice, FirstChoice, InPlace, is_free, others
 from hasten_tools.speed.inspect_run import data_shape, key_of
 from hasten_tools.speed.levers import Lever, choose, known_levers
 from hasten_tools.speed.races import Plan, arguments_of
 from hasten_tools.speed.safety import Safety
 from hasten_tools.speed.trial import function_at
+from hasten_tools.speed.trial_processes import TrialError
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

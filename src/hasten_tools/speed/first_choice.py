@@ -33,11 +33,20 @@ from hasten.module.callback import Callback
 from hasten_tools.speed import advice as words
 from hasten_tools.speed.advice import Advice, Line, Row, composed, figures
 from hasten_tools.speed.checks import draws_numbers, judge_without_draws, why_not_apart, without_draws
-from hasten_tools.speed.engine import FASTER, SLOWER, Comparison, LateError, SteppedTrial, TrialError, Turn, race
 from hasten_tools.speed.inspect_run import Observed, facts, is_coarse, mask_of, peak_memory_bytes
 from hasten_tools.speed.levers import Lever
 from hasten_tools.speed.safety import Safety
 from hasten_tools.speed.trial import function_at, page_faults
+from hasten_tools.speed.trial_processes import (
+    FASTER,
+    SLOWER,
+    Comparison,
+    LateError,
+    SteppedTrial,
+    TrialError,
+    Turn,
+    race,
+)
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -15,7 +15,10 @@ from hasten._lib import check
 from hasten_tools.speed import advice
 from hasten_tools.speed.advice import Row, composed, figures
 from hasten_tools.speed.checks import LossVerdict, judge_gradients, judge_losses, judge_without_draws
-from hasten_tools.speed.engine import (
+from hasten_tools.speed.fit_trial import Orders
+from hasten_tools.speed.levers import Lever
+from hasten_tools.speed.safety import Safety
+from hasten_tools.speed.trial_processes import (
     AGREEING,
     FAILED,
     FASTER,
@@ -29,9 +32,6 @@ from hasten_tools.speed.engine import (
     race,
     speed_text,
 )
-from hasten_tools.speed.fit_trial import Orders
-from hasten_tools.speed.levers import Lever
-from hasten_tools.speed.safety import Safety
 
 # Classes in which a leak between samples would hide in losses that differ by chance.
 _MAY_LEAK = (Safety.OTHER_DRAWS, Safety.OTHER_BATCHES)

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from hasten._lib.device import synchronize
-from hasten_tools.speed.engine import Turn
 from hasten_tools.speed.inspect_run import peak_memory_bytes
+from hasten_tools.speed.trial_processes import Turn
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 # Raised for a user's mistake or a missing part of the machine: the trial refuses. Anything else is a failure.

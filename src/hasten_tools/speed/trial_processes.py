@@ -2,9 +2,9 @@
 
 The parent's side; ``hasten_tools.speed.trial`` is the child's::
 
-    with Engine() as engine:
-        plain = engine.start("package.module:train")
-        other = engine.start("package.module:train", "bf16-mixed")
+    with TrialStarter() as starter:
+        plain = starter.start("package.module:train")
+        other = starter.start("package.module:train", "bf16-mixed")
         (found,) = race(plain, [other], steps=5)
         print(found.verdict, found.speed)
 """
@@ -128,7 +128,7 @@ class SteppedTrial(Protocol):
 # -- processes
 
 
-class Engine:
+class TrialStarter:
     """Starts trials and ends all of them when it is closed, whatever happens.
 
     Trials are forks of one process that has imported torch, hasten and the preloaded modules, so a start takes
@@ -141,7 +141,7 @@ class Engine:
         self._closing = ExitStack()
         self._numbers = itertools.count()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> TrialStarter:
         # Sockets are in it, ours and the sockets of loader workers, and the path of a socket may have 107 characters.
         parent = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
         folder = tempfile.TemporaryDirectory(prefix="hasten-advise-", dir=parent, ignore_cleanup_errors=True)
@@ -185,7 +185,7 @@ class Engine:
 
 
 class TrialProcess:
-    """A ``SteppedTrial`` in its own process, made by ``Engine.start``."""
+    """A ``SteppedTrial`` in its own process, made by ``TrialStarter.start``."""
 
     def __init__(
         self, path: Path, start: Callable[[Path], _Process], timeout_seconds: float, name: str, *, deadline: float

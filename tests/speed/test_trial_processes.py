@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from hasten_tools.speed import engine
-from hasten_tools.speed.engine import Engine, TrialError, Turn, interval, race
+from hasten_tools.speed import trial_processes
 from hasten_tools.speed.trial import Session
+from hasten_tools.speed.trial_processes import TrialError, TrialStarter, Turn, interval, race
 
 
 class FakeTrial:
@@ -82,9 +82,9 @@ def test_a_comparison_ends_when_the_time_is_over() -> None:
 
 def test_work_is_counted_in_tokens_where_batches_have_a_mask() -> None:
     first, second = Turn(1.0, [1.0], tokens=10, samples=1), Turn(1.0, [1.0], tokens=20, samples=1)
-    assert engine.costs([first], [second]) == ([0.1], [0.05])
-    assert engine.costs([first], [Turn(1.0, [1.0], samples=2)]) == ([1.0], [0.5])
-    assert engine.costs([first], [Turn(1.0, [0.5, 0.5])]) == ([1.0], [0.5])
+    assert trial_processes.costs([first], [second]) == ([0.1], [0.05])
+    assert trial_processes.costs([first], [Turn(1.0, [1.0], samples=2)]) == ([1.0], [0.5])
+    assert trial_processes.costs([first], [Turn(1.0, [0.5, 0.5])]) == ([1.0], [0.5])
 
 
 def test_an_outlier_is_trimmed() -> None:
@@ -123,7 +123,7 @@ def test_trials_are_stepped_asked_and_gone_afterwards(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     place = f"{__name__}:train"
-    with Engine() as started:
+    with TrialStarter() as started:
         names = ("trains", "refuses", "ends", "dies", "hangs")
         trials = {name: started.start(place, name) for name in names}
         trials["fresh"] = started.start(place, "trains", allocator="jemalloc")
@@ -141,7 +141,7 @@ def test_trials_are_stepped_asked_and_gone_afterwards(monkeypatch: pytest.Monkey
             trials["ends"].turn(1)
         with pytest.raises(TrialError, match="SIGKILL"):
             trials["dies"].turn(1)
-        with pytest.raises(engine.LateError):
+        with pytest.raises(trial_processes.LateError):
             trials["hangs"].turn(1, time.monotonic() + 0.1)
         with pytest.raises(TrialError, match="KeyError"):
             trials["trains"].ask("nothing")
@@ -150,10 +150,10 @@ def test_trials_are_stepped_asked_and_gone_afterwards(monkeypatch: pytest.Monkey
 
 
 def test_a_trial_writes_to_no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "file_of", lambda name: f"/lib/{name}.so")
+    monkeypatch.setattr(trial_processes, "file_of", lambda name: f"/lib/{name}.so")
     monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-    found = engine.trial_environment(Path("/scratch"), "jemalloc")
+    found = trial_processes.trial_environment(Path("/scratch"), "jemalloc")
     assert {found[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "HASTEN_CACHE", "TMPDIR")} == {
         "/scratch/inductor",
         "/scratch/cache",
@@ -163,7 +163,7 @@ def test_a_trial_writes_to_no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_two_turns_decide_however_busy_the_machine_is_where_the_sides_are_far_apart() -> None:
-    found = engine.Comparison()
+    found = trial_processes.Comparison()
     for slow, fast in ((8.0, 2.4), (14.0, 1.3)):
         found.add(Turn(slow, [slow]), Turn(fast, [fast]))
     assert found.verdict == "faster"
