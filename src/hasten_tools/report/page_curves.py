@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,11 +84,9 @@ def panels(runs: Sequence[RecordedRun]) -> tuple[list[Panel], list[Panel], list[
             title = _RATE if is_rate else title_of(quantity)
             panel = (rates if is_rate else logged).setdefault(title, Panel(title))
             panel.curves.append(_curve(run, place, name, stage, column, epochs))
-        for name, column in run.figures().items():
-            title, unit, label = _FIGURES.get(name, (_RATE, "", name))
-            if title != _RATE or not has_rate:
-                panel = rates.setdefault(title, Panel(title, unit))
-                panel.curves.append(_curve(run, place, label, "training", column, epochs))
+        for title, unit, name, column in _of_speed(run, has_rate=has_rate):
+            panel = rates.setdefault(title, Panel(title, unit))
+            panel.curves.append(_curve(run, place, name, "training", column, epochs))
     notes = []
     if longest > POINTS:
         notes.append(
@@ -102,6 +100,14 @@ def panels(runs: Sequence[RecordedRun]) -> tuple[list[Panel], list[Panel], list[
     order = [title for title, _, _ in _FIGURES.values()]
     speeds = sorted(rates.values(), key=lambda panel: order.index(panel.title) if panel.title in order else len(order))
     return shown[:PANELS], speeds, notes
+
+
+def _of_speed(run: RecordedRun, *, has_rate: bool) -> Iterator[tuple[str, str, str, RecordedColumn]]:
+    """Yield panel, unit, name and values of each figure of a run, without learning rates that were logged anyway."""
+    for name, column in run.figures().items():
+        title, unit, label = _FIGURES.get(name, (_RATE, "", name))
+        if title != _RATE or not has_rate:
+            yield title, unit, label, column
 
 
 def _rank(panel: Panel) -> tuple[bool, bool]:
