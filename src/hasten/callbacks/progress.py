@@ -262,8 +262,7 @@ class DrawnProgressBar(ProgressBar):
     def _epoch_description(self, trainer: Trainer) -> str:
         if conventions.current().bars_have_counters:
             return f"Epoch {trainer.current_epoch}"
-        last = trainer.max_epochs
-        return f"Epoch {trainer.current_epoch + 1}" + (f"/{last}" if last is not None and last > 0 else "")
+        return epoch_text(trainer.current_epoch, trainer.max_epochs)
 
     def _messages_above(self, bar: Any) -> None:
         """Show log messages for the terminal above ``bar`` until ``_redirected`` is closed."""
@@ -477,6 +476,11 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
     bar.postfix = None
     bar.total = convert_inf(total)  # ``reset(None)`` of tqdm keeps the old one
     bar.reset(*([] if isinstance(bar, Tqdm) else [bar.total]))
+
+
+def epoch_text(current_epoch: int, max_epochs: int | None) -> str:
+    """Return what stands in front of the bar of training: the epoch, counted from 1, and how many there are."""
+    return f"Epoch {current_epoch + 1}" + (f"/{max_epochs}" if max_epochs is not None and max_epochs > 0 else "")
 
 
 def convert_inf(total: float | None) -> float | None:

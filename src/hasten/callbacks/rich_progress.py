@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed, need
-from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, convert_inf
+from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, convert_inf, epoch_text
 from hasten.callbacks.progress_line import LineState, ProgressLine
 from hasten.callbacks.tqdm_bar import Tqdm
 from hasten.elsewhere import conventions
@@ -187,12 +187,13 @@ class RichProgressBar(DrawnProgressBar):
             self._start_display()
         if self.is_disabled or self._progress_stopped:
             return Tqdm(desc=description, disable=True)
-        bar = RichBar(self, description, leave=not inside, shows_fit=shows_fit)
+        line: Tqdm | None = None
+        if self.progress.disable:
+            kind = ProgressLine if shows_fit else Tqdm
+            line = kind(desc=description, file=self._console.file, leave=not inside)
+        bar = RichBar(self, description, leave=not inside, shows_fit=shows_fit, line=line)
         self._shown.append(bar)
-        if not self.progress.disable:
-            return bar
-        kind = ProgressLine if shows_fit else Tqdm
-        return RichLine(bar, kind(desc=description, file=self._console.file, leave=not inside))
+        return bar
 
     def _start_display(self) -> None:
         """Start showing bars."""
@@ -241,28 +242,44 @@ class RichProgressBar(DrawnProgressBar):
 
     def _get_train_description(self, current_epoch: int) -> str:
         """Return the text in front of the bar of training; subclasses of programs for Lightning override it."""
-        last = self.trainer.max_epochs
-        text = f"Epoch {current_epoch + 1}"
-        text += f"/{last}" if last is not None and last > 0 else ""
+        text = epoch_text(current_epoch, self.trainer.max_epochs)
         # As wide as the bar of validation, which comes and goes below it.
         return text if self._progress_stopped or self.progress.disable else f"{text:{len(self.validation_description)}}"
 
 
 class RichBar:
-    """One bar of a RichProgressBar, with the interface of tqdm's bars; ``leave`` keeps it when it is closed."""
+    """One bar of a RichProgressBar, with the interface of tqdm's bars.
+
+    Args:
+        owner: the callback.
+        description: the text in front.
+        leave: keep it when it is closed.
+        shows_fit: whether it shows what is known of the fit.
+        line: writes the bar as lines, where the output cannot be redrawn in place.
+
+    """
 
     disable = False
-    _draws = True
 
-    def __init__(self, owner: RichProgressBar, description: str, *, leave: bool, shows_fit: bool = False) -> None:
+    def __init__(
+        self,
+        owner: RichProgressBar,
+        description: str,
+        *,
+        leave: bool,
+        shows_fit: bool = False,
+        line: Tqdm | None = None,
+    ) -> None:
         self._owner = owner
-        self._leave = leave
+        self.leave = leave
         self._description = description
         self._initial = self.n = 0
         self.total: float | None = None
         self.postfix: Any = None
+        self._line = line
+        self._draws = line is None
         if shows_fit:
-            self.line_state = LineState()
+            self.line_state = line.line_state if isinstance(line, ProgressLine) else LineState()
         self.id = owner.progress.add_task(description, total=None, metrics={}, initial=0, visible=False)
 
     @property
@@ -284,6 +301,8 @@ class RichBar:
     @initial.setter
     def initial(self, batches: int) -> None:
         self._initial = batches
+        if self._line is not None:
+            self._line.initial = batches
         if batches and self._progress is not None:
             # Reset, or the first refresh would look like a burst.
             self._progress.reset(self.id, total=self.total, completed=batches, initial=batches)
@@ -291,32 +310,54 @@ class RichBar:
     def set_description(self, description: str, refresh: bool = True) -> None:
         """Change the text in front."""
         self._description = description
+        if self._line is not None:
+            self._line.set_description(description, refresh=False)
 
     def set_postfix(self, metrics: dict[str, Any], refresh: bool = True) -> None:
         """Change the values behind."""
         self.postfix = metrics
+        if self._line is not None:
+            self._line.set_postfix(metrics, refresh=False)
 
     def reset(self, total: float | None = None) -> None:
         """Start again at 0, with another total."""
         self.n, self.total, self._initial = 0, convert_inf(total), 0
         if self._progress is not None:
             self._progress.reset(self.id, total=self.total, description=self._description, visible=True, initial=0)
+        if (line := self._counted_line()) is not None:
+            if self.postfix is None:
+                line.postfix = None
+            line.reset()
 
     def refresh(self) -> None:
-        """Draw."""
-        progress = self._progress
-        if progress is None:
-            return
+        """Draw, or write a line if one is due."""
+        if self._progress is not None:
+            self._draw(self._progress)
+        if (line := self._counted_line()) is not None:
+            line.refresh()
+
+    def _draw(self, progress: Any) -> None:
         progress.update(
             self.id,
             total=self.total,
             completed=self.n,
             description=self._description,
             metrics=self.postfix or {},
-            shown=None if (state := getattr(self, "line_state", None)) is None else state.look(),
+            shown=self.line_state.look() if self._draws and hasattr(self, "line_state") else None,
             visible=True,
         )
         progress.refresh()
+
+    def _counted_line(self) -> Tqdm | None:
+        """Return the bar that writes lines, with the count of this one; None where rich draws."""
+        if self._line is not None:
+            self._line.n, self._line.total = self.n, self.total
+        return self._line
+
+    def write_line(self) -> None:
+        """Write the state as a line, where lines are written."""
+        if (line := self._counted_line()) is not None:
+            line.write_line()
 
     def write(self, text: str, *, end: str = "\n", **_: object) -> None:
         """Print above the bars."""
@@ -324,101 +365,17 @@ class RichBar:
 
     def close(self) -> None:
         """End the bar."""
+        if (line := self._counted_line()) is not None:
+            line.close()
         progress = self._progress
         if progress is None:
             return
-        if self._leave:
-            self.refresh()
+        if self.leave:
+            self._draw(progress)
             progress.stop_task(self.id)
         else:
             progress.remove_task(self.id)
         self._owner._ended(self)
-
-
-class RichLine:
-    """A RichBar for outputs that cannot be redrawn in place: its state is written as lines, by a bar of tqdm's."""
-
-    disable = False
-    _draws = False
-
-    def __init__(self, bar: RichBar, line: Tqdm) -> None:
-        self._rich, self._line = bar, line
-        self.leave, self.id = line.leave, bar.id
-        self.n = 0
-        if hasattr(line, "line_state"):
-            self.line_state = line.line_state
-
-    @property
-    def task(self) -> Task:
-        """Rich's task of this bar."""
-        return self._rich.task
-
-    @property
-    def total(self) -> float | None:
-        """Batches in all."""
-        return self._rich.total
-
-    @total.setter
-    def total(self, total: float | None) -> None:
-        self._rich.total = self._line.total = total
-
-    @property
-    def initial(self) -> int:
-        """Batches done before this bar started to count."""
-        return self._rich.initial
-
-    @initial.setter
-    def initial(self, batches: int) -> None:
-        self._rich.initial = self._line.initial = batches
-
-    @property
-    def postfix(self) -> Any:
-        """The values behind."""
-        return self._rich.postfix
-
-    @postfix.setter
-    def postfix(self, postfix: str | None) -> None:
-        self._rich.postfix = self._line.postfix = postfix
-
-    def set_description(self, description: str, refresh: bool = True) -> None:
-        """Change the text in front."""
-        self._rich.set_description(description)
-        self._line.set_description(description, refresh=False)
-
-    def set_postfix(self, metrics: dict[str, object], refresh: bool = True) -> None:
-        """Change the values behind."""
-        self._rich.set_postfix(metrics)
-        self._line.set_postfix(metrics, refresh=False)
-
-    def reset(self, total: float | None = None) -> None:
-        """Start again at 0, with another total."""
-        self.n, self.total = 0, convert_inf(total)
-        self._rich.reset(total)
-        self._line.reset()
-
-    def _take_count(self) -> None:
-        self._rich.n = self._line.n = self.n
-
-    def refresh(self) -> None:
-        """Write a line if one is due."""
-        self._take_count()
-        self._rich.refresh()
-        self._line.refresh()
-
-    def write_line(self) -> None:
-        """Write the state as a line."""
-        self._take_count()
-        self._line.write_line()
-
-    def write(self, text: str, *, end: str = "\n", **_: object) -> None:
-        """Print."""
-        print(text, end=end)
-
-    def close(self) -> None:
-        """End the bar."""
-        self._take_count()
-        self._line.close()
-        self._rich.close()
 
 
 # -- columns

@@ -1,22 +1,25 @@
 """Snapshots of state in memory: what a thing holds is looked at, and put back in place later.
 
-A ``Snapshot`` is of one container, object or generator of random numbers, ``SavedBuffers`` of the buffers of a module.
-What follows objects into one another, or knows what belongs to a step, is built on these (``loops/saved_state.py``).
+A ``Snapshot`` is of one container, object or generator of random numbers, ``SavedBuffers`` of the buffers of a module,
+``snapshot_optimizer`` of an optimizer. What follows objects into one another, or knows what belongs to a step, is built
+on these (``loops/saved_state.py``).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten._lib import torch_private
 from hasten.extend.origin import ROOTS, package_of
@@ -173,6 +176,29 @@ def _slots_of(kind: type) -> tuple[str, ...]:
         for name, value in vars(base).items()
         if isinstance(value, types.MemberDescriptorType)
     )
+
+
+# -- optimizers
+
+
+def snapshot_optimizer(
+    optimizer: Optimizer, *, within: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Callable[[], None]:
+    """Return a function that gives an optimizer the state it has now, as often as it is called.
+
+    Args:
+        optimizer: the optimizer.
+        within: returns the context in which its state can be read and loaded.
+
+    """
+    with within():
+        before = copy.deepcopy(optimizer.state_dict())
+
+    def restore() -> None:
+        with within():
+            optimizer.load_state_dict(copy.deepcopy(before))
+
+    return restore
 
 
 # -- buffers

@@ -19,6 +19,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten.extend.entry_points import load
+from hasten.report.tables import aligned
 
 if TYPE_CHECKING:
     import os
@@ -277,17 +278,7 @@ class History(Sequence[dict[str, Any]]):
         if not len(self):
             return "History: nothing was logged"
         table = [("", "last", "smallest", "at step", "largest", "at step"), *map(self._summary, self._columns)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                (
-                    f"{row[0]:<{widths[0]}}",
-                    *(f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True)),
-                )
-            )
-            for row in table
-        ]
-        return "\n  ".join([f"History: {self._extent()}", *lines])
+        return "\n  ".join([f"History: {self._extent()}", *aligned(table, right_from=1, gap="  ")])
 
     def _repr_html_(self) -> str:
         if not len(self):

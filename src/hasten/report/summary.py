@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -19,6 +19,7 @@ from hasten._lib.tree import map_tensors, preserve_modes
 from hasten.elsewhere import conventions
 from hasten.module.module import trainer_of
 from hasten.report.peaks import flop_counter
+from hasten.report.tables import aligned
 from hasten.seed import isolate_rng
 
 if TYPE_CHECKING:
@@ -334,14 +335,10 @@ def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
 
 def format_table(columns: list[tuple[str, list[str]]], below: list[tuple[str, str]]) -> str:
     """Return columns (heading and cells), and below them numbers and what they count, as one text."""
-    widths = [max([len(heading), *map(len, cells)]) for heading, cells in columns]
-    headings, *rows = zip(*([heading, *cells] for heading, cells in columns), strict=True)
-
-    def line(row: Sequence[str]) -> str:
-        return " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-    rule = "-" * (sum(widths) + 3 * (len(columns) + 1))
-    return "\n".join([line(headings), rule, *map(line, rows), rule, *(f"{number:<10}{what}" for number, what in below)])
+    texts = [[heading, *cells] for heading, cells in columns]
+    headings, *rows = aligned(list(zip(*texts, strict=True)), gap=" | ")
+    rule = "-" * (sum(max(map(len, column)) for column in texts) + 3 * (len(columns) + 1))
+    return "\n".join([headings, rule, *rows, rule, *aligned(below, [10, 0])])
 
 
 def totals(
@@ -388,10 +385,8 @@ def print_results(results: list[dict[str, float]], stage: str, file: TextIO | No
         room = max(20, shutil.get_terminal_size((100, 24)).columns - 16)
         left = min(room, max(len(heading), *(len(name) for name, _ in rows)))
         right = max(7, *(len(value) for _, value in rows))
-        print(f"{heading:<{left}}  {'value':>{right}}", file=out)
-        print(f"{'-' * left}  {'-' * right}", file=out)
-        for name, value in rows:
-            print(f"{name:<{left}}  {value:>{right}}", file=out)
+        table = [(heading, "value"), ("-" * left, "-" * right), *rows]
+        print(*aligned(table, [left, right], right_from=1, gap="  "), sep="\n", file=out)
 
 
 def _shown(value: float) -> str:

@@ -10,7 +10,6 @@ The names of other parts say what a process holds of a parameter, and which part
 
 from __future__ import annotations
 
-import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import TorchCheckpointIO
+from hasten.checkpoint.snapshots import snapshot_optimizer
 from hasten.checkpoint.stored import StoredCheckpoint, StoredTensor
 from hasten.optim import fast_step
 from hasten.precision.base import Precision
@@ -890,8 +890,7 @@ class StateIO(StrategyPart):
 
     def snapshot_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return a function that gives ``optimizer``, in this process, the state it has now."""
-        snapshot = copy.deepcopy(optimizer.state_dict())
-        return lambda: optimizer.load_state_dict(copy.deepcopy(snapshot))
+        return snapshot_optimizer(optimizer)
 
     # -- gradients of an accumulation that is not complete
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import move_to, parameters_of
 from hasten.checkpoint.contents import load_optimizer
+from hasten.checkpoint.snapshots import snapshot_optimizer
 from hasten.checkpoint.stored import StoredTensor
 from hasten.extend.origin import comes_from, is_builtin
 from hasten.machine import collectives
@@ -334,16 +334,8 @@ class OptimizerShard:
 
     def keep(self) -> Callable[[], None]:
         """Return a function that gives the optimizer, in this process, the state it has now."""
-        optimizer = self._optimizer
         self._follow()
-        with self.own_parts():
-            kept = copy.deepcopy(type(optimizer).state_dict(optimizer))
-
-        def restore() -> None:
-            with self.own_parts():
-                type(optimizer).load_state_dict(optimizer, copy.deepcopy(kept))
-
-        return restore
+        return snapshot_optimizer(self._optimizer, within=self.own_parts)
 
     def _refuse_state_dict(self) -> dict[str, Any]:
         if self._inside:

@@ -133,6 +133,18 @@ def check_program(parser: Parser, given: argparse.Namespace) -> None:
         parser.error(f"name a program: {name} train.py [its arguments], or {name} -m package.train.")
 
 
+def program_words(parser: Parser, given: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """Return the words that run a program: its file or ``-m`` and its module, and its arguments.
+
+    Ends this process with an error if there is no such program.
+    """
+    if given.module is not None:
+        find_module(given.module, parser)
+        return ["-m", given.module, *rest]
+    read_source(Path(given.program), parser)
+    return [given.program, *rest]
+
+
 def _split(words: list[str], valued: set[str]) -> tuple[list[str], str | None, list[str]]:
     """Return our options, the program, and its arguments. ``-m MODULE`` ends our options as a program does."""
     place = 0

@@ -23,12 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser()
     given, rest = run.parse_program(parser, arguments)
     run.check_program(parser, given)
-    if given.module is not None:
-        run.find_module(given.module, parser)
-        words = ["-m", given.module, *rest]
-    else:
-        run.read_source(Path(given.program), parser)
-        words = [given.program, *rest]
+    words = run.program_words(parser, given, rest)
     try:
         if given.json is not None:
             # Errors come before the check, not after it.

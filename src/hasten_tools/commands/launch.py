@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import make_error
 from hasten.commands.parser import Parser, whole
-from hasten_lightning.commands.run import add_program, check_program, find_module, parse_program, read_source
+from hasten_lightning.commands.run import add_program, check_program, parse_program, program_words
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -53,12 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     check_program(parser, given)
     nodes = _nodes(given, parser)
     endpoint = _endpoint(given, nodes, parser)
-    if given.module is not None:
-        find_module(given.module, parser)
-    else:
-        read_source(Path(given.program), parser)
-    program = ["-u", "-m", given.module, *rest] if given.module is not None else ["-u", given.program, *rest]
-    return _launch(given, nodes, endpoint, program)
+    return _launch(given, nodes, endpoint, ["-u", *program_words(parser, given, rest)])
 
 
 def make_parser() -> Parser:

@@ -16,12 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser()
     given, rest = run.parse_program(parser, arguments)
     run.check_program(parser, given)
-    if given.module is not None:
-        run.find_module(given.module, parser)
-        words = ["-m", given.module, *rest]
-    else:
-        run.read_source(Path(given.program), parser)
-        words = [given.program, *rest]
+    words = run.program_words(parser, given, rest)
 
     from hasten_tools.plan.planner import PlanError
     from hasten_tools.plan.program import Question, plan_program

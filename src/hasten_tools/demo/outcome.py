@@ -17,12 +17,12 @@ import torch
 from hasten._lib import VERSION
 from hasten.machine.host import usable_cores
 from hasten.report.peaks import flop_counter, measured_peaks
+from hasten.report.tables import aligned
 from hasten_tools.demo.cumulative import Result
 from hasten_tools.demo.task import RowVariant, Task, code_of, plural
 from hasten_tools.speed.advice import BLUE, GREY, Bar, draw_speeds
 from hasten_tools.speed.inspect_run import device_name
 from hasten_tools.speed.safety import Safety
-from hasten_tools.tables import aligned
 
 # The same work took so many times as long in another turn: then the figures are not worth quoting.
 UNSTEADY = 1.5

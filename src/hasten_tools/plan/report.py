@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hasten._lib.errors import make_error
+from hasten.report.tables import aligned
 from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
-from hasten_tools.tables import aligned
 
 # The share of a device's memory that a plan may fill. The rest is for the driver, the communication library, and gaps
 # between tensors.
@@ -137,26 +137,28 @@ class FitPlan:
         yield ""
         frozen = found.parameters - found.trainable
         trained = f", {frozen:,} of them frozen" if frozen else ""
-        yield _row("parameters", f"{found.parameters:,}{trained}")
         share = found.local_elements / max(found.parameters, 1)
-        yield _row("local shard", f"{found.local_elements:,} elements, {share:.2%}")
-        yield ""
-        yield _row("weights", size(found.weights))
-        yield _row("gradients", size(found.gradients))
-        yield _row("optimizer states", size(found.optimizer))
+        facts = [
+            ["parameters", f"{found.parameters:,}{trained}"],
+            ["local shard", f"{found.local_elements:,} elements, {share:.2%}"],
+            [""],
+            ["weights", size(found.weights)],
+            ["gradients", size(found.gradients)],
+            ["optimizer states", size(found.optimizer)],
+        ]
         if found.buffers:
-            yield _row("buffers", size(found.buffers))
+            facts.append(["buffers", size(found.buffers)])
         rest = {
             name: found.peak_parts[name]
             for name in CATEGORIES
             if name not in (*_KEPT, "buffers") and found.peak_parts.get(name)
         }
-        for name, count in rest.items():
-            yield _row(name, f"{size(count)} at the peak")
-        yield _row("peak", size(found.on_device) + self._verdict())
+        facts += [[name, f"{size(count)} at the peak"] for name, count in rest.items()]
+        facts.append(["peak", size(found.on_device) + self._verdict()])
         if found.cpu_offload:
             per_node = found.on_host * (self.devices // self.nodes)
-            yield _row("on the host", f"{size(found.on_host)} a process, {size(per_node)} a machine")
+            facts.append(["on the host", f"{size(found.on_host)} a process, {size(per_node)} a machine"])
+        yield from aligned(facts, [22, 0])
         yield ""
         if not found.sent:
             yield "nothing is sent in a step"
@@ -181,16 +183,16 @@ class FitPlan:
     def _changes(self) -> Iterator[str]:
         fitting = [change for change in self.changes if change.measured and change.measured.fits(self.memory)]
         yield "One change that makes it fit:" if fitting else "None of these changes makes it fit alone:"
-        for change in fitting or self.changes:
-            if change.measured is None:
-                yield f"  {change.line:<44} not planned: {change.reason}"
-                continue
-            host = f", and {size(change.measured.on_host)} a process on the host" if change.measured.on_host else ""
-            yield f"  {change.line:<44} peak {size(change.measured.on_device)}{host}"
+        yield from aligned(
+            [[f"  {change.line}", _outcome(change)] for change in fitting or self.changes], [46, 0], gap=" "
+        )
 
 
-def _row(name: str, text: str) -> str:
-    return f"{name:<22}{text}"
+def _outcome(change: Change) -> str:
+    if change.measured is None:
+        return f"not planned: {change.reason}"
+    host = f", and {size(change.measured.on_host)} a process on the host" if change.measured.on_host else ""
+    return f"peak {size(change.measured.on_device)}{host}"
 
 
 def size(count: float) -> str:

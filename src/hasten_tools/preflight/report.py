@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
-from hasten_tools.tables import aligned
+from hasten.report.tables import aligned
 
 Status = Literal["ok", "warning", "error", "not checked"]
 
@@ -123,15 +123,23 @@ class CheckReport:
         """Yield the lines of the table, as far as possible at most ``width`` characters long."""
         yield self.title
         yield ""
-        names = self._name_width()
-        room = width - _STATUS_WIDTH - names
         for index, row in enumerate(self.rows):
             if index and self._problems_begin(index):
                 yield ""
-            text = "\n".join([*wrapped(row.seen, room), *_remedy(row, room)])
-            yield from aligned([[row.status, row.name, text]], [_STATUS_WIDTH, names, room], right_from=3)
+            for lines in self._row_lines(row, width):
+                yield from lines
         yield ""
         yield self.summary
+
+    def _row_lines(self, row: CheckRow, width: int) -> tuple[list[str], list[str]]:
+        """Return the lines of a row: what was seen, and what to do."""
+        names = self._name_width()
+        room = width - _STATUS_WIDTH - names
+        remedy = _remedy(row, room)
+        text = "\n".join([*wrapped(row.seen, room), *remedy])
+        lines = list(aligned([[row.status, row.name, text]], [_STATUS_WIDTH, names, room]))
+        seen = len(lines) - len(remedy)
+        return lines[:seen], lines[seen:]
 
     def _problems_begin(self, index: int) -> bool:
         """Return whether a row is a problem and the one before it is not."""
@@ -164,19 +172,18 @@ class CheckReport:
         shown = Text()
         shown.append(self.title, style="bold")
         shown.append("\n\n")
-        names = self._name_width()
-        indent = " " * (_STATUS_WIDTH + names)
+        begin = _STATUS_WIDTH + self._name_width()
         for index, row in enumerate(self.rows):
             if index and self._problems_begin(index):
                 shown.append("\n")
             color = _COLOR[row.status]
             quiet = "bright_black" if row.status == "not checked" else ""
-            shown.append(f"{row.status:<{_STATUS_WIDTH}}", style=f"bold {color}" if not quiet else color)
-            shown.append(f"{row.name:<{names}}", style="" if row.status in ("ok", "not checked") else "bold")
-            text = wrapped(row.seen, width - len(indent))
-            shown.append("\n".join([text[0], *(indent + line for line in text[1:])]) + "\n", style=quiet)
-            for line in _remedy(row, width - len(indent)):
-                shown.append(f"{indent}{line}\n", style="bright_black" if line.startswith("at ") else "cyan")
+            (first, *more), remedy = self._row_lines(row, width)
+            shown.append(first[:_STATUS_WIDTH], style=f"bold {color}" if not quiet else color)
+            shown.append(first[_STATUS_WIDTH:begin], style="" if row.status in ("ok", "not checked") else "bold")
+            shown.append("\n".join([first[begin:], *more, ""]), style=quiet)
+            for line in remedy:
+                shown.append(f"{line}\n", style="bright_black" if line[begin:].startswith("at ") else "cyan")
         worst = "red" if self.errors else "yellow" if self.warnings else "green"
         shown.append(f"\n{self.summary}", style=f"bold {worst}")
         return shown

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from hasten_tools.report.curves import finite_values, panel_of, thinned, title_of
-from hasten_tools.report.read import RecordedRow, RecordedRun
+from hasten_tools.report.read import RecordedColumn, RecordedRow, RecordedRun
 
 # Points of a curve at most: more cannot be seen before zooming in, and the page stays light.
 POINTS = 2000
 # Panels for which the page has room; what is logged besides is named.
 PANELS = 60
+_RATE = "Learning rate"
+# Panel, unit and name of the figures of a run, except learning rates.
+_FIGURES = {
+    "samples_per_sec": ("Samples per second", "", "samples/s"),
+    "tokens_per_sec": ("Tokens per second", "", "tokens/s"),
+    "data wait": ("Waiting for data", "% of the time", "data wait"),
+    "MFU": ("MFU", "%", "MFU"),
+    "memory": ("Memory of the device", "GiB, peak", "memory"),
+}
 
 
 @dataclass
@@ -31,14 +39,6 @@ class Panel:
     title: str
     unit: str = ""
     curves: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class _Column:
-    """Values of a name, and the rows in which they are."""
-
-    rows: list[RecordedRow] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
 
 
 class Epochs:
@@ -74,13 +74,14 @@ def panels(runs: Sequence[RecordedRun]) -> tuple[list[Panel], list[Panel], list[
     longest = 0
     for place, run in enumerate(runs):
         epochs = Epochs(run.rows)
-        columns = _columns(run.rows)
+        # The epoch and the step say nothing themselves.
+        columns = {name: column for name, column in run.logged().items() if name not in ("epoch", "step")}
         has_rate = any(panel_of(name)[0].partition("-")[0] == "lr" for name in columns)
         for name, column in columns.items():
             longest = max(longest, len(column.values))
             quantity, stage = panel_of(name)
             is_rate = quantity == "lr" or quantity.startswith("lr-")
-            title = "Learning rate" if is_rate else title_of(quantity)
+            title = _RATE if is_rate else title_of(quantity)
             panel = (rates if is_rate else logged).setdefault(title, Panel(title))
             panel.curves.append(_curve(run, place, name, stage, column, epochs))
         for title, unit, name, column in _of_speed(run, has_rate=has_rate):
@@ -96,9 +97,17 @@ def panels(runs: Sequence[RecordedRun]) -> tuple[list[Panel], list[Panel], list[
     if len(shown) > PANELS:
         left_out = [curve["name"] for panel in shown[PANELS:] for curve in panel.curves]
         notes.append(f"{len(shown) - PANELS} more quantities are not drawn, such as {left_out[0]!r}.")
-    order = ("Samples per second", "Tokens per second", "Waiting for data", "MFU", "Memory of the device")
+    order = [title for title, _, _ in _FIGURES.values()]
     speeds = sorted(rates.values(), key=lambda panel: order.index(panel.title) if panel.title in order else len(order))
     return shown[:PANELS], speeds, notes
+
+
+def _of_speed(run: RecordedRun, *, has_rate: bool) -> Iterator[tuple[str, str, str, RecordedColumn]]:
+    """Yield panel, unit, name and values of each figure of a run, without learning rates that were logged anyway."""
+    for name, column in run.figures().items():
+        title, unit, label = _FIGURES.get(name, (_RATE, "", name))
+        if title != _RATE or not has_rate:
+            yield title, unit, label, column
 
 
 def _rank(panel: Panel) -> tuple[bool, bool]:
@@ -107,57 +116,9 @@ def _rank(panel: Panel) -> tuple[bool, bool]:
     return "loss" not in panel.title.lower(), len(stages) < 2
 
 
-def _columns(rows: Sequence[RecordedRow]) -> dict[str, _Column]:
-    # Rows with the same names together: a million of them are read in seconds.
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for place, row in enumerate(rows):
-        alike.setdefault(tuple(row.values), []).append(place)
-    found: dict[str, list[list[int]]] = {}
-    for names, places in alike.items():
-        for name in names:
-            found.setdefault(name, []).append(places)
-    columns, shared = {}, {}
-    for name, parts in found.items():
-        # The epoch and the step say nothing themselves.
-        if name not in ("epoch", "step"):
-            key = tuple(map(id, parts))
-            if key not in shared:
-                shared[key] = [rows[place] for place in (parts[0] if len(parts) == 1 else sorted(chain(*parts)))]
-            columns[name] = _Column(shared[key], [row.values[name] for row in shared[key]])
-    return columns
-
-
-def _of_speed(run: RecordedRun, *, has_rate: bool) -> list[tuple[str, str, str, _Column]]:
-    found: dict[tuple[str, str, str], _Column] = {}
-    for line in run.speed:
-        seconds = line.get("seconds")
-        if not isinstance(seconds, int | float) or seconds <= 0:
-            continue
-        for title, unit, name, value in _speed_values(line, seconds, has_rate=has_rate):
-            column = found.setdefault((title, unit, name), _Column())
-            column.rows.append(RecordedRow(int(line.get("step") or 0), line.get("epoch"), float(line["time"]), {}))
-            column.values.append(float(value))
-    return [(*key, column) for key, column in found.items()]
-
-
-def _speed_values(line: Mapping[str, Any], seconds: float, *, has_rate: bool) -> Iterator[tuple[str, str, str, float]]:
-    """Yield panel, unit, name and value of each figure in a line about speed."""
-    if line.get("samples"):
-        yield "Samples per second", "", "samples/s", line["samples"] / seconds
-    if line.get("tokens"):
-        yield "Tokens per second", "", "tokens/s", line["tokens"] / seconds
-    if line.get("data_seconds") is not None:
-        yield "Waiting for data", "% of the time", "data wait", 100 * line["data_seconds"] / seconds
-    if line.get("flops") and line.get("peak_flops"):
-        yield "MFU", "%", "MFU", 100 * line["flops"] / seconds / line["peak_flops"]
-    if line.get("memory_bytes"):
-        yield "Memory of the device", "GiB, peak", "memory", line["memory_bytes"] / 2**30
-    rates = {} if has_rate else line.get("lr") or {}
-    for name, rate in rates.items():
-        yield "Learning rate", "", f"lr-{name}" if len(rates) > 1 else "lr", rate
-
-
-def _curve(run: RecordedRun, place: int, name: str, stage: str, column: _Column, epochs: Epochs) -> dict[str, Any]:
+def _curve(
+    run: RecordedRun, place: int, name: str, stage: str, column: RecordedColumn, epochs: Epochs
+) -> dict[str, Any]:
     kept = thinned(column.values, POINTS)
     rows = [column.rows[one] for one in kept]
     in_epochs = [epochs(row.step, row.epoch) for row in rows]

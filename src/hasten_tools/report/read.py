@@ -7,8 +7,9 @@ import gc
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,14 @@ class RecordedRow:
     epoch: int | None
     time: float | None
     values: dict[str, float]
+
+
+@dataclass
+class RecordedColumn:
+    """Values of a name, and the rows in which they are."""
+
+    rows: list[RecordedRow] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -82,12 +91,9 @@ class RecordedRun:
 
     def keys(self) -> list[str]:
         """Return what ``series`` can give: the names logged, then learning rates and speeds."""
-        names = dict.fromkeys(name for row in self.rows for name in row.values)
-        rates = dict.fromkeys(f"lr-{name}" for line in self.speed for name in line.get("lr") or {})
-        if len(rates) == 1:
-            rates = {"lr": None}
-        speeds = [name for name in SPEEDS if any(_speed(line, name) is not None for line in self.speed)]
-        return list(names | rates) + speeds
+        names, figures = dict.fromkeys(name for row in self.rows for name in row.values), self.figures()
+        rates = [name for name in figures if name == "lr" or name.startswith("lr-")]
+        return list(dict.fromkeys([*names, *rates, *(name for name in SPEEDS if name in figures)]))
 
     def series(self, key: str, x: Literal["step", "epoch", "time"] = "step") -> tuple[list[float], list[float]]:
         """Return the values of one key, and where they were logged.
@@ -102,28 +108,50 @@ class RecordedRun:
             ValueError: epochs or times were not written.
 
         """
-        found = self._points(key)
-        places: list[Any] = [one[0] for one in found]
+        if key not in (known := self.keys()):
+            raise KeyError(f"{self.name} has no value {key!r}.{did_you_mean(key, known)}")
+        column = self.logged([key]).get(key) or self.figures()[key]
+        places: list[Any] = [row.step for row in column.rows]
         if x == "epoch":
-            places = [one[1] for one in found]
+            places = [row.epoch for row in column.rows]
         elif x == "time":
-            places = [None if one[2] is None else self.elapsed(one[2]) for one in found]
-        kept = [(float(place), one[3]) for place, one in zip(places, found, strict=True) if place is not None]
-        if found and not kept:
+            places = [None if row.time is None else self.elapsed(row.time) for row in column.rows]
+        kept = [(float(place), value) for place, value in zip(places, column.values, strict=True) if place is not None]
+        if not kept:
             raise ValueError(f"{self.name}: the {x} of {key!r} was not written; draw it by step.")
         return [place for place, _ in kept], [value for _, value in kept]
 
-    def _points(self, key: str) -> list[tuple[int, Any, float | None, Any]]:
-        """Return step, epoch, time and value wherever a key was logged."""
-        if key in (names := dict.fromkeys(name for row in self.rows for name in row.values)):
-            return [(row.step, row.epoch, row.time, row.values[key]) for row in self.rows if key in row.values]
-        if key not in self.keys():
-            raise KeyError(f"{self.name} has no value {key!r}.{did_you_mean(key, [*names, *self.keys()])}")
-        return [
-            (int(line["step"]), line.get("epoch"), line["time"], value)
-            for line in self.speed
-            if (value := _of_speed(line, key)) is not None
-        ]
+    def logged(self, names: Collection[str] | None = None) -> dict[str, RecordedColumn]:
+        """Return the values that were logged, by name; with ``names`` of these only."""
+        # Rows with the same names together: a million of them are read in seconds.
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for place, row in enumerate(self.rows):
+            alike.setdefault(tuple(row.values), []).append(place)
+        found: dict[str, list[list[int]]] = {}
+        for together, places in alike.items():
+            for name in together:
+                if names is None or name in names:
+                    found.setdefault(name, []).append(places)
+        columns: dict[str, RecordedColumn] = {}
+        shared: dict[tuple[int, ...], list[RecordedRow]] = {}
+        for name, parts in found.items():
+            key = tuple(map(id, parts))
+            if key not in shared:
+                shared[key] = [self.rows[place] for place in (parts[0] if len(parts) == 1 else sorted(chain(*parts)))]
+            columns[name] = RecordedColumn(shared[key], [row.values[name] for row in shared[key]])
+        return columns
+
+    def figures(self) -> dict[str, RecordedColumn]:
+        """Return what the lines about speed say, by name: speeds, waiting, memory, learning rates."""
+        columns: dict[str, RecordedColumn] = {}
+        several = len({name for line in self.speed for name in line.get("lr") or {}}) > 1
+        for line in self.speed:
+            row = RecordedRow(int(line["step"]), line.get("epoch"), float(line["time"]), {})
+            for name, value in _figures(line, several_rates=several):
+                column = columns.setdefault(name, RecordedColumn())
+                column.rows.append(row)
+                column.values.append(value)
+        return columns
 
     def elapsed(self, time: float) -> float:
         """Return the seconds of training until ``time``, without the pauses between attempts."""
@@ -387,18 +415,20 @@ def _complete(reader: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 # -- speeds
 
 
-def _speed(line: dict[str, Any], name: str) -> float | None:
-    amount = line.get("samples" if name == "samples_per_sec" else "tokens")
-    seconds = _number(line.get("seconds"))
-    if amount is None or not seconds:
-        return None
-    number = _number(amount)
-    return None if number is None else number / seconds
-
-
-def _of_speed(line: dict[str, Any], key: str) -> float | None:
-    if key in SPEEDS:
-        return _speed(line, key)
-    rates = dict(line.get("lr") or {})
-    value = next(iter(rates.values()), None) if key == "lr" else rates.get(key.removeprefix("lr-"))
-    return None if value is None else _number(value)
+def _figures(line: Mapping[str, Any], *, several_rates: bool) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each figure in a line about speed."""
+    number = {name: _number(value) for name, value in line.items()}
+    seconds = number.get("seconds")
+    if seconds and seconds > 0:
+        for name, key in zip(SPEEDS, ("samples", "tokens"), strict=True):
+            if amount := number.get(key):
+                yield name, amount / seconds
+        if (waited := number.get("data_seconds")) is not None:
+            yield "data wait", 100 * waited / seconds
+        if (flops := number.get("flops")) and (peak := number.get("peak_flops")):
+            yield "MFU", 100 * flops / seconds / peak
+    if memory := number.get("memory_bytes"):
+        yield "memory", memory / 2**30
+    for name, rate in (line.get("lr") or {}).items():
+        if (value := _number(rate)) is not None:
+            yield f"lr-{name}" if several_rates else "lr", value

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from hasten._lib.files import cache_folder, remember_json
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.report.tables import aligned
 from hasten_tools.speed.levers import Facts, Lever
 from hasten_tools.speed.safety import Safety
 from hasten_tools.speed.trial_processes import FAILED, NO_GAIN, NOISY, SLOWER, UNCLEAR, Turn, speed_text, times
-from hasten_tools.tables import aligned
 
 # The other verdicts of a row.
 WINS, NEVER_PAYS, WRONG, REFUSED = "wins", "pays back too late", "wrong", "refused"

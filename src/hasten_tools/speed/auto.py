@@ -70,39 +70,7 @@ def advise(
     timeout_seconds: float = 900.0,
     verbose: bool = True,
 ) -> Advice:
-    """Measure which switches make this training faster, and recommend the line to write.
-
-    Each switch trains a copy of the model in its own process, in turns with the fastest line so far, until it is
-    certain what it gains; its losses must equal the losses of that line within the noise. Model, data, random numbers
-    and Trainer are not changed; a result for all switches is kept for ``Trainer(speed="auto")``. If model or data
-    cannot be sent to other processes, use ``hasten advise program.py``.
-
-    Args:
-        trainer: the Trainer.
-        model: the model to train.
-        train_dataloaders: the training data, or a datamodule.
-        datamodule: gives the data instead.
-        levers: switches by name, by the Trainer's argument or as ``hasten_tools.speed.levers.Lever``; all by default.
-        rounds: how long a comparison may last: at most 16 times as many turns of each.
-        steps: steps of a turn; about half a second's worth by default, 1 to 50.
-        warm_up: steps of each before the clock; one if they take long.
-        seeds: runs with other seeds, if losses can only be compared by how much they differ by chance.
-        combine: put switches on top of one another; else each is compared with the unchanged program.
-        budget_seconds: how long everything may take: then it stops, the most promising switches first. None for no
-            limit.
-        timeout_seconds: how long preparing or a turn may take.
-        verbose: print progress and the verdict; ``advice.table()`` has all figures.
-
-    Returns:
-        The result: rows, winners, the line to write.
-
-    Raises:
-        TypeError: model or data have a wrong type, or cannot be sent to other processes.
-        MisconfigurationException: a step, configure_optimizers or data is missing.
-        ValueError: a switch does not exist, or a number is out of range.
-        RuntimeError: the unchanged program cannot be measured.
-
-    """
+    """Measure which switches make this training faster; arguments, result and errors are as of ``Trainer.advise``."""
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
 

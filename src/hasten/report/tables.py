@@ -6,15 +6,21 @@ from collections.abc import Iterator, Sequence
 
 
 def aligned(
-    rows: Sequence[Sequence[str]], widths: Sequence[int], *, right_from: int, gap: str = "", rule: str = ""
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int] | None = None,
+    *,
+    right_from: int | None = None,
+    gap: str = "",
+    rule: str = "",
 ) -> Iterator[str]:
     """Yield the lines of a table, without spaces at their ends.
 
     Args:
         rows: the texts of each row; a row may have fewer than there are columns. The first row is the heading if there
             is a ``rule``. A text of several lines goes on below in its column.
-        widths: characters of each column; texts of further columns are left out.
-        right_from: the number of the first column whose texts are aligned on the right: figures.
+        widths: characters of each column; texts of further columns are left out. Default: as wide as the texts, of
+            which all rows have the same number then.
+        right_from: the number of the first column whose texts are aligned on the right: figures. Default: none is.
         gap: stands between columns.
         rule: a line that stands above, below and under the heading.
 
@@ -29,6 +35,10 @@ def aligned(
         -----------
 
     """
+    if widths is None:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if right_from is None:
+        right_from = len(widths)
     if rule:
         yield rule
     for number, row in enumerate(rows):
