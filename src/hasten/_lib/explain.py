@@ -19,7 +19,7 @@ from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import add_note, is_call_of_torch
 from hasten._lib.names import did_you_mean
 from hasten.extend.frames import file_of, method_owner
-from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of, source_file
+from hasten.extend.origin import ROOTS, comes_from, is_builtin, names_in, package_of, source_file
 
 _NO_BATCH = object()
 
@@ -333,10 +333,39 @@ def _without_init(kind: type) -> str:
     return f"Write super().__init__() as the first line of {kind.__name__}.__init__{where}."
 
 
+def _of_none(found: re.Match[str], place: _Place) -> str:
+    if not re.search(rf"\blogger\.{found[1]}\b", place.line()):
+        return ""
+    return (
+        "The logger is None: the Trainer has logger=False. Write Trainer(logger=True), or trainer.log_dir for a folder "
+        "that is there without a logger, or test `if self.logger is not None` first."
+    )
+
+
+def _of_datamodule(owner: object, name: str) -> str:
+    """Return where a datamodule should set an attribute that it lacks; "" for another object."""
+    kind = type(owner)
+    setup, prepare = getattr(kind, "setup", None), getattr(kind, "prepare_data", None)
+    if setup is None or prepare is None or not hasattr(kind, "train_dataloader"):
+        return ""
+    if is_builtin(setup):
+        return f"{kind.__name__} has no setup(): write def setup(self, stage), and set self.{name} there."
+    if name in names_in(setup):
+        return f"{kind.__name__}.setup() sets self.{name} for other stages only: set it for this one, too."
+    own = [each for each in vars(owner) if each != "trainer" and not each.startswith("_")]
+    if near := did_you_mean(name, own).strip():
+        return near
+    if name in names_in(prepare):
+        return f"prepare_data() runs in one process of many: set self.{name} in {kind.__name__}.setup()."
+    return f"Set self.{name} in {kind.__name__}.setup(), which the Trainer calls before it asks for loaders."
+
+
 def _attribute(_: re.Match[str], place: _Place) -> str:
     owner, name = getattr(place.error, "obj", None), getattr(place.error, "name", None)
-    if not isinstance(owner, nn.Module) or not isinstance(name, str):
+    if not isinstance(name, str):
         return ""
+    if not isinstance(owner, nn.Module):
+        return _of_datamodule(owner, name)
     if "_modules" not in vars(owner):
         return _without_init(type(owner))
     own = [*vars(owner), *owner._modules, *owner._parameters, *owner._buffers, *vars(type(owner))]
@@ -369,9 +398,11 @@ def _unpack(found: re.Match[str], place: _Place) -> str:
         return _string(found, place)
     if not isinstance(batch, (list, tuple)):
         return ""
+    names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if 1 < len(batch) <= 4 else "x," if batch else "*parts"
     return (
         "The step unpacks the batch into another number of parts than the dataset gives: "
-        f"{expected} instead of {len(batch)}."
+        f"{expected} instead of {len(batch)}, {describe_batch(batch)}. Write {names} = batch, or return "
+        f"{expected} values from the dataset's __getitem__."
     )
 
 
@@ -488,6 +519,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"'list' object has no attribute '(?:zero_grad|step|param_groups)'", (AttributeError,),
      "self.optimizers() and self.lr_schedulers() return a list where there are several: "
      "first, second = self.optimizers()."),
+    (r"'NoneType' object has no attribute '(\w+)'", (AttributeError,), _of_none),
     (r"object has no attribute", (AttributeError,), _attribute),
     (r"object of type '(\w+)' has no len\(\)", (TypeError,),
      lambda m, _: f"Define __len__ in {m[1]}, the number of samples; or make it an IterableDataset with __iter__."),

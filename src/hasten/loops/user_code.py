@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -238,6 +239,51 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             if nothing_trained and any(parameter.requires_grad for parameter in own.values()):
                 raise MisconfigurationException(f"{problem}: it would not be trained.", fix=instead)
         rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it.", fix=instead)
+    _warn_of_layers_in_lists(module, own, optimizers)
+
+
+# What every module has.
+_ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
+# How many members of a list or dict are looked at: it may be a dataset.
+_LOOKED_AT = 32
+
+
+def _warn_of_layers_in_lists(module: LightningModule, own: Mapping[int, Any], optimizers: Iterable[Any]) -> None:
+    """Warn of trainable layers that are in a list, tuple or dict, and which no optimizer trains for that reason."""
+    waiting: list[tuple[str, nn.Module]] = [("", module)]
+    seen = {id(module)}
+    # Without a Python call for each module: this runs in every fit.
+    for place, part in waiting:
+        for name, value in vars(part).items():
+            if type(value) not in (list, tuple, dict) or name in _ATTRIBUTES_OF_MODULES:
+                continue
+            for member in islice(value.values() if type(value) is dict else value, _LOOKED_AT):
+                if isinstance(member, nn.Module) and _is_left_out(member, own, optimizers):
+                    kind = type(value).__name__
+                    instead = "nn.ModuleDict" if kind == "dict" else "nn.ModuleList"
+                    rank_zero_warn(
+                        f"{type(module).__name__}: {place}{name} is a {kind} with layers ({type(member).__name__}). "
+                        "torch does not find them there: no optimizer has their parameters, and they are neither "
+                        "moved to the device nor saved.",
+                        fix=(
+                            f"Write self.{name} = {instead}(...), or requires_grad_(False) for layers that are not to "
+                            "be trained."
+                        ),
+                    )
+                    break
+        for name, child in (vars(part).get("_modules") or {}).items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append((f"{place}{name}.", child))
+
+
+def _is_left_out(layers: nn.Module, own: Mapping[int, Any], optimizers: Iterable[Any]) -> bool:
+    """Return whether layers have trainable parameters that neither the module nor an optimizer has."""
+    trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    return bool(trained) and any(
+        parameter.requires_grad and id(parameter) not in own and id(parameter) not in trained
+        for parameter in layers.parameters()
+    )
 
 
 def _held_by(module: nn.Module) -> set[int]:
