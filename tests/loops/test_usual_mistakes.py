@@ -186,3 +186,47 @@ def test_a_batch_of_another_number_of_parts_is_described() -> None:
     with pytest.raises(ValueError, match="unpack") as caught:
         quiet().fit(Net(), loader())
     assert "list of 2 (Tensor (4, 8) float32, Tensor (4,) int64). Write x, y = batch" in notes(caught.value)
+
+
+def computes_without_gradients(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.log("seen", self.loss(batch).detach())
+    with torch.no_grad():
+        return self.loss(batch)
+
+
+def takes_the_class(self: Any, batch: Any, batch_idx: int) -> Any:
+    return self(batch[0]).argmax(1).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [(computes_without_gradients, "with torch.no_grad():"), (takes_the_class, "return self(batch[0]).argmax(1)")],
+)
+def test_a_loss_without_gradients_names_the_line_that_ends_its_graph(step: Any, line: str) -> None:
+    net = type("Net", (Classifier,), {"training_step": step})()
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        quiet().fit(net, loader())
+    assert line in notes(caught.value)
+    assert __file__ in notes(caught.value)
+
+
+def test_a_model_whose_parameters_are_all_frozen_is_named() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        quiet().fit(Classifier().requires_grad_(False), loader())
+    assert "every parameter of Classifier has requires_grad=False" in notes(caught.value)
+
+
+def test_a_change_in_place_names_the_layer() -> None:
+    class Net(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            x = torch.sigmoid(self.body(x))
+            x += 1
+            return self.layers(x)
+
+    with pytest.raises(RuntimeError, match="inplace") as caught:
+        quiet().fit(Net(), loader())
+    assert "Sigmoid keeps for its gradient in or after the layer body" in notes(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +19,7 @@ from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import add_note, is_call_of_torch
 from hasten._lib.names import did_you_mean
 from hasten.extend.frames import file_of, method_owner
-from hasten.extend.origin import ROOTS, comes_from, is_builtin, names_in, package_of, source_file
+from hasten.extend.origin import ROOTS, comes_from, functions_reached, is_builtin, names_in, package_of, source_file
 
 _NO_BATCH = object()
 
@@ -377,6 +377,82 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
     return f"Nothing has set self.{name} so far: set it in {kind.__name__}.__init__, or define a method of this name."
 
 
+# What ends the graph of a loss; the second are values of a log, which may be detached.
+_ENDS_GRAPH = re.compile(
+    r"\.detach\(|\.item\(|no_grad\b|inference_mode\b|argmax\(|\btorch\.tensor\(|\.numpy\(|\.data\b"
+)
+_LOGS = re.compile(r"^\s*(#|self\.log|print)")
+
+
+def explain_graph(error: BaseException, module: nn.Module, step: Callable[..., Any]) -> None:
+    """Add where the graph of a loss ends, or whose output was changed in place, to an error of its backward.
+
+    Args:
+        error: the exception.
+        module: whose step computed the loss.
+        step: that method.
+
+    """
+    text, note = str(error), ""
+    # An explanation that fails must not hide the error.
+    with suppress(Exception):
+        if "does not require grad" in text:
+            note = _end_of_graph(module, step)
+        elif "modified by an inplace operation" in text:
+            note = _changed_in_place(module, _place_of(error, _NO_BATCH))
+    if note:
+        error.add_note(note)
+
+
+def _end_of_graph(module: nn.Module, step: Callable[..., Any]) -> str:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return f"Here every parameter of {type(module).__name__} has requires_grad=False."
+    for function in functions_reached([step], lambda name: getattr(module, name, None), depth=2):
+        lines, first = inspect.getsourcelines(function)
+        for number, line in enumerate(lines, first):
+            if _ENDS_GRAPH.search(line) and not _LOGS.match(line):
+                return f"Look at line {number} of {source_file(function)}: {line.strip()}"
+    return ""
+
+
+def _changed_in_place(module: nn.Module, place: _Place) -> str:
+    """Name the layer whose output was changed: the nearest parameters before the operation that kept it."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    (loss,) = place.local("loss") or place.local("self") or (None,)
+    for node in _nodes(getattr(loss, "grad_fn", None)):
+        if not _keeps_changed(node):
+            continue
+        operation = node.name().removesuffix("0").removesuffix("Backward")
+        before = (names.get(id(getattr(each, "variable", None))) for each in _nodes(node))
+        layer = next((name.rpartition(".")[0] for name in before if name), "")
+        where = f" in or after the layer {layer}" if layer else ""
+        return f"Changed was a tensor that {operation} keeps for its gradient{where}."
+    return ""
+
+
+def _nodes(first: Any) -> Iterator[Any]:
+    """Yield a node of a graph of autograd and those before it, the nearest first."""
+    waiting, seen = [first], {first}
+    for node in waiting:
+        if node is None:
+            continue
+        yield node
+        later = [each for each, _ in node.next_functions if each not in seen]
+        seen.update(later)
+        waiting += later
+
+
+def _keeps_changed(node: Any) -> bool:
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    return True
+    return False
+
+
 def _dimension(found: re.Match[str], _: _Place) -> str:
     last = int(found[1])
     return f"The tensor has {last + 1} dimension{'s' * (last > 0)}: the last one is dim={last}, or dim=-1."
@@ -401,7 +477,7 @@ def _unpack(found: re.Match[str], place: _Place) -> str:
     names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if 1 < len(batch) <= 4 else "x," if batch else "*parts"
     return (
         "The step unpacks the batch into another number of parts than the dataset gives: "
-        f"{expected} instead of {len(batch)}, {describe_batch(batch)}. Write {names} = batch, or return "
+        f"{expected} instead of {len(batch)}. The batch is a {describe_batch(batch)}. Write {names} = batch, or return "
         f"{expected} values from the dataset's __getitem__."
     )
 

@@ -27,7 +27,7 @@ from hasten._lib.errors import (
     add_note,
     make_error,
 )
-from hasten._lib.explain import describe_batch, explain
+from hasten._lib.explain import describe_batch, explain, explain_graph
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
@@ -882,6 +882,7 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
     # The place comes first, even if the fix is already known.
     error.__notes__.insert(0, error.__notes__.pop())
     explain(error, batch)
+    explain_graph(error, module, getattr(module, step))
     text = str(error)
     if is_out_of_memory(error):
         add_note(error, "Memory ran out.", fix=_MEMORY_FIX)
