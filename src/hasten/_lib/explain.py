@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +19,7 @@ from hasten._lib.device import is_out_of_memory
 from hasten._lib.errors import add_note, is_call_of_torch
 from hasten._lib.names import did_you_mean
 from hasten.extend.frames import file_of, method_owner
-from hasten.extend.origin import ROOTS, comes_from, is_builtin, package_of, source_file
+from hasten.extend.origin import ROOTS, comes_from, functions_reached, is_builtin, names_in, package_of, source_file
 
 _NO_BATCH = object()
 
@@ -333,10 +333,39 @@ def _without_init(kind: type) -> str:
     return f"Write super().__init__() as the first line of {kind.__name__}.__init__{where}."
 
 
+def _of_none(found: re.Match[str], place: _Place) -> str:
+    if not re.search(rf"\blogger\.{found[1]}\b", place.line()):
+        return ""
+    return (
+        "The logger is None: the Trainer has logger=False. Write Trainer(logger=True), or trainer.log_dir for a folder "
+        "that is there without a logger, or test `if self.logger is not None` first."
+    )
+
+
+def _of_datamodule(owner: object, name: str) -> str:
+    """Return where a datamodule should set an attribute that it lacks; "" for another object."""
+    kind = type(owner)
+    setup, prepare = getattr(kind, "setup", None), getattr(kind, "prepare_data", None)
+    if setup is None or prepare is None or not hasattr(kind, "train_dataloader"):
+        return ""
+    if is_builtin(setup):
+        return f"{kind.__name__} has no setup(): write def setup(self, stage), and set self.{name} there."
+    if name in names_in(setup):
+        return f"{kind.__name__}.setup() sets self.{name} for other stages only: set it for this one, too."
+    own = [each for each in vars(owner) if each != "trainer" and not each.startswith("_")]
+    if near := did_you_mean(name, own).strip():
+        return near
+    if name in names_in(prepare):
+        return f"prepare_data() runs in one process of many: set self.{name} in {kind.__name__}.setup()."
+    return f"Set self.{name} in {kind.__name__}.setup(), which the Trainer calls before it asks for loaders."
+
+
 def _attribute(_: re.Match[str], place: _Place) -> str:
     owner, name = getattr(place.error, "obj", None), getattr(place.error, "name", None)
-    if not isinstance(owner, nn.Module) or not isinstance(name, str):
+    if not isinstance(name, str):
         return ""
+    if not isinstance(owner, nn.Module):
+        return _of_datamodule(owner, name)
     if "_modules" not in vars(owner):
         return _without_init(type(owner))
     own = [*vars(owner), *owner._modules, *owner._parameters, *owner._buffers, *vars(type(owner))]
@@ -346,6 +375,82 @@ def _attribute(_: re.Match[str], place: _Place) -> str:
     if name.startswith("_") or package_of(kind) in {"torch", *ROOTS}:
         return ""
     return f"Nothing has set self.{name} so far: set it in {kind.__name__}.__init__, or define a method of this name."
+
+
+# What ends the graph of a loss; the second are values of a log, which may be detached.
+_ENDS_GRAPH = re.compile(
+    r"\.detach\(|\.item\(|no_grad\b|inference_mode\b|argmax\(|\btorch\.tensor\(|\.numpy\(|\.data\b"
+)
+_LOGS = re.compile(r"^\s*(#|self\.log|print)")
+
+
+def explain_graph(error: BaseException, module: nn.Module, step: Callable[..., Any]) -> None:
+    """Add where the graph of a loss ends, or whose output was changed in place, to an error of its backward.
+
+    Args:
+        error: the exception.
+        module: whose step computed the loss.
+        step: that method.
+
+    """
+    text, note = str(error), ""
+    # An explanation that fails must not hide the error.
+    with suppress(Exception):
+        if "does not require grad" in text:
+            note = _end_of_graph(module, step)
+        elif "modified by an inplace operation" in text:
+            note = _changed_in_place(module, _place_of(error, _NO_BATCH))
+    if note:
+        error.add_note(note)
+
+
+def _end_of_graph(module: nn.Module, step: Callable[..., Any]) -> str:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return f"Here every parameter of {type(module).__name__} has requires_grad=False."
+    for function in functions_reached([step], lambda name: getattr(module, name, None), depth=2):
+        lines, first = inspect.getsourcelines(function)
+        for number, line in enumerate(lines, first):
+            if _ENDS_GRAPH.search(line) and not _LOGS.match(line):
+                return f"Look at line {number} of {source_file(function)}: {line.strip()}"
+    return ""
+
+
+def _changed_in_place(module: nn.Module, place: _Place) -> str:
+    """Name the layer whose output was changed: the nearest parameters before the operation that kept it."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    (loss,) = place.local("loss") or place.local("self") or (None,)
+    for node in _nodes(getattr(loss, "grad_fn", None)):
+        if not _keeps_changed(node):
+            continue
+        operation = node.name().removesuffix("0").removesuffix("Backward")
+        before = (names.get(id(getattr(each, "variable", None))) for each in _nodes(node))
+        layer = next((name.rpartition(".")[0] for name in before if name), "")
+        where = f" in or after the layer {layer}" if layer else ""
+        return f"Changed was a tensor that {operation} keeps for its gradient{where}."
+    return ""
+
+
+def _nodes(first: Any) -> Iterator[Any]:
+    """Yield a node of a graph of autograd and those before it, the nearest first."""
+    waiting, seen = [first], {first}
+    for node in waiting:
+        if node is None:
+            continue
+        yield node
+        later = [each for each, _ in node.next_functions if each not in seen]
+        seen.update(later)
+        waiting += later
+
+
+def _keeps_changed(node: Any) -> bool:
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    return True
+    return False
 
 
 def _dimension(found: re.Match[str], _: _Place) -> str:
@@ -369,9 +474,11 @@ def _unpack(found: re.Match[str], place: _Place) -> str:
         return _string(found, place)
     if not isinstance(batch, (list, tuple)):
         return ""
+    names = ", ".join(["x", "y", "z", "w"][: len(batch)]) if 1 < len(batch) <= 4 else "x," if batch else "*parts"
     return (
         "The step unpacks the batch into another number of parts than the dataset gives: "
-        f"{expected} instead of {len(batch)}."
+        f"{expected} instead of {len(batch)}. The batch is a {describe_batch(batch)}. Write {names} = batch, or return "
+        f"{expected} values from the dataset's __getitem__."
     )
 
 
@@ -488,6 +595,7 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"'list' object has no attribute '(?:zero_grad|step|param_groups)'", (AttributeError,),
      "self.optimizers() and self.lr_schedulers() return a list where there are several: "
      "first, second = self.optimizers()."),
+    (r"'NoneType' object has no attribute '(\w+)'", (AttributeError,), _of_none),
     (r"object has no attribute", (AttributeError,), _attribute),
     (r"object of type '(\w+)' has no len\(\)", (TypeError,),
      lambda m, _: f"Define __len__ in {m[1]}, the number of samples; or make it an IterableDataset with __iter__."),

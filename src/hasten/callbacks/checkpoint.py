@@ -19,7 +19,7 @@ from hasten._lib.errors import BadLossError, MisconfigurationException, make_err
 from hasten._lib.files import file_system, require_folder
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks import checkpoint_files
-from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates
+from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates, warn_of_mode
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
 from hasten.elsewhere import conventions
@@ -155,6 +155,8 @@ class ModelCheckpoint(Checkpoint):
         owner, error = "ModelCheckpoint", MisconfigurationException
         self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)
         self.monitor = None if monitor is None else check_monitor("ModelCheckpoint", monitor)
+        if monitor is not None and save_top_k != -1:
+            warn_of_mode(owner, monitor, mode)
         if filename is not None:
             checkpoint_files.check_template(filename, "ModelCheckpoint(filename)")
         check.one_of(owner, "save_last", save_last, (True, False, "link"), allow_none=True, error=error)

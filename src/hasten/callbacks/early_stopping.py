@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -87,6 +88,7 @@ class EarlyStopping(Callback):
         self.monitor = check_monitor("EarlyStopping", monitor)
         owner, numbers, error = "EarlyStopping", (int, float, Tensor), MisconfigurationException
         self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)
+        warn_of_mode(owner, monitor, mode)
         self.patience = check.whole(owner, "patience", patience, at_least=0, unit="checks", error=error)
         check.number(owner, "min_delta", min_delta, error=error)
         for name, threshold in (
@@ -268,6 +270,50 @@ def check_monitor(owner: str, monitor: str) -> str:
             argument="monitor",
         )
     return monitor
+
+
+# Parts of names of values of which less, or more, is better.
+_LESS = ("loss", "error", "err", "mse", "mae", "rmse", "ppl", "perplexity", "wer", "cer", "fid", "nll", "eer")
+_MORE = (
+    "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "iou", "miou", "dice", "map", "bleu", "rouge",
+    "psnr", "ssim", "r2", "top1", "top5", "reward", "mcc", "kappa",
+)  # fmt: skip
+# Parts with which a name leaves some doubt: a negative value, a difference, a loss called after its metric.
+_DOUBTFUL = (
+    "neg", "negative", "minus", "inverse", "inv", "gap", "diff", "difference", "delta", "std", "var", "drop",
+    "precision", "iou", "dice", "map", "reward", "err", "adversarial", "acceleration",
+)  # fmt: skip
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
+
+
+def right_mode(name: str) -> str | None:
+    """Return "min" or "max" where the name of a value says which is better, else None.
+
+    Example::
+
+        >>> right_mode("val_acc"), right_mode("val/loss"), right_mode("x")
+        ('max', 'min', None)
+
+    """
+    words = _words(name)
+    less = any(word in _LESS or word.endswith("loss") for word in words)
+    more = any(word in _MORE or word.startswith("acc") or word.endswith("acc") for word in words)
+    return None if less == more else "min" if less else "max"
+
+
+def warn_of_mode(owner: str, monitor: str, mode: str) -> None:
+    """Warn where the name of the value says that the other direction is better, such as min for an accuracy."""
+    expected = right_mode(monitor)
+    if expected in (None, mode) or not set(_DOUBTFUL).isdisjoint(_words(monitor)):
+        return
+    rank_zero_warn(
+        f"{owner}(monitor={monitor!r}, mode={mode!r}): the {'lowest' if mode == 'min' else 'highest'} value counts as "
+        "the best.",
+        fix=f"Write mode={expected!r}.",
+    )
 
 
 def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged:

@@ -613,11 +613,29 @@ def _newest_in(folder: Path) -> str:
 def not_found(path: Path, *words: str) -> str:
     """Return the message for a file that does not exist, with the nearest name in its folder or among ``words``."""
     if not path.parent.is_dir():
-        near = [each.name for each in path.parent.parent.glob("*")]
-        return f"the folder {str(path.parent)!r} does not exist.{did_you_mean(path.parent.name, near)}"
+        near = did_you_mean(path.parent.name, [each.name for each in path.parent.parent.glob("*")])
+        return f"the folder {str(path.parent)!r} does not exist.{near}{_nearest_below_parents(path)}"
     others = sorted(each.name for each in path.parent.iterdir())
     hint = did_you_mean(path.name, words) or did_you_mean_file(path.name, others)
     return f"the file does not exist.{hint}"
+
+
+# How many folders above a missing one are searched for checkpoints, and how deep.
+_PARENTS, _DEEP = 3, 3
+
+
+def _nearest_below_parents(path: Path) -> str:
+    """Return a sentence that names the newest checkpoint near a missing folder; "" if there is none."""
+    for folder in list(path.parent.parents)[:_PARENTS]:
+        if not folder.is_dir() or folder == folder.parent:
+            continue
+        found = [file for depth in range(1, _DEEP + 1) for file in folder.glob("*/" * depth + "*.ckpt")]
+        if found:
+            same = [file for file in found if file.name == path.name] or found
+            return f" The newest checkpoint near it is {str(max(same, key=lambda each: each.stat().st_mtime))!r}."
+        if folder.parts:
+            break
+    return ""
 
 
 _leaves_out: ContextVar[bool] = ContextVar("leaves_out", default=False)

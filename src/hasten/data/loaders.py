@@ -163,14 +163,16 @@ def _check_iterable(loader: Any, name: str) -> None:
 
 
 def _report_empty(loader: Any, name: str) -> None:
-    what = f"an empty {type(loader).__name__}"
+    what, fix = f"an empty {type(loader).__name__}", "Give it at least one batch of samples."
     if isinstance(loader, DataLoader):
         dataset = type(users_dataset(loader.dataset)).__name__
-        what = f"{length_of(loader.sampler) or 0} samples of {dataset}, batch_size={loader.batch_size}, "
-        what += f"drop_last={loader.drop_last}"
+        samples = length_of(loader.sampler) or 0
+        what = f"{samples} samples of {dataset}, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
+        if samples and loader.drop_last:
+            fix = f"Write drop_last=False, or a batch_size of at most {samples}."
     message = f"{name} has no batches: {what}"
     if not conventions.current().mistakes_are_warnings:
-        raise MisconfigurationException(f"{message}.", fix="Give it at least one batch of samples.")
+        raise MisconfigurationException(f"{message}.", fix=fix)
     rank_zero_warn(f"{message}.", fix="Please make sure that this is intended.")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.files import file_system, remove_abandoned, replacing
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.elsewhere import conventions
@@ -169,6 +170,19 @@ class ExperimentWriter:
                 system = self._fs if is_url(log_dir) else None
                 os.remove(self.metrics_file_path) if system is None else system.rm(self.metrics_file_path)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what has the methods of TensorBoard's writer."""
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("add_"):
+            raise AttributeError(f"{what}.", name=name, obj=self)
+        raise make_error(
+            AttributeError,
+            f"{what}: this is the writer of a CSVLogger.",
+            fix="Use Trainer(logger=TensorBoardLogger(save_dir)), or self.log() for numbers, which all loggers take.",
+            name=name,
+            obj=self,
+        )
+
     @property
     def _fs(self) -> Any:
         """The fsspec file system of the folder."""
@@ -290,6 +304,29 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
         if state and state["file"] == _place(self.experiment.metrics_file_path):
             self.experiment.save()
             self.experiment.table.keep(state["rows"])
+
+
+def check_files(loggers: Iterable[object]) -> None:
+    """Check that no two CSVLoggers write the same files; under Lightning's names this is a warning.
+
+    Raises:
+        MisconfigurationException: two of them do.
+
+    """
+    seen: set[str] = set()
+    for logger in loggers:
+        if not isinstance(logger, CSVLogger):
+            continue
+        folder = _place(logger.log_dir)
+        if folder in seen:
+            what = (
+                f"Two CSVLoggers write the same files in {logger.log_dir!r}, whose metrics.csv would have rows of both."
+            )
+            fix = "Give one of them another name= or version=, or leave it out."
+            if not conventions.current().mistakes_are_warnings:
+                raise MisconfigurationException(what, fix=fix, argument="logger")
+            rank_zero_warn(what, fix=fix)
+        seen.add(folder)
 
 
 def _place(path: str) -> str:

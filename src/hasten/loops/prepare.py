@@ -26,6 +26,7 @@ from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
 from hasten.extend.origin import names_in
 from hasten.hooks import nothing, overrides, redefines
+from hasten.loggers.csv import check_files
 from hasten.loops import micro_batches
 from hasten.loops.processes import check_module, check_optimizers
 from hasten.loops.progress import TrainerFn
@@ -121,6 +122,8 @@ def _find_data_and_loggers(run: Run) -> None:
         warn_about_missing_parts(run.data.validation, run.module, wanted=run.arguments.limit_val_batches != 0)
     assert run.state.fn is not None
     run.data.of(run.state.fn)[0].require()
+    if len(run.logged.loggers) > 1:
+        check_files(run.logged.loggers)
     for logger in sorted(run.logged.loggers, key=lambda each: not getattr(each, "starts_first", False)):
         # A logger that cannot write raises its error now, and paths that contain its version are known from here on.
         getattr(logger, "experiment", None)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -26,7 +27,7 @@ from hasten._lib.errors import (
     add_note,
     make_error,
 )
-from hasten._lib.explain import describe_batch, explain
+from hasten._lib.explain import describe_batch, explain, explain_graph
 from hasten._lib.names import defined_by_program, did_you_mean, has_parameter, nearest
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn, warn_once
 from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, whole
@@ -238,6 +239,51 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             if nothing_trained and any(parameter.requires_grad for parameter in own.values()):
                 raise MisconfigurationException(f"{problem}: it would not be trained.", fix=instead)
         rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it.", fix=instead)
+    _warn_of_layers_in_lists(module, own, optimizers)
+
+
+# What every module has.
+_ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))
+# How many members of a list or dict are looked at: it may be a dataset.
+_LOOKED_AT = 32
+
+
+def _warn_of_layers_in_lists(module: LightningModule, own: Mapping[int, Any], optimizers: Iterable[Any]) -> None:
+    """Warn of trainable layers that are in a list, tuple or dict, and which no optimizer trains for that reason."""
+    waiting: list[tuple[str, nn.Module]] = [("", module)]
+    seen = {id(module)}
+    # Without a Python call for each module: this runs in every fit.
+    for place, part in waiting:
+        for name, value in vars(part).items():
+            if type(value) not in (list, tuple, dict) or name in _ATTRIBUTES_OF_MODULES:
+                continue
+            for member in islice(value.values() if type(value) is dict else value, _LOOKED_AT):
+                if isinstance(member, nn.Module) and _is_left_out(member, own, optimizers):
+                    kind = type(value).__name__
+                    instead = "nn.ModuleDict" if kind == "dict" else "nn.ModuleList"
+                    rank_zero_warn(
+                        f"{type(module).__name__}: {place}{name} is a {kind} with layers ({type(member).__name__}). "
+                        "torch does not find them there: no optimizer has their parameters, and they are neither "
+                        "moved to the device nor saved.",
+                        fix=(
+                            f"Write self.{name} = {instead}(...), or requires_grad_(False) for layers that are not to "
+                            "be trained."
+                        ),
+                    )
+                    break
+        for name, child in (vars(part).get("_modules") or {}).items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append((f"{place}{name}.", child))
+
+
+def _is_left_out(layers: nn.Module, own: Mapping[int, Any], optimizers: Iterable[Any]) -> bool:
+    """Return whether layers have trainable parameters that neither the module nor an optimizer has."""
+    trained = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    return bool(trained) and any(
+        parameter.requires_grad and id(parameter) not in own and id(parameter) not in trained
+        for parameter in layers.parameters()
+    )
 
 
 def _held_by(module: nn.Module) -> set[int]:
@@ -836,6 +882,7 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: object, 
     # The place comes first, even if the fix is already known.
     error.__notes__.insert(0, error.__notes__.pop())
     explain(error, batch)
+    explain_graph(error, module, getattr(module, step))
     text = str(error)
     if is_out_of_memory(error):
         add_note(error, "Memory ran out.", fix=_MEMORY_FIX)

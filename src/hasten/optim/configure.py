@@ -29,7 +29,8 @@ class LRSchedulerConfig:
         scheduler: the scheduler.
         name: the name under which ``LearningRateMonitor`` logs it.
         interval: "epoch" or "step"; "2ep" or "500st" set the frequency, too.
-        frequency: step it every so many intervals.
+        frequency: step it every so many intervals. With "step" it counts batches of the epoch, as Lightning does: with
+            ``accumulate_grad_batches`` the scheduler steps after those optimizer steps whose batch it divides.
         reduce_on_plateau: whether it steps on a monitored value.
         monitor: the name of that value.
         strict: whether a missing value is an error (otherwise a warning).

@@ -15,6 +15,7 @@ from hasten._lib.names import nearest
 from hasten._lib.tree import leaves
 from hasten.callbacks import checkpoint_files
 from hasten.callbacks.checkpoint import ModelCheckpoint
+from hasten.callbacks.early_stopping import right_mode
 from hasten.module.callback import Callback
 from hasten_tools.preflight.methods import is_ours, may_be_called
 from hasten_tools.preflight.report import Rows
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
     from hasten_tools.preflight.plan import Length
 
-# Parts of names of values of which less, or more, is better.
-_LESS = ("loss", "error", "err", "mse", "mae", "rmse", "ppl", "perplexity", "wer", "cer", "fid", "nll", "eer")
-_MORE = (
-    "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "iou", "miou", "dice", "map", "bleu", "rouge",
-    "psnr", "ssim", "r2", "top1", "top5", "reward", "mcc", "kappa",
-)  # fmt: skip
 _FIELD = re.compile(r"\{([^{}:]+)")
 # Free space that a run should leave.
 _SPARE_BYTES = 64 * 2**20
@@ -110,21 +105,6 @@ def _check_filename(callback: Callback, logged: set[str], rows: Rows) -> None:
                 f"ModelCheckpoint(filename={callback.filename!r}): nothing logs {name!r}; it becomes 0 in every name.",
                 f'filename="{str(callback.filename).replace("{" + name, "{" + near)}"' if near else "",
             )
-
-
-def right_mode(name: str) -> str | None:
-    """Return "min" or "max" where the name of a value says which is better, else None.
-
-    Example::
-
-        >>> right_mode("val_acc"), right_mode("val/loss"), right_mode("x")
-        ('max', 'min', None)
-
-    """
-    words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
-    less = any(word in _LESS or word.endswith("loss") for word in words)
-    more = any(word in _MORE or word.startswith("acc") or word.endswith("acc") for word in words)
-    return None if less == more else "min" if less else "max"
 
 
 def check_intervals(

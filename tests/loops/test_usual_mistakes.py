@@ -1,0 +1,232 @@
+"""Mistakes that programs make most often are named with the line to write, before training where that is possible."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.callbacks import EarlyStopping, ModelCheckpoint
+from hasten.loggers import CSVLogger
+from tests.models import Classifier, loader, quiet
+from tests.refusals import refused
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train_set, batch_size=4)  # type: ignore[attr-defined]
+
+
+class OfAnotherStage(Data):
+    def setup(self, stage: str) -> None:
+        if stage == "test":
+            self.train_set = [1.0]
+
+
+class InPrepareData(Data):
+    def prepare_data(self) -> None:
+        if self.prepare_data_per_node is None:
+            self.train_set = [1.0]
+
+    def setup(self, stage: str) -> None: ...
+
+
+class Misspelt(Data):
+    def setup(self, stage: str) -> None:
+        self.trainset = [1.0]
+
+
+class Empty(Data):
+    def setup(self, stage: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Data, "Data has no setup(): write def setup(self, stage), and set self.train_set there"),
+        (OfAnotherStage, "OfAnotherStage.setup() sets self.train_set for other stages only"),
+        (InPrepareData, "prepare_data() runs in one process of many: set self.train_set in InPrepareData.setup()"),
+        (Misspelt, "Did you mean 'trainset'?"),
+        (Empty, "Set self.train_set in Empty.setup()"),
+    ],
+)
+def test_a_datamodule_without_its_data_is_told_where_to_set_it(data: Any, said: str) -> None:
+    with pytest.raises(AttributeError, match="train_set") as caught:
+        quiet().fit(Classifier(), datamodule=data())
+    assert said in notes(caught.value)
+
+
+def test_a_logger_that_is_none_is_explained() -> None:
+    class Net(Classifier):
+        def on_train_start(self) -> None:
+            print(self.trainer.logger.log_dir)  # type: ignore[union-attr]
+
+    with pytest.raises(AttributeError) as caught:
+        quiet(logger=False).fit(Net(), loader())
+    assert "the Trainer has logger=False" in notes(caught.value)
+    assert "trainer.log_dir" in notes(caught.value)
+
+
+class InList(Classifier):
+    blocks: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [nn.Linear(8, 8) for _ in range(2)]
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks.values() if isinstance(self.blocks, dict) else self.blocks:
+            x = block(x)
+        return self.layers(x)
+
+
+def test_layers_in_a_list_are_named_before_training() -> None:
+    model = InList()
+    with pytest.warns(UserWarning, match="InList: blocks is a list") as caught:
+        quiet().fit(model, loader())
+    assert any("self.blocks = nn.ModuleList(...)" in str(each.message) for each in caught)
+    model.blocks = {"first": nn.Linear(8, 8)}
+    with pytest.warns(UserWarning, match=r"nn\.ModuleDict"):
+        quiet().fit(model, loader())
+
+
+def frozen(model: InList) -> InList:
+    for block in model.blocks:
+        block.requires_grad_(False)
+    return model
+
+
+def registered(model: InList) -> InList:
+    model.body = nn.Sequential(*model.blocks)
+    return model
+
+
+class InOptimizer(InList):
+    def configure_optimizers(self) -> Any:
+        blocks = nn.ModuleList(self.blocks)
+        return torch.optim.SGD([*self.parameters(), *blocks.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize("make", [lambda: frozen(InList()), lambda: registered(InList()), InOptimizer])
+def test_layers_in_a_list_that_are_trained_or_frozen_are_not_named(make: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet().fit(make(), loader())
+    assert not [each for each in caught if "is a list" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+@pytest.mark.parametrize(
+    ("monitor", "mode"),
+    [("val_acc", "min"), ("val/accuracy", "min"), ("val_BinaryAUROC", "min"), ("f1", "min"), ("val_loss", "max")],
+)
+def test_a_mode_against_the_name_of_the_value_is_said(kind: Any, monitor: str, mode: str) -> None:
+    with pytest.warns(UserWarning, match=f"Write mode='{'max' if mode == 'min' else 'min'}'"):
+        kind(monitor=monitor, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode"),
+    [("val_acc", "max"), ("val_loss", "min"), ("acc_gap", "min"), ("neg_loss", "max"), ("score", "min"), ("x", "max")],
+)
+def test_a_mode_that_may_be_meant_is_not_said(monitor: str, mode: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EarlyStopping(monitor, mode=mode)
+        ModelCheckpoint(monitor=monitor, mode=mode)
+
+
+def test_two_csv_loggers_of_one_folder_are_refused_before_they_write(tmp_path: Path) -> None:
+    with refused(ValueError, "logger", fix="another name="):
+        quiet(logger=[CSVLogger(tmp_path), CSVLogger(tmp_path)]).fit(Classifier(), loader())
+    assert not list(tmp_path.rglob("*.csv"))
+    quiet(logger=[CSVLogger(tmp_path, "first"), CSVLogger(tmp_path, "second")], log_every_n_steps=1).fit(
+        Classifier(), loader()
+    )
+    assert len(list(tmp_path.rglob("*.csv"))) == 2
+
+
+def test_tensorboards_methods_of_a_csv_logger_name_the_logger_that_has_them(tmp_path: Path) -> None:
+    writer = CSVLogger(tmp_path).experiment
+    with refused(AttributeError, fix="TensorBoardLogger"):
+        writer.add_scalar("loss", 1.0, 0)
+    assert not hasattr(writer, "add_scalar")
+    assert not hasattr(writer, "other")
+
+
+def test_a_loader_that_drops_its_only_batch_is_told_what_to_write() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(3, 8), torch.zeros(3).long())
+    with refused(ValueError, fix="drop_last=False, or a batch_size of at most 3"):
+        quiet().fit(Classifier(), DataLoader(data, batch_size=4, drop_last=True))
+
+
+def test_a_checkpoint_in_a_missing_folder_names_the_newest_near_it(tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(Classifier(), loader())
+    trainer.save_checkpoint(tmp_path / "version_0" / "checkpoints" / "last.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"The newest checkpoint near it is .*last\.ckpt"):
+        quiet().fit(Classifier(), loader(), ckpt_path=tmp_path / "version_1" / "checkpoints" / "last.ckpt")
+
+
+def test_a_batch_of_another_number_of_parts_is_described() -> None:
+    class Net(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            _x, _mask, _y = batch
+
+    with pytest.raises(ValueError, match="unpack") as caught:
+        quiet().fit(Net(), loader())
+    assert "list of 2 (Tensor (4, 8) float32, Tensor (4,) int64). Write x, y = batch" in notes(caught.value)
+
+
+def computes_without_gradients(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.log("seen", self.loss(batch).detach())
+    with torch.no_grad():
+        return self.loss(batch)
+
+
+def takes_the_class(self: Any, batch: Any, batch_idx: int) -> Any:
+    return self(batch[0]).argmax(1).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [(computes_without_gradients, "with torch.no_grad():"), (takes_the_class, "return self(batch[0]).argmax(1)")],
+)
+def test_a_loss_without_gradients_names_the_line_that_ends_its_graph(step: Any, line: str) -> None:
+    net = type("Net", (Classifier,), {"training_step": step})()
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        quiet().fit(net, loader())
+    assert line in notes(caught.value)
+    assert __file__ in notes(caught.value)
+
+
+def test_a_model_whose_parameters_are_all_frozen_is_named() -> None:
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        quiet().fit(Classifier().requires_grad_(False), loader())
+    assert "every parameter of Classifier has requires_grad=False" in notes(caught.value)
+
+
+def test_a_change_in_place_names_the_layer() -> None:
+    class Net(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            x = torch.sigmoid(self.body(x))
+            x += 1
+            return self.layers(x)
+
+    with pytest.raises(RuntimeError, match="inplace") as caught:
+        quiet().fit(Net(), loader())
+    assert "Sigmoid keeps for its gradient in or after the layer body" in notes(caught.value)
