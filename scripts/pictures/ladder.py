@@ -13,6 +13,8 @@ from typing import Any
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
+from hasten_tools.demo.task import ENGINEERS_LOOP
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "benchmarks" / "results" / "ladder_docstrings.json"
 TARGET = ROOT / "docs" / "images"
@@ -35,21 +37,23 @@ def main() -> None:
 
 
 def draw(found: dict[str, Any], look: dict[str, str]) -> Figure:
-    """Return bars of the speed of each row that is kept, relative to the first."""
-    rows = [row for row in found["rows"] if row["kept"] and not row["refused"] and row["same_maths"]]
+    """Return bars of the speed of each row that is kept, relative to the loop that a good engineer writes."""
+    rows = [row for row in found["rows"] if (row["kept"] or row["by_hand"]) and row["same_maths"]]
+    one = next(row["speed"] for row in rows if row["row"] == ENGINEERS_LOOP)
+    rows = [row | {"speed": row["speed"] / one} for row in rows]
     height = 1.28 + 0.34 * len(rows)
     figure = Figure(figsize=(WIDTH_INCHES, height), facecolor=look["page"])
     axes = figure.add_axes((0.385, 0.54 / height, 0.545, 0.34 * len(rows) / height), facecolor=look["page"])
     for place, row in enumerate(rows):
         lower = row["safety"] == "lower precision"
-        color = look["base"] if place < 2 else look["bar"]
+        color = look["base"] if place == 0 or row["by_hand"] else look["bar"]
         # Hatched: the only row that computes with fewer bits.
         axes.barh(place, row["speed"], height=0.66, facecolor=look["page"] if lower else color, edgecolor=color,
                   hatch="//////" if lower else None, linewidth=1.2)  # fmt: skip
-        axes.text(row["speed"] + 0.12, place, f"{row['speed']:.1f}\u00d7", va="center", ha="left", fontsize=10.5,
+        axes.text(row["speed"] + 0.03, place, f"{row['speed']:.1f}\u00d7", va="center", ha="left", fontsize=10.5,
                   weight="bold", color=look["ink"])  # fmt: skip
         text, code = label(row)
-        axes.text(-0.18, place, text, va="center", ha="right", fontsize=9 if code else 9.5, color=look["ink"],
+        axes.text(-0.045, place, text, va="center", ha="right", fontsize=9 if code else 9.5, color=look["ink"],
                   family="DejaVu Sans Mono" if code else "DejaVu Sans")  # fmt: skip
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, max(row["speed"] for row in rows) * 1.09))
     axes.set_axis_off()
@@ -74,14 +78,15 @@ def subtitle(found: dict[str, Any]) -> str:
     model = found["title"].partition(")")[0] + ")"
     hardware = found["hardware"]
     cores = {1: "one core", 2: "two cores"}.get(hardware["cores"], f"{hardware['cores']} cores")
-    return f"Training speed of {model} on {cores} of an {hardware['device']}; plain loop = 1"
+    return f"Training speed of {model} on {cores} of an {hardware['device']}; {ENGINEERS_LOOP} = 1"
 
 
 def notes(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Return what a reader has to know to judge the bars."""
     steps = [int(re.findall(r"\d+", row["basis"])[0]) for row in rows]
     share = 1 - rows[0]["pad_share"]
-    text = f"{share:.0%} of the tokens are text, the others padding. All rows train the same model on the same data."
+    text = f"{share:.0%} of the tokens are text, the others padding. "
+    text += f"The fastest row is {rows[-1]['speed'] / rows[0]['speed']:.1f} times the plain loop."
     lower = [row["row"] for row in rows if row["safety"] == "lower precision"]
     hatched = f" Hatched: lower precision ({', '.join(lower)})." if lower else ""
     torch = found["hardware"]["torch"].partition("+")[0]

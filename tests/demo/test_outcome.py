@@ -14,7 +14,7 @@ from hasten_tools.demo import outcome
 from hasten_tools.demo.cumulative import Result
 from hasten_tools.demo.images import Digits
 from hasten_tools.demo.outcome import Arithmetic
-from hasten_tools.demo.task import LadderRow, RowVariant, first_rows, lever_rows
+from hasten_tools.demo.task import LadderRow, RowVariant, first_rows, lever_rows, rows_by_hand
 from hasten_tools.speed.safety import Safety
 from hasten_tools.speed.trial_processes import Comparison, Turn
 
@@ -102,6 +102,19 @@ def test_single_rows_have_their_notes(results: list[Result]) -> None:
     results[2].in_full = True
     assert "351" in said([results[2]])
     assert "~" not in said([results[2]])
+
+
+def test_the_fastest_row_is_compared_with_the_loop_a_good_engineer_writes(results: list[Result]) -> None:
+    first, second, *_ = results
+    padded, engineer = rows_by_hand(bf16=True)
+    (packed,) = lever_rows("packed")
+    by_hand = [result(padded, first, [4.0], kept=False), result(engineer, first, [2.0], kept=False)]
+    fastest = result(packed, second, [1.0])
+    everything = [first, *by_hand, second, fastest]
+    assert f"Row 5 is {by_hand[1].seconds / fastest.seconds:.2f}x as fast as row 3," in said(everything)
+    # Only what hasten trains is a line to write.
+    (line,) = outcome.lines_to_write([first, by_hand[1], second])
+    assert line.startswith("trainer = L.Trainer()")
 
 
 def test_a_busy_machine_is_said(results: list[Result]) -> None:

@@ -177,7 +177,7 @@ def _measure(options: argparse.Namespace, command: str) -> int:
 
 
 def _rows(rows: list[LadderRow], skip: Sequence[str]) -> list[LadderRow]:
-    names = [row.name for row in rows[2:]]
+    names = [row.name for row in rows if row.by_hand or row.arguments or row.changes]
     for name in skip:
         if name not in names:
             listed = f"use one of {', '.join(names)}."

@@ -18,19 +18,24 @@ from hasten_tools.speed.trial import Session
 
 
 def train(
-    model: nn.Module, loader: Iterable[Batch], task: Task, after_step: Callable[[nn.Module, Tensor, Batch], None]
+    model: nn.Module,
+    loader: Iterable[Batch],
+    task: Task,
+    variant: RowVariant,
+    after_step: Callable[[nn.Module, Tensor, Batch], None],
 ) -> NoReturn:
-    """Train in float32 with nothing but PyTorch, until ``after_step`` ends the process.
+    """Train with nothing but PyTorch, until ``after_step`` ends the process.
 
-    This is what every row of the ladder is compared with.
+    The first row, in float32 and with the optimizer's defaults, is what every row of the ladder is compared with.
     """
-    optimizer = task.optimizer(model)
+    optimizer = task.optimizer(model, fused=variant.fused or None)
     model.train()
     while True:
         for batch in loader:
             on_device = {name: tensor.to(task.device, non_blocking=True) for name, tensor in batch.items()}
             optimizer.zero_grad()
-            loss = task.loss(model, on_device)
+            with torch.autocast(task.device.type, torch.bfloat16, enabled=variant.autocast):
+                loss = task.loss(model, on_device)
             loss.backward()
             optimizer.step()
             after_step(model, loss, on_device)
@@ -106,7 +111,7 @@ class RowTraining(L.Callback):
         packs, mask = self.variant.argument("packed"), batch.get("attention_mask")
         if mask is not None:
             slots = None if packs else round(mask.numel() * self._scale)
-            if packs or self.variant.argument("batching"):
+            if packs or self.variant.argument("batching") or self.variant.to_longest:
                 tokens = mask.sum() * self._scale
         self.session.after_step(loss, tokens=tokens, slots=slots)
 
@@ -127,7 +132,7 @@ def run(session: Session, task: Task, variant: RowVariant, threads: int) -> None
     if variant.trainer is None:
         model = task.model(variant).to(task.device)
         session.ready()
-        train(model, loader, task, training.after_step)
+        train(model, loader, task, variant, training.after_step)
     logging.getLogger("hasten").setLevel(logging.WARNING)
     trainer = L.Trainer(
         # What chooses its own speed has to know how much there is to train.

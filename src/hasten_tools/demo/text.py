@@ -36,6 +36,7 @@ from hasten_tools.demo.task import (
     first_rows,
     lever_rows,
     plural,
+    rows_by_hand,
     shuffled,
 )
 from hasten_tools.demo.text_models import ModelSource
@@ -210,7 +211,7 @@ class TextTask(Task):
             batch_size=self.batch_size,
             shuffle=True,
             generator=torch.Generator().manual_seed(self.seed),
-            collate_fn=Pad(variant.max_length or self.max_length),
+            collate_fn=Pad(None if variant.to_longest else variant.max_length or self.max_length),
         )
 
     def lengths(self, variant: RowVariant) -> Sequence[int]:
@@ -276,8 +277,10 @@ class Docstrings(TextTask):
         names = ["packed", "last block for one token"]
         names += ["pages kept"] * (self.device.type == "cpu")
         names += ["fused AdamW"]
-        names += ["bf16"] * has_bf16_units(self.device)
-        self.rows = [*first_rows(self.epochs), *lever_rows(*names, draws=False)]
+        bf16 = has_bf16_units(self.device)
+        names += ["bf16"] * bf16
+        plain, same = first_rows(self.epochs)
+        self.rows = [plain, *rows_by_hand(bf16=bf16), same, *lever_rows(*names, draws=False)]
 
     def shorten(self, samples: int) -> None:
         self.train_data = TextDataset(self.train_data.tokens, range(samples))
@@ -293,12 +296,12 @@ class Docstrings(TextTask):
         no_dropout = dict.fromkeys(("hidden_dropout_prob", self.source.attention_dropout_field), 0.0)
         return {"num_labels": len(LIBRARIES), **no_dropout}
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
+    def optimizer(self, model: nn.Module, *, fused: bool | None = None) -> Optimizer:
         new: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in model.named_parameters():
             new["pooler" in name or "classifier" in name].append(parameter)
         fast: dict[str, Any] = {"params": new[True], "lr": NEW_LAYERS * self.learning_rate}
-        return AdamW([{"params": new[False]}, fast], lr=self.learning_rate)
+        return AdamW([{"params": new[False]}, fast], lr=self.learning_rate, fused=fused)
 
 
 def has_bf16_units(device: torch.device) -> bool:
@@ -417,7 +420,9 @@ class Imdb(TextTask):
             ("lower half frozen", source.freezing, {"frozen": True}),
             (f"{shorter} tokens at most", f"tokenizer(..., max_length={shorter})", {"max_length": shorter}),
         ]
-        self.rows = [*first_rows(self.epochs), *lever_rows("fused AdamW", *names)]
+        plain, same = first_rows(self.epochs)
+        by_hand = rows_by_hand(bf16=has_bf16_units(self.device))
+        self.rows = [plain, *by_hand, same, *lever_rows("fused AdamW", *names)]
         for name, line, changes in other_maths:
             self.rows.append(LadderRow(name, line, changes=changes, safety=Safety.OTHER_MATHS))
         self.rows += lever_rows("hasten's own choice")
