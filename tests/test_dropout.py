@@ -81,7 +81,7 @@ def test_the_ends_and_evaluation_are_exact() -> None:
     for p, training in ((0.0, True), (0.5, False), (1.0, True)):
         assert torch.equal(dropout(x, p, training), torch.nn.functional.dropout(x, p, training))
     for p in (-0.1, 1.5):
-        with pytest.raises(ValueError, match=f"p={p}"):
+        with refused(ValueError, "p", says=f"p={p}"):
             dropout(x, p)
     layer = nn.Dropout(0.5).eval()
     with fast_dropout(layer) as count:

@@ -15,6 +15,7 @@ import hasten as L
 from hasten.callbacks import BasePredictionWriter
 from tests.fakes import RowLogger
 from tests.models import Classifier, dataset, loader, quiet
+from tests.refusals import refused, warned
 from tests.trainer.test_what_arguments_do import Modes
 
 
@@ -88,7 +89,7 @@ def test_a_prediction_of_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             self(batch[0])
 
-    with pytest.warns(UserWarning, match=r"Forgets\.predict_step") as caught:
+    with warned(UserWarning, says="Forgets.predict_step") as caught:
         assert quiet().predict(Forgets(), loader(8)) == [None, None]
     assert len(caught) == 1
 
@@ -98,7 +99,7 @@ def test_nothing_can_be_logged_in_a_prediction() -> None:
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("x", 1.0)
 
-    with pytest.raises(ValueError, match="predict_step"):
+    with refused(ValueError, says="predict_step"):
         quiet().predict(Logs(), loader(8))
 
 
@@ -268,13 +269,13 @@ def test_validation_data_without_a_step_is_told() -> None:
         validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
 
     trainer = quiet()
-    with pytest.warns(UserWarning, match=r"NoValidation has no validation_step\(\): no validation runs"):
+    with warned(UserWarning, says=("NoValidation", "validation_step()")):
         trainer.fit(NoValidation(), loader(8), loader(8))
     assert not trainer.enable_validation
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet().fit(NoValidation(), loader(8))
-    with pytest.raises(ValueError, match=r"Trainer\.validate\(\): NoValidation has no validation_step\(\)"):
+    with refused(ValueError, says=("Trainer.validate()", "NoValidation", "validation_step()")):
         trainer.validate(NoValidation(), loader(8))
 
 

@@ -262,7 +262,7 @@ def test_manual_backward_under_automatic_optimization_is_refused() -> None:
 
     model = Wrong("norm")
     model.automatic_optimization = True
-    with pytest.raises(ValueError, match=r"automatic_optimization = False in __init__"):
+    with refused(ValueError, says=("automatic_optimization", "__init__")):
         quiet(limit_train_batches=1).fit(model, loader())
 
 

@@ -16,7 +16,7 @@ import hasten as L
 from hasten.callbacks import GradientAccumulationScheduler
 from hasten.optim import HastenOptimizer, LRSchedulerConfig
 from tests.models import Classifier, Manual, loader, quiet, same_weights
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 class Configured(Classifier):
@@ -212,7 +212,7 @@ def test_reduce_on_plateau(config: Any, val: Any, arguments: Any, expected: list
 
 
 def test_a_value_that_is_absent_is_a_warning_where_asked() -> None:
-    with pytest.warns(RuntimeWarning, match=r"steps on monitor='nothing', which was never logged"):
+    with warned(RuntimeWarning, says="monitor='nothing'"):
         assert rates(plateau(monitor="nothing", strict=False)) == ALWAYS
 
 
@@ -363,12 +363,12 @@ def test_an_optimizer_finds_the_gradients_as_in_a_loop_by_hand(kind: Any, window
 def test_accumulation_with_a_step_that_computes_the_loss_again_is_refused(arguments: Any) -> None:
     model = With(lambda parameters: torch.optim.LBFGS(parameters))
     before = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"2.* with LBFGS: its step computes the loss several times"):
+    with refused(ValueError, says=("2", "LBFGS")):
         quiet(max_epochs=4, **arguments).fit(model, loader())
     assert same_weights(model, before)
     if "accumulate_grad_batches" in arguments:  # Whose optimizer is known when it asks.
         asks = With(lambda parameters: SharpnessAware(parameters, lr=0.1))
-        with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.* with SharpnessAware: its step computes"):
+        with refused(ValueError, says=("accumulate_grad_batches=2", "SharpnessAware")):
             quiet(**arguments).fit(asks, loader())
 
 
@@ -409,7 +409,7 @@ def test_none_trains_nothing_with_a_warning_and_needs_no_loss(gives_loss: bool) 
     model = NoGradient(lambda parameters: None)
     before = copy.deepcopy(model)
     trainer = quiet(max_epochs=2)
-    with pytest.warns(UserWarning, match=r"NoGradient\.configure_optimizers\(\) returned None: nothing is"):
+    with warned(UserWarning, says="NoGradient.configure_optimizers()"):
         trainer.fit(model, loader())
     assert same_weights(model, before)
     assert (trainer.global_step, trainer.current_epoch, trainer.optimizers) == (20, 2, [])
@@ -536,9 +536,9 @@ def test_a_scheduler_that_the_module_steps_itself_needs_no_step_and_no_monitor()
     assert trainer.lr_scheduler_configs[1].monitor is None
     manual = Manual(lambda o: ([o], [bare, {"scheduler": lr_scheduler.ReduceLROnPlateau(o), "monitor": "loss"}]))
     manual.automatic_optimization = False
-    with pytest.warns(RuntimeWarning, match=r"\['monitor'\], but the keys will be ignored"):
+    with warned(RuntimeWarning, says="['monitor']"):
         quiet().fit(manual, loader(8))
-    with pytest.raises(TypeError, match="cannot be in a checkpoint"):
+    with refused(TypeError, fix="state_dict()"):
         quiet().fit(Configured(lambda o: ([o], [type("Step", (), {"step": print})()])), loader(8))
 
 
@@ -551,7 +551,7 @@ def test_only_a_scheduler_that_the_loop_steps_is_said_to_step_once_per_epoch() -
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*OneCycleLR")
         quiet().fit(manual, loader(8))
-    with pytest.warns(RuntimeWarning, match="OneCycleLR counts steps, but it steps once per epoch"):
+    with warned(RuntimeWarning, says="OneCycleLR"):
         quiet().fit(Configured(one_cycle), loader(8))
 
 

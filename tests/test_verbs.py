@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from hasten.optim import fast_step
 from tests.models import same_weights
+from tests.refusals import warned
 
 STEPS = 6
 
@@ -135,7 +136,7 @@ def test_a_scheduler_made_after_the_verbs_warns_only_where_it_steps_first() -> N
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
     scheduler = halve(optimizer)
     fast_step.make_step(optimizer)
-    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+    with warned(UserWarning, says=("`optimizer", "step()`")):
         scheduler.step()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hasten._lib.errors import make_error
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.extend.entry_points import found, load
@@ -53,18 +54,22 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     """
     environment = os.environ.get("PL_GLOBAL_SEED")
-    origin = f"seed_everything(seed={seed!r})"
+    origin, argument = f"seed_everything(seed={seed!r})", "seed"
     given: int | str = 0 if seed is None else seed
     if seed is None and environment is not None:
-        origin, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", environment
+        origin, argument, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", "", environment
     elif seed is None and verbose:
         rank_zero_warn("seed_everything(): no seed given, so it is 0.", fix="Pass seed=<a whole number>.")
     try:
         seed = int(given)
     except (TypeError, ValueError):
-        raise ValueError(f"{origin} is not a whole number between 0 and {_MAX_SEED}.") from None
+        raise make_error(
+            ValueError, f"{origin} is not a whole number between 0 and {_MAX_SEED}.", argument=argument
+        ) from None
     if not 0 <= seed <= _MAX_SEED:
-        raise ValueError(f"{origin} is out of range. A seed lies between 0 and {_MAX_SEED}.")
+        raise make_error(
+            ValueError, f"{origin} is out of range. A seed lies between 0 and {_MAX_SEED}.", argument=argument
+        )
     if verbose:
         log.info("Seed set to %d", seed)
     os.environ["PL_GLOBAL_SEED"] = str(seed)

@@ -49,7 +49,10 @@ def read_config(config: object) -> dict[str, Any] | None:
         given = f"DeepSpeedStrategy(config={path!r})"
         if not os.path.isfile(path):
             raise make_error(
-                FileNotFoundError, f"{given}: there is no such file.", fix="Write the path of a JSON file, or a dict."
+                FileNotFoundError,
+                f"{given}: there is no such file.",
+                fix="Write the path of a JSON file, or a dict.",
+                argument="config",
             )
         with open(path, encoding="utf-8") as file:
             try:
@@ -58,7 +61,10 @@ def read_config(config: object) -> dict[str, Any] | None:
                 raise ValueError(f"{given}: the file is not JSON: {error}.") from None
     if not isinstance(config, Mapping):
         raise make_error(
-            TypeError, f"{given}:", fix=f"use a dict or the path of a JSON file, not {type(config).__name__}."
+            TypeError,
+            f"{given}:",
+            fix=f"use a dict or the path of a JSON file, not {type(config).__name__}.",
+            argument="config",
         )
     own: dict[str, Any] = copy.deepcopy(dict(config))
     for name, why in _OTHER_LOOPS.items():
@@ -79,6 +85,7 @@ def read_config(config: object) -> dict[str, Any] | None:
             ValueError,
             f"{given}: 'zero_optimization' has stage {stage}.",
             fix="Use 1, 2 or 3; without ZeRO, write strategy='ddp'.",
+            argument="config",
         )
     return own
 

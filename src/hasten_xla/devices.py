@@ -51,6 +51,7 @@ def require_torch_xla(purpose: str) -> None:
             f"{torch.__version__}.",
             fix=f"Run: {install_line('tpu')}",
             name="torch_xla",
+            argument="accelerator",
         )
     if "torch_xla" in sys.modules:
         return

@@ -152,13 +152,13 @@ def test_samples_that_are_padded_already_keep_fields_of_one_width() -> None:
 @pytest.mark.parametrize("stage", ["train", "validate"])
 def test_labels_of_tokens_are_not_padded_with_a_class(stage: str) -> None:
     data: Any = of_lengths(3, 5, 2, 9, tags=torch.arange)
-    with pytest.raises(ValueError, match=r"'tags' \(torch.int64\).*PadCollator\(padding=\{'tags': -100\}\)"):
+    with refused(ValueError, "batching", fix="'tags'"):
         rebatch(DataLoader(data, 2), LengthBatching(), stage=stage)
     given = DataLoader(data, 2, collate_fn=PadCollator(padding={"tags": -100}))
     for batch in rebatch(given, LengthBatching()):
         assert torch.equal(batch["tags"] == -100, batch["attention_mask"] == 0)
     pairs: Any = [(sample["input_ids"], sample["tags"]) for sample in data]
-    with pytest.raises(ValueError, match=r"PadCollator\(padding=\{1: -100\}\)"):
+    with refused(ValueError, "batching", fix="PadCollator(padding={1"):
         rebatch(DataLoader(pairs, 2), LengthBatching())
 
 
@@ -296,7 +296,7 @@ def test_texts_are_sorted_by_their_characters() -> None:
     found = sample_lengths(texts)
     assert found.lengths.tolist() == [5 * length for length in lengths_of(20)]
     assert not found.in_tokens
-    with pytest.raises(ValueError, match="gives text"):
+    with refused(ValueError, "batching"):
         rebatch(DataLoader(texts, 4), LengthBatching(max_tokens=100))  # type: ignore[arg-type]
 
 
@@ -304,7 +304,7 @@ def test_a_field_is_named_where_none_is_found() -> None:
     data = [{"n": length, "sound": "x"} for length in (3, 9, 5, 7)]
     with_key = rebatch(DataLoader(data, 2, collate_fn=list), LengthBatching(key="n"))  # type: ignore[arg-type]
     assert [[sample["n"] for sample in batch] for batch in with_key] == [[9, 7], [5, 3]]
-    with pytest.raises(ValueError, match=r"no 'm'.*LengthBatching\(key=\.\.\.\)"):
+    with refused(ValueError, "batching", fix="LengthBatching(key=...)"):
         rebatch(DataLoader(data, 2, collate_fn=list), LengthBatching(key="m"))  # type: ignore[arg-type]
 
 
@@ -351,5 +351,5 @@ def test_what_cannot_be_batched_by_length_is_refused_before_training(
 def test_a_budget_of_tokens_needs_room_for_every_sample_and_takes_each_once() -> None:
     with refused(ValueError, "batching", fix="'tokens:24'"):
         trained("tokens:10")
-    with pytest.raises(ValueError, match="keeps the sampler"):
+    with refused(ValueError, "batching"):
         trained("tokens:90", loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 40, 8)))

@@ -17,6 +17,7 @@ from hasten.callbacks import LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
 from tests.models import Classifier, loader, quiet
+from tests.refusals import warned
 
 VALUES = [5.0, 3.0, 4.0, 2.0, 6.0, 1.0]
 
@@ -125,7 +126,7 @@ def test_the_file_a_user_named_to_start_from_is_kept_and_what_the_resumed_run_re
     for name in ("a", "z"):
         start = tmp_path / name / "start.ckpt"
         run(Scripted(), ModelCheckpoint(start.parent, "start"), max_epochs=1)
-        with pytest.warns(UserWarning, match="dirpath has changed"):
+        with warned(UserWarning, says="dirpath"):
             run(Scripted(), ModelCheckpoint(folder / name, "{step}"), max_epochs=3, ckpt_path=start)
         assert names(folder / name) == ["step=12.ckpt"]
         assert start.exists()

@@ -15,7 +15,7 @@ from hasten.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from hasten.callbacks.early_stopping import EarlyStoppingReason
 from tests.callbacks.scripted import Endless, Scripted, run
 from tests.models import quiet
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 def fit(values: list[float], epochs: int = 10, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -148,7 +148,7 @@ def test_an_absent_value_is_found_out_in_an_endless_epoch() -> None:
 
 def test_an_absent_value_may_be_allowed() -> None:
     stopper = EarlyStopping("nothing", strict=False, verbose=True)
-    with pytest.warns(RuntimeWarning, match="nothing"):
+    with warned(RuntimeWarning, fix="'nothing'"):
         trainer = quick(Scripted(val=[1.0]), stopper, max_epochs=2)
     assert trainer.current_epoch == 2
 

@@ -17,6 +17,7 @@ from hasten.callbacks import BackboneFinetuning, BaseFinetuning
 from hasten.callbacks.finetuning import schedule_new_groups
 from tests.callbacks.resuming import SaveAt, assert_resumes_exactly, assert_same, fitted, weights
 from tests.models import loader, quiet
+from tests.refusals import refused, warned
 
 
 class Model(L.LightningModule):
@@ -230,11 +231,11 @@ def test_what_the_optimizer_has_is_not_added_again() -> None:
     with torch.no_grad():
         model[2].weight.copy_(model[0].weight)
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="2 of the parameters to unfreeze are in a group of SGD already"):
+    with warned(UserWarning, says=("2 of", "SGD")):
         BaseFinetuning.unfreeze_and_add_param_group(model[0], optimizer)
     assert len(optimizer.param_groups) == 1
     BaseFinetuning.freeze(model[1:], train_bn=False)
-    with pytest.warns(UserWarning, match="filter"):
+    with warned(UserWarning, fix="configure_optimizers"):
         BaseFinetuning.unfreeze_and_add_param_group(model, optimizer, lr=3, train_bn=False)
     # Equal values make no equal parameters. Batch normalization is not stepped, and has running statistics again.
     assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(p) for p in model[2].parameters()]
@@ -267,11 +268,11 @@ def test_a_module_without_backbone_and_missing_methods_are_refused() -> None:
     message = r"Body has no module 'backbone'; its modules are \['head', 'backbon'\]"
     with pytest.raises(ValueError, match=message):
         fitted(Body, backbone())
-    with pytest.raises(NotImplementedError, match="BaseFinetuning does not define freeze_before_training"):
+    with refused(NotImplementedError, says=("BaseFinetuning", "freeze_before_training")):
         fitted(Model, lambda: [BaseFinetuning()])
     half = BaseFinetuning()
     half.freeze_before_training = lambda pl_module: None  # type: ignore[method-assign]
-    with pytest.raises(NotImplementedError, match="BaseFinetuning does not define finetune_function"):
+    with refused(NotImplementedError, says=("BaseFinetuning", "finetune_function")):
         fitted(Model, lambda: [half])
 
 

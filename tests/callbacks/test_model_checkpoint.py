@@ -22,7 +22,7 @@ from hasten.loggers import CSVLogger
 from hasten.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from tests.callbacks.scripted import Scripted, names, run
 from tests.models import Classifier, loader, quiet
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 def steps(folder: Path) -> dict[str, int]:
@@ -182,17 +182,17 @@ def test_the_sanity_check_saves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("monitor", "arguments", "message"),
+    ("monitor", "arguments", "argument"),
     [
-        ("val_los", {"max_epochs": 3}, r"monitor='val_los'.*logged so far is 'val_loss'.*Did you mean 'val_loss'?"),
-        ("other", {"max_epochs": 3}, r"monitor='other'.*logged so far is 'val_loss'\. Log it"),
-        ("val_loss", {"limit_val_batches": 0}, "could not find the monitored key"),
+        ("val_los", {"max_epochs": 3}, "monitor"),
+        ("other", {"max_epochs": 3}, "monitor"),
+        ("val_loss", {"limit_val_batches": 0}, "monitor"),
     ],
 )
 def test_a_monitor_that_is_not_logged_is_an_error_that_lists_what_is(
-    tmp_path: Path, monitor: str, arguments: dict[str, Any], message: str
+    tmp_path: Path, monitor: str, arguments: dict[str, Any], argument: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, argument):
         run(Scripted(val=[1.0]), ModelCheckpoint(tmp_path, monitor=monitor), **arguments)
 
 
@@ -227,14 +227,14 @@ def test_version_prefix_signs_and_formats(tmp_path: Path) -> None:
     checkpoint.CHECKPOINT_EQUALS_CHAR, checkpoint.CHECKPOINT_JOIN_CHAR = ":", "_"
     checkpoint.FILE_EXTENSION = ".pt"
     assert checkpoint.format_checkpoint_name({"epoch": 1}, ver=2) == str(tmp_path / "epoch:1_v2.pt")
-    with pytest.raises(ValueError, match=r"val_acc is 0.5.*\{val_acc:.2f\}"):
+    with refused(ValueError, says=("val_acc is 0.5", "{val_acc:.2f}")):
         ModelCheckpoint(filename="{val_acc:d}").format_checkpoint_name({"val_acc": 0.5})
 
 
 def test_files_of_another_run_are_kept_with_a_warning(tmp_path: Path) -> None:
     run(Scripted(), ModelCheckpoint(tmp_path, save_last=True))
     for again in (ModelCheckpoint(tmp_path, save_last=True), ModelCheckpoint(tmp_path, "all", save_top_k=-1)):
-        with pytest.warns(UserWarning, match="exists and is not empty"):
+        with warned(UserWarning, fix="ckpt_path='last'"):
             run(Scripted(), again)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

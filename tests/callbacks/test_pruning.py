@@ -15,6 +15,7 @@ import hasten as L
 from hasten.callbacks import LambdaCallback, ModelPruning
 from tests.callbacks.resuming import SaveLast, assert_resumes_exactly, assert_same, fitted, weights
 from tests.models import Classifier, loader, quiet
+from tests.refusals import refused
 
 
 def zeros(module: nn.Module | dict[str, Tensor], name: str) -> int:
@@ -245,5 +246,5 @@ def test_parameters_that_are_not_there_are_refused() -> None:
         def filter_parameters_to_prune(self, parameters_to_prune: Any = ()) -> Any:
             return []
 
-    with pytest.raises(ValueError, match=r"Classifier has no parameters called \['weight', 'bias'\]"):
+    with refused(ValueError, says=("['weight'", "'bias'")):
         quiet(callbacks=[Nothing("l1_unstructured")]).fit(model, loader(4))

@@ -17,6 +17,7 @@ from hasten.callbacks.spike import TrainingSpikeException
 from tests.callbacks.resuming import SaveAt
 from tests.callbacks.scripted import Losses
 from tests.models import quiet
+from tests.refusals import refused
 
 NAN, INF = math.nan, math.inf
 
@@ -115,7 +116,7 @@ def test_the_file_and_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         callback = SpikeDetection(exclude_batches_path=given)
         callback.bad_batches = [1]  # Once in the list is enough.
         trainer = quiet(callbacks=[callback], default_root_dir=tmp_path / "root")
-        with pytest.raises(TrainingSpikeException, match=r"jumped in batch 2 of epoch 1\..*batches \[1, 2\]") as caught:
+        with refused(TrainingSpikeException, says=("batch 2", "epoch 1", "[1", "2]")) as caught:
             trainer.fit(Losses([1.0, 1.0, 9.0]), [torch.zeros(1)] * 3)
         assert str(expected) in str(caught.value)
         assert json.loads(expected.read_text()) == [1, 2]
@@ -158,7 +159,7 @@ def test_losses_that_are_on_their_way_are_in_the_state(tmp_path: Path) -> None:
     callback.load_state_dict(state)
     assert callback.state_dict() == state
     trainer = quiet(callbacks=[callback])
-    with pytest.raises(TrainingSpikeException, match="batch 4"):
+    with refused(TrainingSpikeException, says="batch 4"):
         callback.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
     assert callback.state_dict()["seen"] == 7
     assert callback.bad_batches == [1, 3, 4]
@@ -175,7 +176,7 @@ def test_manual_optimization_must_return_a_loss(tmp_path: Path) -> None:
         module.automatic_optimization = False
         trainer.fit(module, [torch.zeros(1)] * 3)
 
-    with pytest.raises(TypeError, match="training_step returned dict without a loss"):
+    with refused(TypeError, says="training_step"):
         fit({"los": torch.zeros(())})
     fit(torch.tensor(1.0))
     with pytest.raises(TrainingSpikeException):

@@ -32,6 +32,7 @@ from tests.callbacks.resuming import (
     weights,
 )
 from tests.models import Classifier, loader, quiet
+from tests.refusals import refused
 
 FIRST = "layers.0.weight"
 
@@ -173,7 +174,7 @@ def test_buffers_made_in_the_first_batch_are_averaged_too() -> None:
 
 def test_another_set_of_parameters_is_refused() -> None:
     pruning = ModelPruning("l1_unstructured", amount=0.5)
-    with pytest.raises(RuntimeError, match=r"WeightAveraging: Linear has the parameters .*weight_orig"):
+    with refused(RuntimeError, says=("WeightAveraging", "weight_orig")):
         fitted(Classifier, lambda: [WeightAveraging(), pruning], max_epochs=2)
 
 
@@ -513,23 +514,23 @@ class Untrained(Normalized):
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "trainer", "message"),
+    ("module", "arguments", "trainer", "fact"),
     [
-        ({"optimizers_made": 2, "automatic": False}, (0.1,), {}, "gives 2 optimizers; it works with one"),
-        ({"schedulers_made": 2}, (0.1,), {}, "gives 2 schedulers"),
-        ({}, (0.1,), {"max_epochs": -1, "max_steps": 5}, r"a share needs Trainer\(max_epochs=...\)"),
-        ({}, (0.1, 4), {"max_epochs": 3}, r"swa_epoch_start=4\): training ends after max_epochs=3"),
-        ({}, ([0.1, 0.2],), {}, "2 learning rates, and the optimizer has 1 parameter groups"),
-        ({"automatic": False}, (0.1,), {}, "batch normalization needs training_step to run once more"),
+        ({"optimizers_made": 2, "automatic": False}, (0.1,), {}, "2"),
+        ({"schedulers_made": 2}, (0.1,), {}, "2"),
+        ({}, (0.1,), {"max_epochs": -1, "max_steps": 5}, "Trainer(max_epochs="),
+        ({}, (0.1, 4), {"max_epochs": 3}, "swa_epoch_start=4"),
+        ({}, ([0.1, 0.2],), {}, "1"),
+        ({"automatic": False}, (0.1,), {}, "training_step"),
     ],
 )
 def test_runs_it_cannot_average_are_refused_before_training(
-    module: dict[str, Any], arguments: Any, trainer: dict[str, Any], message: str
+    module: dict[str, Any], arguments: Any, trainer: dict[str, Any], fact: str
 ) -> None:
     options = dict(module)
     model = Untrained()
     model.automatic_optimization = options.pop("automatic", True)
     vars(model).update(options)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, says=fact):
         quiet(callbacks=swa(*arguments)(), **trainer).fit(model, loader(8))
     quiet(callbacks=swa(0.1, 4)(), fast_dev_run=True).fit(Normalized(), loader(8))

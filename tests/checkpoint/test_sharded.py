@@ -34,6 +34,7 @@ from hasten.strategies import SingleDeviceStrategy
 from tests.checkpoint.test_files import CONTENTS, Payload, same
 from tests.models import Classifier
 from tests.programs import run_python
+from tests.refusals import refused, warned
 
 STATE = OrderedDict(weight=torch.arange(3000.0).view(30, 100), bias=torch.ones(2, dtype=torch.bfloat16))
 
@@ -92,11 +93,11 @@ def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
     target = torch.zeros(100, 30).T
     stored.read_into(target)
     assert torch.equal(target, stored.full())
-    with pytest.raises(ValueError, match=r"shape is \(30, 100\) in .*, and \(2,\) here"):
+    with refused(ValueError, says=("(30, 100)", "(2,)")):
         stored.read_into(torch.zeros(2))
-    with pytest.raises(ValueError, match=r"meta device .* to_empty"):
+    with refused(ValueError, says="to_empty"):
         stored.read_into(torch.zeros(30, 100, device="meta"))
-    with pytest.raises(KeyError, match="wieght"):
+    with refused(KeyError, says="wieght"):
         read["state_dict"].read_into({"wieght": torch.zeros(1)})
 
 
@@ -118,9 +119,9 @@ def test_a_folder_replaces_files_links_and_folders_and_the_other_way_round(tmp_p
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     for save in (files.save_folder, files.save):
-        with pytest.raises(IsADirectoryError, match="is a folder"):
+        with refused(IsADirectoryError, says=str(tmp_path / "mine")):
             save({"number": 5}, tmp_path / "mine")
-    with pytest.raises(TypeError, match=r"checkpoint\['f'\] is a builtin_function"):
+    with refused(TypeError, says=("checkpoint['f']", "builtin_function")):
         files.save_folder({"f": len}, path)
     assert files.load(path)["number"] == 4
     assert names(tmp_path) == ["a.ckpt", "data", "mine"]
@@ -188,13 +189,13 @@ def test_folders_behind_urls(tmp_path: Path) -> None:
                 save({"number": 4}, f"{root}/{name}.ckpt")
         with pytest.raises(IsADirectoryError, match=r"is a folder with other files \(.+\); a checkpoint needs a name"):
             files.save_folder({"number": 4}, root)
-        with pytest.raises(TypeError, match="builtin_function"):
+        with refused(TypeError, says="builtin_function"):
             files.save_folder({"f": len}, url)
         found = checkpoint_files.find(root, ".ckpt")
         assert sorted(each.rpartition("/")[2] for each in found) == ["a.ckpt", "b.ckpt"]
         assert newest(root) in found
         system.rm(f"{shards}/__0_0.distcp")
-        with pytest.raises(CheckpointDamaged, match=r"a.ckpt is damaged: __0_0.distcp is missing"):
+        with refused(CheckpointDamaged, says="__0_0"):
             files.load(url)
         files.remove(url)
         assert not files.present(url)
@@ -425,7 +426,7 @@ def test_an_error_of_one_process_is_raised_by_all_and_the_old_checkpoint_stays(t
         limit = 100_000 if rank == failing else 100_000_000
         with (
             size_limit(limit),
-            pytest.raises(OSError, match=f"rank {failing} could not write .* is untouched") as caught,
+            refused(OSError, says=f"rank {failing}") as caught,
         ):
             files.save_folder(everything(2), path)
         assert caught.value.errno == 27  # EFBIG
@@ -438,7 +439,7 @@ def test_an_error_of_one_process_is_raised_by_all_and_the_old_checkpoint_stays(t
     with size_limit(100_000 if rank else 100_000_000):
         io.save_folder(everything(3), path)
         io._folders._pending.exception()
-    with pytest.raises(OSError, match=r"rank 1 could not write .* is untouched"):
+    with refused(OSError, says="rank 1"):
         io.save_folder(everything(4), path)
     io.save_folder(everything(5), path)
     io._folders._pending.exception()
@@ -457,7 +458,7 @@ def test_an_error_of_one_process_is_raised_by_all_and_the_old_checkpoint_stays(t
     files.save_folder(everything(6), url)
     with (
         size_limit(100_000 if rank else 100_000_000),
-        pytest.raises(OSError, match=r"rank 1 could not .* is untouched"),
+        refused(OSError, says="rank 1"),
     ):
         files.save_folder(everything(7), url)
     with pytest.raises(RuntimeError, match="not the same folder on all machines"):
@@ -604,7 +605,7 @@ def test_a_run_goes_on_from_a_folder_that_lightning_wrote(weights: str, tmp_path
     assert all(same(own["state"][i], theirs["state"][i]) for i in own["state"])
 
     cut(folder / "__0_0.distcp")
-    with pytest.raises(CheckpointDamaged, match=r"__0_0\.distcp is too short"):
+    with refused(CheckpointDamaged, says="__0_0.distcp"):
         files.load(folder)
 
 
@@ -616,7 +617,7 @@ def test_no_code_in_the_index_of_a_foreign_folder_runs(tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "made"),)
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(CheckpointDamaged, match=r"its index holds posix\.mkdir"):
+    with refused(CheckpointDamaged, says="posix.mkdir"):
         files.load(tmp_path)
     assert not (tmp_path / "made").exists()
 
@@ -632,7 +633,7 @@ def test_a_run_saves_and_resumes_behind_a_url(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_passed_over_when_a_run_resumes(tmp_path: Path) -> None:
     trainer = fit(tmp_path, 2, save_last=True)
     cut(tmp_path / "last.ckpt" / "__0_0.distcp")
-    with pytest.warns(UserWarning, match="A checkpoint is skipped: .*last.ckpt is damaged"):
+    with warned(UserWarning, says="last.ckpt is damaged"):
         resumed = fit(tmp_path, 2, resume="last")
     assert same(weights_of(resumed), weights_of(trainer))
 
@@ -683,9 +684,9 @@ class Reporting(TorchCheckpointIO):
 
 @pytest.mark.parametrize("plugin", [Uploading(), Reporting(), AsyncCheckpointIO(Uploading())])
 def test_plugins_that_write_files_only_are_refused(plugin: Any) -> None:
-    with pytest.raises(ValueError, match=r"plugins=\w+\(\): SingleDeviceStrategy saves sharded checkpoints"):
+    with refused(ValueError, "plugins", fix="()"):
         L.Trainer(strategy=in_folders(), accelerator="cpu", plugins=plugin)
-    with pytest.raises(TypeError, match="writes files only"):
+    with refused(TypeError, says="AsyncCheckpointIO"):
         CheckpointIO.save_folder(plugin, {}, "a")
 
 

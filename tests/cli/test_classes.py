@@ -15,6 +15,7 @@ import hasten as L
 from hasten.callbacks import EarlyStopping
 from hasten.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau, SaveConfigCallback, instantiate_module
 from tests.cli.program import QUIET, Injected, LineData, LineNet, cli
+from tests.refusals import refused, warned
 
 
 def adding(add: Callable[[LightningArgumentParser], Any]) -> type[LightningCLI]:
@@ -23,9 +24,7 @@ def adding(add: Callable[[LightningArgumentParser], Any]) -> type[LightningCLI]:
 
 
 def test_optimizer_and_scheduler_from_the_command_line() -> None:
-    with pytest.warns(
-        UserWarning, match="`LineNet.configure_optimizers` will be overridden by `LightningCLI.configure_o"
-    ):
+    with warned(UserWarning, says=("`LineNet", "configure_optimizers`", "`LightningCLI")):
         made = cli(
             "fit --lr_scheduler=StepLR --lr_scheduler.step_size=1 --lr_scheduler.gamma=0.5 "
             "--optimizer=Adam --optimizer.lr=0.25",
@@ -124,9 +123,7 @@ def test_two_automatic_optimizers_are_refused() -> None:
         parser.add_optimizer_args(nested_key="one")
         parser.add_optimizer_args(nested_key="two")
 
-    with pytest.raises(
-        ValueError, match=r"at most one optimizer and one lr_scheduler .*\['one', 'two', 'lr_scheduler'"
-    ):
+    with refused(ValueError, says=("lr_scheduler", "['one'", "'two'", "'lr_scheduler'")):
         cli(kind=own)
 
 

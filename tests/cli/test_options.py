@@ -15,6 +15,7 @@ import hasten as L
 from hasten.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from hasten.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from tests.cli.program import QUIET, Encoder, Kind, LineData, LineNet, cli
+from tests.refusals import refused, warned
 
 ANY: dict[str, Any] = {"model_class": None, "datamodule_class": None}
 LOGGER = {"class_path": "CSVLogger", "init_args": {"save_dir": "logs", "name": "a"}}
@@ -139,11 +140,11 @@ def test_an_option_of_a_callback_belongs_to_the_one_added_last() -> None:
 
 def test_arguments_given_twice_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["program.py", "--model.width=9"])
-    with pytest.warns(UserWarning, match="not recommended to provide both args and command line arguments"):
+    with warned(UserWarning, says="LightningCLI(args=...)"):
         made = cli("--model.width=3")
     assert made.model.width == 3
     assert LightningCLI(LineNet, LineData, trainer_defaults=QUIET, run=False).model.width == 9
-    with pytest.warns(UserWarning, match="both"):
+    with warned(UserWarning, says="LightningCLI(args=...)"):
         assert cli(made.config).model.width == 3
 
 
@@ -151,7 +152,7 @@ def test_a_trainer_without_callbacks_is_named() -> None:
     def bare(epochs: int = 2) -> L.Trainer:
         return trainer(epochs)
 
-    with pytest.warns(UserWarning, match="does not expose the `callbacks` argument so they will not be included"):
+    with warned(UserWarning, says="`callbacks`"):
         assert cli(trainer_class=bare, trainer_defaults=None).trainer.max_epochs == 2
 
 
@@ -239,11 +240,11 @@ def test_a_parser_alone() -> None:
     assert parser.callback_keys == ["callback"]
     parsed = parser.parse_args(["--data.batch_size=3", "--callback=EarlyStopping", "--callback.monitor=a"])
     assert parsed.data.batch_size == 3
-    with pytest.raises(ValueError, match=r"add_lightning_class_args\(.*Encoder.*'x'\): give a subclass of Trainer"):
+    with refused(ValueError, says=("add_lightning_class_args(", "'x'")):
         parser.add_lightning_class_args(Encoder, "x")
-    with pytest.raises(TypeError, match=r"add_optimizer_args\(.*Encoder.*\): give a subclass of torch.optim"):
+    with refused(TypeError, says=("add_optimizer_args(", "Encoder", "torch.optim")):
         parser.add_optimizer_args(Encoder)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"add_lr_scheduler_args\(.*ReduceLROnPlateau"):
+    with refused(TypeError, says=("add_lr_scheduler_args(", "ReduceLROnPlateau")):
         parser.add_lr_scheduler_args((torch.optim.Adam,))  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ from hasten.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from tests.cli import program
 from tests.cli.program import QUIET, DeepEncoder, Encoder, Kind, LineNet, WideLineNet, cli
 from tests.models import same_weights
+from tests.refusals import refused
 
 
 class Typed(LineNet):
@@ -126,7 +127,7 @@ def test_the_config_is_saved_elsewhere(tmp_path: Path) -> None:
     assert len(Kept.kept) == 2
     assert (tmp_path / "config.yaml").exists()
     parser = LightningArgumentParser()
-    with pytest.raises(ValueError, match=r"SaveConfigCallback\(save_to_log_dir=False\): nothing would be saved"):
+    with refused(ValueError, "save_to_log_dir", says="SaveConfigCallback(save_to_log_dir=False)"):
         SaveConfigCallback(parser, parser.parse_args([]), save_to_log_dir=False)
 
 
@@ -261,28 +262,28 @@ def test_a_checkpoint_does_not_choose_what_is_run(tmp_path: Path) -> None:
     for key, value in (("name", evil), ("encoder", evil), ("_class_path", "subprocess.Popen")):
         hparams = {**checkpoint["hyper_parameters"], key: value}
         torch.save({**checkpoint, "hyper_parameters": hparams}, path)
-        with pytest.raises(ValueError, match=rf"names subprocess.Popen for the argument '{key}', which may hold"):
+        with refused(ValueError, says=key):
             LineNet.load_from_checkpoint(path)
         if key != "_class_path":
             with pytest.raises(ValueError, match=r"names .* for the argument .*, which may hold"):
                 cli("validate", f"--ckpt_path={path}", run=True)
-    with pytest.raises(ValueError, match=r"names torch.nn.Linear for the argument 'part', .*no class: it is not ann"):
+    with refused(ValueError, says="'part'"):
         instantiate_module(
             program.Unannotated, {"part": {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1}}}
         )
     nested = {"class_path": "tests.cli.program.DeepEncoder", "init_args": {"dim": [evil]}}
-    with pytest.raises(ValueError, match=r"for the argument 'encoder.dim\[0\]'"):
+    with refused(ValueError, says=("'encoder.dim[0]'")):
         instantiate_module(LineNet, {"encoder": nested})
-    with pytest.raises(ValueError, match=r"'encoder', which may hold Encoder"):
+    with refused(ValueError, says="'encoder'"):
         instantiate_module(LineNet, {"encoder": {"class_path": "torch.nn.Linear", "init_args": {}}})
     assert not harm.exists()
     assert made.model.width == 6
 
 
 def test_hyper_parameters_that_do_not_fit_are_told() -> None:
-    with pytest.raises(ValueError, match=r"LineNet: the hyper-parameters in the checkpoint do not fit: .*nothing"):
+    with refused(ValueError, says="LineNet"):
         instantiate_module(LineNet, {"nothing": 3})
-    with pytest.raises(ValueError, match=r"do not fit: (?s:.*)width(?s:.*)int"):
+    with refused(ValueError, says=("width", "int")):
         instantiate_module(LineNet, {"width": "x"})
     config = {"_class_path": "tests.cli.program.WideLineNet", "extra": 3, "width": 5}
     made = instantiate_module(L.LightningModule, config)

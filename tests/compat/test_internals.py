@@ -19,6 +19,7 @@ import hasten
 import hasten_lightning
 from hasten.demos import BoringModel
 from tests.models import quiet
+from tests.refusals import refused, warned
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +36,9 @@ def test_a_file_is_read_when_its_tensors_are_used(tmp_path: Path) -> None:
     read = _lazy_load(tmp_path / "a.pt")
     assert read["weight"].tolist() == [0, 1, 2]
     assert not isinstance(read["weight"], _NotYetLoadedTensor)
-    with pytest.raises(FileNotFoundError, match="does not exist, or is not a file"):
+    with refused(FileNotFoundError, says="b.pt"):
         _lazy_load(tmp_path / "b.pt")
-    with pytest.raises(TypeError, match="there are no such objects"):
+    with refused(TypeError, says="NotYetLoadedTensor"):
         _NotYetLoadedTensor()
 
 
@@ -62,7 +63,7 @@ def test_modules_without_storage_get_their_initial_values() -> None:
     assert torch.equal(model[2].weight, kept)
     bare = torch.nn.Module()
     bare.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
-    with pytest.raises(TypeError, match="write its reset_parameters"):
+    with refused(TypeError, says="reset_parameters"):
         _materialize_meta_tensors(bare, "cpu")
 
 
@@ -148,12 +149,12 @@ def test_which_gpus_a_value_means(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (4, [0, 0], "0,5"):
         with pytest.raises(MisconfigurationException):
             parse(wrong, include_cuda=True)
-    with pytest.raises(MisconfigurationException, match="none are available"):
+    with refused(MisconfigurationException, "gpus"):
         parse(-1, include_mps=True)
     for wrong_type in (None, True, 1.5, [0, "1"]):
-        with pytest.raises(TypeError, match="Device IDs"):
+        with refused(TypeError, says="IDs"):
             parse(wrong_type, include_cuda=True)
-    with pytest.raises(ValueError, match="At least one gpu type"):
+    with refused(ValueError, says="include_cuda=True"):
         device_parser._sanitize_gpu_ids([0])
     assert device_parser._normalize_parse_gpu_input_to_list(0, True, False) is None
     assert device_parser._determine_root_gpu_device([2, 1]) == 2
@@ -166,7 +167,7 @@ def test_older_names_of_classes_make_the_class_and_warn() -> None:
     from lightning.pytorch.plugins.precision import PrecisionPlugin
     from lightning.pytorch.utilities.rank_zero import LightningDeprecationWarning
 
-    with pytest.warns(LightningDeprecationWarning, match="its name is HalfPrecision now"):
+    with warned(LightningDeprecationWarning, says="HalfPrecision"):
         plugin = HalfPrecisionPlugin("bf16-true")
     assert isinstance(plugin, HalfPrecision)
     assert issubclass(TPUAccelerator, XLAAccelerator)
@@ -345,7 +346,7 @@ def test_a_module_that_was_not_trained_is_saved(tmp_path: Path) -> None:
 
     model = BoringModel()
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    with pytest.raises(AttributeError, match="only possible if a model is attached"):
+    with refused(AttributeError, says="Trainer.save_checkpoint()"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     trainer.strategy.connect(model)
     assert trainer.strategy.lightning_module is model
@@ -368,9 +369,9 @@ def test_a_compiled_module_is_the_module_with_compiled_steps() -> None:
     assert "training_step" in vars(model)
     assert to_uncompiled(model) is model
     assert model._compiler_ctx is None
-    with pytest.raises(ValueError, match="non-compiled"):
+    with refused(ValueError, says="LightningModule"):
         to_uncompiled(model)
-    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+    with refused(TypeError, says="`LightningModule`"):
         _maybe_unwrap_optimized(object())
 
 
@@ -378,7 +379,7 @@ def test_hyper_parameters_that_are_set_directly() -> None:
     model = BoringModel()
     model._set_hparams({"width": 3})
     assert model.hparams.width == 3
-    with pytest.raises(ValueError, match="a dict or a Namespace"):
+    with refused(ValueError, says=("Namespace", "str")):
         model._set_hparams("width")
 
 

@@ -11,6 +11,7 @@ from torch.profiler import schedule
 
 import hasten_lightning
 from tests.models import Classifier, loader, quiet
+from tests.refusals import warned
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_names_of_the_pytorch_profiler() -> None:
     from lightning.pytorch.profilers.pytorch import _KINETO_AVAILABLE, ScheduleWrapper
 
     assert torch.profiler.kineto_available() is _KINETO_AVAILABLE
-    with pytest.warns(UserWarning, match="record_shape=.*Did you mean 'record_shapes'.*ignored"):
+    with warned(UserWarning, says=("record_shape=", "'record_shapes'")):
         PyTorchProfiler(record_shape=True)
     wrapper = ScheduleWrapper(schedule(wait=1, warmup=1, active=2))
     wrapper.setup("[LightningModule]Net.on_fit_start")

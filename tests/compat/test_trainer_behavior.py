@@ -22,6 +22,7 @@ from hasten.utilities.exceptions import MisconfigurationException
 from hasten.utilities.warnings import PossibleUserWarning
 from tests.fakes import RowLogger
 from tests.models import Classifier, Manual, loader, quiet
+from tests.refusals import refused, warned
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +35,18 @@ def alias() -> Iterator[None]:
 def test_empty_loaders_are_a_warning() -> None:
     nothing: Any = DataLoader(TensorDataset(torch.empty(0, 8), torch.empty(0, dtype=torch.long)), 4)
     trainer = quiet()
-    with pytest.warns(UserWarning, match="the train dataloader has no batches"):
+    with warned(UserWarning, says="train dataloader"):
         trainer.fit(Classifier(), nothing)
     assert trainer.global_step == 0
-    with pytest.warns(UserWarning, match="the validate dataloader has no batches"):
+    with warned(UserWarning, says="validate dataloader"):
         quiet().fit(Classifier(), loader(), nothing)
-    with pytest.warns(UserWarning, match="the validate dataloader has no batches"):
+    with warned(UserWarning, says="validate dataloader"):
         assert quiet().validate(Classifier(), nothing) == []
-    with pytest.warns(UserWarning, match="the test dataloader has no batches"):
+    with warned(UserWarning, says="test dataloader"):
         assert quiet().test(Classifier(), []) == []
-    with pytest.warns(UserWarning, match="the predict dataloader has no batches"):
+    with warned(UserWarning, says="predict dataloader"):
         assert quiet().predict(Classifier(), nothing) is None
-    with pytest.raises(TypeError, match="there is no data"):
+    with refused(TypeError, fix="train_dataloaders="):
         quiet().fit(Classifier())
 
 
@@ -60,9 +61,9 @@ def test_advice_about_loaders_has_the_type_that_programs_silence(monkeypatch: py
     texts = "\n".join(str(one.message) for one in record if one.category is PossibleUserWarning)
     assert "val_dataloader does not have many workers" in texts
     assert "val_dataloader has shuffling enabled" in texts
-    with pytest.warns(PossibleUserWarning, match="the combination with"):
+    with warned(PossibleUserWarning, fix="pin_memory=False"):
         quiet(reload_dataloaders_every_n_epochs=1, limit_train_batches=0).fit(Classifier(), kept)
-    with pytest.warns(UserWarning, match="persistent_workers=True"):
+    with warned(UserWarning, says="persistent_workers=True"):
         quiet(limit_train_batches=0).fit(Classifier(), spawned)
 
 
@@ -70,11 +71,11 @@ def test_last_means_the_file_of_that_name(tmp_path: Path) -> None:
     trainer = quiet(default_root_dir=tmp_path, callbacks=L.callbacks.ModelCheckpoint(), enable_checkpointing=True)
     model = Classifier()
     trainer.fit(model, loader(8), loader(8))
-    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
+    with warned(UserWarning, says="ckpt_path="):
         trainer.validate(model, loader(8), ckpt_path="last")
     assert trainer.ckpt_path is None
     again = quiet(default_root_dir=tmp_path, enable_checkpointing=True)
-    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
+    with warned(UserWarning, says="ckpt_path="):
         again.fit(Classifier(), loader(8), ckpt_path="last")
     assert again.global_step == 2
 
@@ -83,7 +84,7 @@ def test_a_missing_hparams_file_is_a_warning(tmp_path: Path) -> None:
     trainer = quiet()
     trainer.fit(Classifier(width=4), loader(8))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.warns(RuntimeWarning, match="there is no such file"):
+    with warned(RuntimeWarning, says=("hparams_file=", "hparams.yaml")):
         loaded = Classifier.load_from_checkpoint(tmp_path / "a.ckpt", hparams_file=tmp_path / "hparams.yaml", width=4)
     assert loaded.hparams.width == 4
 
@@ -96,7 +97,7 @@ def test_a_metric_that_is_no_part_of_the_module_is_refused() -> None:
             self.log("mean", metric)
             return self.loss(batch)
 
-    with pytest.raises(MisconfigurationException, match="setting an attribute for the metric in your module"):
+    with refused(MisconfigurationException, fix="__init__()"):
         quiet().fit(Forgotten(), loader(8))
 
 
@@ -106,18 +107,18 @@ def test_what_manual_optimization_returns_is_checked() -> None:
             super().training_step(batch, batch_idx)
             return 0.5
 
-    with pytest.raises(MisconfigurationException, match="return the loss"):
+    with refused(MisconfigurationException, says=("Returns.training_step", "float")):
         quiet().fit(Returns(), loader(8))
 
 
 def test_a_short_epoch_and_no_limit_of_epochs_are_possible_oversights(tmp_path: Path) -> None:
     trainer = quiet(logger=True, default_root_dir=tmp_path)
-    with pytest.warns(PossibleUserWarning, match="smaller than the logging interval"):
+    with warned(PossibleUserWarning, says="Trainer(log_every_n_steps=50)"):
         trainer.fit(Classifier(), loader(8))
     endless = quiet(max_epochs=None)
     model = Classifier()
     model.on_train_batch_end = lambda *_: setattr(endless, "should_stop", True)  # type: ignore[method-assign]
-    with pytest.warns(PossibleUserWarning, match="`max_epochs` was not set"):
+    with warned(PossibleUserWarning, says="`max_epochs`"):
         endless.fit(model, loader(8))
 
 
@@ -198,10 +199,10 @@ def test_the_module_does_not_give_what_the_datamodule_does_not_have() -> None:
             return loader(8)
 
     trainer = quiet()
-    with pytest.warns(PossibleUserWarning, match="there is no validation data"):
+    with warned(PossibleUserWarning, fix="train_dataloaders"):
         trainer.fit(HasLoader(), datamodule=OnlyTraining())
     assert "val_loss" not in trainer.callback_metrics
-    with pytest.raises(MisconfigurationException, match="has no test_dataloader"):
+    with refused(MisconfigurationException, says="test_dataloader"):
         trainer.test(HasLoader(), datamodule=OnlyTraining())
 
 
@@ -219,11 +220,11 @@ def test_arguments_that_lightning_refuses() -> None:
             return self.loss(batch)
 
     quiet(gradient_clip_val=0.5).fit(ClipsTwice(), loader(8))
-    with pytest.raises(MisconfigurationException, match="both say how to clip"):
+    with refused(MisconfigurationException, "gradient_clip_val"):
         quiet(gradient_clip_val=1.0).fit(ClipsTwice(), loader(8))
     with pytest.raises(MisconfigurationException, match="use a function"):
         quiet().fit(StepsText(), loader(8))
-    with pytest.raises(RuntimeError, match="manual optimization"):
+    with refused(RuntimeError, fix="training_step"):
         quiet().fit(Indexed(), loader(8))
 
 
@@ -234,7 +235,7 @@ def test_a_step_that_fetches_its_batches_is_a_possible_oversight() -> None:
             return self.loss(batch)
 
     trainer = quiet()
-    with pytest.warns(PossibleUserWarning, match="dataloader_iter"):
+    with warned(PossibleUserWarning, says="dataloader_iter"):
         trainer.fit(Fetches(), loader(8))
     assert trainer.global_step == 2
 

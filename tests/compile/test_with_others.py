@@ -189,49 +189,51 @@ class Encoder(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "said"),
+    ("kind", "arguments", "argument"),
     [
         (
             Untouched,
             {"compile": {"mode": "reduce-overhead"}},
-            "records CUDA graphs, which need a CUDA device",
+            "compile",
         ),
-        (Untouched, {"compile": {"mode": "max-autotune"}}, "max-autotune-no-cudagraphs"),
+        (Untouched, {"compile": {"mode": "max-autotune"}}, "compile"),
         (
             Untouched,
             {"compile": {"mode": "reduce-overhead"}, "packed": True},
-            "packed=True.*Use compile=True with packed, or batching='length'",
+            "compile",
         ),
         (
             Encoder,
             {"compile": TRACED, "packed": True},
-            "no part outside attention.*use batching='length' instead of packed",
+            "compile",
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_before_training(kind: Any, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_compiled_is_refused_before_training(
+    kind: Any, arguments: dict[str, Any], argument: str
+) -> None:
+    with refused(ValueError, argument):
         quiet(**arguments).fit(kind(), loader())
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "text"),
+    ("value", "error", "argument"),
     [
-        ("region", ValueError, "Did you mean 'regional'"),
-        ("reduce-overhead", ValueError, r"Write compile=\{'mode': 'reduce-overhead'\}"),
-        (3, TypeError, "not int"),
-        ({"mod": "default"}, ValueError, "Did you mean 'mode'"),
-        ({"mode": "fast"}, ValueError, r"compile\['mode'\]='fast'\): use one of 'default'"),
-        ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "takes one of the two"),
-        ({"options": {"max_autotone": True}}, ValueError, "max_autotune"),
-        ({"backend": "inductr"}, ValueError, "Did you mean 'inductor'"),
-        ({"fullgraph": True}, ValueError, "use one of 'mode', 'options', 'backend', 'dynamic'"),
-        ({"regional": "yes"}, TypeError, "use True or False"),
+        ("region", ValueError, "compile"),
+        ("reduce-overhead", ValueError, "compile"),
+        (3, TypeError, "compile"),
+        ({"mod": "default"}, ValueError, "compile"),
+        ({"mode": "fast"}, ValueError, "compile['mode']"),
+        ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "compile"),
+        ({"options": {"max_autotone": True}}, ValueError, "compile['options'] option"),
+        ({"backend": "inductr"}, ValueError, "compile['backend']"),
+        ({"fullgraph": True}, ValueError, "compile"),
+        ({"regional": "yes"}, TypeError, "compile['regional']"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_at_once(value: Any, error: type[Exception], text: str) -> None:
+def test_arguments_that_cannot_be_are_refused_at_once(value: Any, error: type[Exception], argument: str) -> None:
     for make in (lambda: quiet(compile=value), lambda: L.Fabric(accelerator="cpu", compile=value)):
-        with pytest.raises(error, match=text):
+        with refused(error, argument):
             make()
 
 

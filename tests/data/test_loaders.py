@@ -25,7 +25,7 @@ from torch.utils.data import (
 from hasten.data.loaders import prepare
 from hasten.data.resume.stream import Stream
 from hasten.seed import collect_rng_state, seed_everything
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 DATA = list(range(11))
 
@@ -95,7 +95,7 @@ def test_what_needs_no_change_is_left_alone() -> None:
 
 
 def test_overfitting_reads_in_order() -> None:
-    with pytest.warns(UserWarning, match="shuffling of the train dataloader is off"):
+    with warned(UserWarning, fix="shuffle=False"):
         prepared = prepare(DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True), overfit=True)
     assert [batch.tolist() for batch in prepared] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

@@ -29,6 +29,7 @@ from hasten.data.loaders import prepare
 from hasten.data.memory.read import same
 from tests.batching.sequences import Padded, Sequences
 from tests.models import Classifier, Numbered, dataset, loader, quiet, same_weights
+from tests.refusals import refused
 
 Pair = namedtuple("Pair", "x y")
 
@@ -153,7 +154,7 @@ def test_workers_read_the_data_and_are_gone_afterwards() -> None:
     mine = resident(given)
     assert (mine.num_workers, given.num_workers) == (0, 2)
     assert same(epochs(DataLoader(Mapped(nested, 300), 50, shuffle=True)), epochs(mine))
-    with pytest.raises(ValueError, match="a sample is made with random"):
+    with refused(ValueError, "resident"):
         resident(DataLoader(Mapped(now_and_then), 2, num_workers=1))
 
 
@@ -242,24 +243,24 @@ def mapped(make: Callable[[int], Any], samples: int = 23) -> DataLoader[Any]:
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: DataLoader(Endless(), 2), TypeError, "Endless, an IterableDataset"),
-    (lambda: [torch.ones(1)], TypeError, "is a list, whose batches are made elsewhere"),
-    (lambda: iterating(__iter__=iter), TypeError, "is a Iterating, which iterates in its own"),
-    (lambda: iterating(_get_iterator=iter), TypeError, "is a Iterating, which iterates in its own"),
-    (lambda: DataLoader(dataset(), batch_size=None), TypeError, "batch_size=None"),
-    (lambda: mapped(lambda i: torch.rand(2)), ValueError, "sample 0 is made with random"),
-    (lambda: mapped(now_and_then), ValueError, "a sample is made with random"),
-    (lambda: DataLoader(WithEpochs(nested), 2), ValueError, r"WithEpochs, which has set_epoch\(\)"),
-    (lambda: mapped(lambda i: torch.zeros(1000), 10**11), ValueError, r"100000000000 .* need about 4e\+05 GB"),
+    (lambda: DataLoader(Endless(), 2), TypeError, "resident"),
+    (lambda: [torch.ones(1)], TypeError, "resident"),
+    (lambda: iterating(__iter__=iter), TypeError, "resident"),
+    (lambda: iterating(_get_iterator=iter), TypeError, "resident"),
+    (lambda: DataLoader(dataset(), batch_size=None), TypeError, "resident"),
+    (lambda: mapped(lambda i: torch.rand(2)), ValueError, "resident"),
+    (lambda: mapped(now_and_then), ValueError, "resident"),
+    (lambda: DataLoader(WithEpochs(nested), 2), ValueError, "resident"),
+    (lambda: mapped(lambda i: torch.zeros(1000), 10**11), ValueError, "resident"),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+@pytest.mark.parametrize(("make", "error", "argument"), REFUSED)
 def test_what_cannot_be_held_is_refused_before_training(
-    make: Callable[[], Any], error: type[Exception], message: str
+    make: Callable[[], Any], error: type[Exception], argument: str
 ) -> None:
     trainer = quiet(resident=True)
-    with pytest.raises(error, match=message):
+    with refused(error, argument):
         trainer.fit(Classifier(), make())
     assert trainer.global_step == 0
 

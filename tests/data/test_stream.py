@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from hasten.data.loader_parts import has_state
 from hasten.data.resume.stream import Stream
+from tests.refusals import refused, warned
 
 
 class Countdown:
@@ -125,7 +126,7 @@ def test_lengths_of_loaders() -> None:
     # The user's sampler gives three batches.
     wrong = DataLoader(range(6), batch_sampler=Wrong(SequentialSampler(range(6)), 2, False))
     assert [is_last for _, is_last in Stream(wrong).batches()] == [False, False, True]
-    with pytest.warns(UserWarning, match=r"more batches than its length of 2 says.*limit_train_batches=2"):
+    with warned(UserWarning, says=("2 says", "limit_train_batches=2")):
         list(Stream(Sized(4, 2), name="said once").batches())
 
 
@@ -223,7 +224,7 @@ def test_state_is_that_of_the_batches_consumed() -> None:
         assert again.position == consumed
         assert list(again.batches()) == rest
         assert len(list(again.batches())) == 3
-    with pytest.raises(ValueError, match=r"consumed=0.*2 batches were handed out"):
+    with refused(ValueError, "train_dataloader", fix="2"):
         stream.state_dict(0)
 
 
@@ -291,10 +292,10 @@ def test_resuming_with_other_data() -> None:
             return 6
 
     again = resumed(numbers(10), state_after(numbers(6), 1), name="changed_data")
-    with pytest.warns(UserWarning, match="changed_data has 5 batches, and had 3"):
+    with warned(UserWarning, says=("changed_data", "5 batches", "had 3")):
         assert values(again.batches()) == [[2, 3], [4, 5], [6, 7], [8, 9]]
     fewer = numbers(sampler=Variable(range(2)))
-    with pytest.raises(RuntimeError, match=r"cannot resume after 2 batches: the sampler ended after 1"):
+    with refused(RuntimeError, says=("2 batches", "after 1")):
         next(resumed(fewer, state_after(numbers(sampler=Variable(range(6))), 2)).batches())
 
 
@@ -305,7 +306,7 @@ def test_resuming_with_another_number_of_workers_keeps_the_samples_and_warns(bef
     torch.manual_seed(5)
     state = state_after(numbers(12, shuffle=True, num_workers=before), 3)
     again = resumed(numbers(12, shuffle=True, num_workers=after), state)
-    with pytest.warns(UserWarning, match=f"begun with num_workers={before} goes on with num_workers={after}"):
+    with warned(UserWarning, says=(f"num_workers={before}", f"num_workers={after}")):
         assert values(again.batches()) == expected[3:]
 
 

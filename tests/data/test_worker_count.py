@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import hasten as L
 from hasten.data import auto_workers, with_workers
 from tests.models import Classifier, loader, quiet, same_weights
+from tests.refusals import refused
 
 read = Value("i", 0)
 
@@ -98,9 +99,9 @@ def test_what_was_found_is_remembered_for_the_same_data_only(
 
 @pytest.mark.parametrize("data", [DataLoader(Endless()), [1, 2]])
 def test_what_can_have_no_other_workers_is_refused(data: Any) -> None:
-    with pytest.raises(TypeError, match="num_workers='auto'"):
+    with refused(TypeError, "num_workers", fix="num_workers='auto'"):
         auto_workers(data)
-    with pytest.raises(TypeError, match="num_workers='auto'"):
+    with refused(TypeError, "num_workers", fix="num_workers='auto'"):
         quiet(num_workers="auto").fit(Classifier(), data)
     assert auto_workers(data, stage="validate") is data
 
@@ -108,7 +109,7 @@ def test_what_can_have_no_other_workers_is_refused(data: Any) -> None:
 def test_what_fails_is_reported_by_the_run() -> None:
     with pytest.raises(KeyError, match="no such file"):
         quiet(num_workers="auto").fit(Classifier(), DataLoader(Broken(0.0), 4))
-    with pytest.raises(TypeError, match=r"num_workers=2: the train dataloader is a list.*Give a DataLoader"):
+    with refused(TypeError, "num_workers", fix="num_workers=2"):
         quiet(num_workers=2).fit(Classifier(), list(loader(8)))
     quiet(num_workers=0).fit(Classifier(), list(loader(8)))
 

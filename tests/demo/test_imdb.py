@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 
 from hasten_tools.demo.task import DemoError
 from hasten_tools.demo.text import Pad, TextDataset, Tokens, split_reviews, tokens_of
@@ -64,7 +65,7 @@ def test_reviews_are_split_without_overlap_and_a_limit_tests_at_least_1000(
 
 @pytest.mark.parametrize(("count", "limit"), [(9, None), (50_000, 9)])
 def test_too_few_reviews_to_split_are_refused(count: int, limit: int | None) -> None:
-    with pytest.raises(ValueError, match=r"10"):
+    with refused(ValueError, "limit", fix="10"):
         split_reviews(count, limit=limit)
 
 

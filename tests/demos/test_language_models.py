@@ -15,6 +15,7 @@ import torch
 from hasten.demos import LightningLSTM, LightningTransformer, SequenceSampler, SimpleLSTM, Transformer, WikiText2
 from hasten.demos.transformer import URL, Dictionary, tokenize
 from tests.models import quiet
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -54,9 +55,7 @@ def test_blocks_and_what_follows_them(text: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"download=False\): .*wikitext-2.txt does not exist. Put the text there"
-    ):
+    with refused(FileNotFoundError, "data_dir", says="download=False"):
         WikiText2(tmp_path, download=False)
 
 

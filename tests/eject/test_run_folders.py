@@ -9,6 +9,7 @@ import pytest
 
 from hasten_tools.eject import EjectError
 from tests.eject.running import check_form, eject, fits, same
+from tests.refusals import refused
 
 ARTICLE = """import argparse
 
@@ -133,7 +134,7 @@ REFUSED = {
 def test_what_is_not_there_afterwards_is_refused_with_its_line(why: str, tmp_path: Path) -> None:
     text = ARTICLE.replace(SHORT, f"{SHORT}\n    {REFUSED[why]}")
     line = text[: text.index(REFUSED[why])].count("\n") + 1
-    with pytest.raises(EjectError, match=re.escape(f"line {line}: {why}")):
+    with refused(EjectError, says=f"line {line}: {why}"):
         eject(text, tmp_path / "program.py")
 
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from hasten.loggers import CSVLogger
+from tests.refusals import warned
 
 
 def table(logger: CSVLogger) -> list[dict[str, str]]:
@@ -84,7 +85,7 @@ def test_a_run_in_the_same_version_continues_the_file_without_its_torn_last_line
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_bytes(b"loss,step\n1.0,0\n0.123,1\n0.4")
     logger = CSVLogger(tmp_path, version=0)
-    with pytest.warns(UserWarning, match="exists and is not empty. New rows are appended"):
+    with warned(UserWarning, says="rows"):
         logger.log_metrics({"loss": 2.0, "acc": 0.5}, step=2)
     logger.finalize("success")
     found = [(row["loss"], row["acc"], row["step"]) for row in table(logger)]
@@ -108,7 +109,7 @@ def test_a_row_costs_the_same_however_long_the_file(tmp_path: Path) -> None:
     assert [row["new"] for row in rows[1999:2002]] == ["", "1.5", ""]
     logger.finalize("success")
     again = CSVLogger(tmp_path, version=logger.version)
-    with pytest.warns(UserWarning, match="not empty"):
+    with warned(UserWarning, fix="version="):
         again.experiment
     before = bytes_written_by_this_process()
     again.log_metrics({"train_loss": 7.0}, step=3000)
@@ -142,7 +143,7 @@ def test_a_killed_writer_leaves_whole_rows_in_order(tmp_path: Path) -> None:
         return
     # The system may stop a write between two pages: an unfinished last line is cut off by the next logger.
     again = CSVLogger(tmp_path, version=0)
-    with pytest.warns(UserWarning, match="not empty"):
+    with warned(UserWarning, fix="version="):
         again.log_metrics({"loss": 1.0, "check": 2}, step=10**9)
     again.finalize("success")
     assert path.read_bytes().endswith(b"\n")

@@ -24,6 +24,7 @@ from hasten.loggers.base import DummyExperiment, DummyLogger, SavedCheckpoint, U
 from hasten.strategies import DDPStrategy
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
+from tests.refusals import refused
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -467,5 +468,5 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_training(
     assert seen == []
     # A superuser, as in many containers, may write anywhere: what the system would say is put in its place.
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(PermissionError, match=r"\(save_dir='.*'\) cannot write to .*: Permission denied"):
+    with refused(PermissionError, says="save_dir='"):
         kind(save_dir=tmp_path).experiment

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten as L
 from hasten.plugins import Precision
 from tests.models import Classifier, dataset, loader, quiet, same_weights
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 BAD = 3
 
@@ -95,7 +95,7 @@ def by_hand(net: Net, batches: Any, *, accumulate: int = 1, clip: float | None =
 
 def test_a_bad_loss_is_told_of_once_with_step_and_cure() -> None:
     trainer = quiet(max_epochs=2, log_every_n_steps=2)
-    with pytest.warns(UserWarning, match="loss") as said:
+    with warned(UserWarning, fix="Trainer(on_bad_loss='stop')") as said:
         trainer.fit(Classifier(), data(BAD))
     messages = [str(one.message) for one in said if "is nan" in str(one.message)]
     assert len(messages) == 1
@@ -109,7 +109,7 @@ def test_a_bad_loss_is_told_of_at_the_end_of_an_epoch_without_any_interval(value
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": self.loss(batch) + (value if batch_idx == 9 else 0.0)}
 
-    with pytest.warns(UserWarning, match=f"training_step is {value} at step 9"):
+    with warned(UserWarning, says=("training_step", f"{value}", "step 9")):
         L.Trainer(barebones=True, accelerator="cpu", max_epochs=1).fit(Silent(), loader())
 
 
@@ -119,7 +119,7 @@ def test_a_bad_logged_loss_is_told_of_with_its_hook() -> None:
             self.log("val_loss", self.loss(batch) * math.inf)
             self.log("val_auc", math.nan)
 
-    with pytest.warns(UserWarning, match="'val_loss', logged in validation_step, is inf") as said:
+    with warned(UserWarning, says=("'val_loss'", "validation_step", "inf")) as said:
         quiet(max_epochs=2).fit(Val(), loader(), loader(8))
     assert len([one for one in said if "logged in" in str(one.message)]) == 1
 
@@ -135,9 +135,9 @@ class Manual(Classifier):
 
 
 def test_manual_optimization_is_warned_of_too() -> None:
-    with pytest.warns(UserWarning, match="training_step is nan"):
+    with warned(UserWarning, says=("training_step", "nan")):
         quiet().fit(Manual(), data(BAD))
-    with pytest.raises(FloatingPointError, match=r"manual_backward is nan, at step 3 \(epoch 1, batch 3\)"):
+    with refused(FloatingPointError, says=("manual_backward", "nan", "step 3", "epoch 1")):
         quiet(on_bad_loss="stop").fit(Manual(), data(BAD))
 
 
@@ -152,7 +152,7 @@ def test_a_step_left_out_changes_nothing(accumulate: int, clip: float | None, cl
     batches = data(0, BAD, 7)
     by_hand(plain, batches, accumulate=accumulate, clip=clip, epochs=2)
     trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=clip, on_bad_loss="skip")
-    with pytest.warns(UserWarning, match=r"on_bad_loss='skip'\) left out"):
+    with warned(UserWarning, says="on_bad_loss='skip'"):
         trainer.fit(mine, batches)
     assert same_weights(mine, plain)
     assert trainer.global_step == 2 * math.ceil(10 / accumulate)
@@ -171,13 +171,13 @@ def test_a_bad_gradient_of_a_finite_loss_is_left_out() -> None:
     quiet(on_bad_loss="skip").fit(mine, listed)
     by_hand(plain, [*listed[:BAD], (listed[BAD][0] * math.nan, listed[BAD][1]), *listed[BAD + 1 :]])
     assert same_weights(mine, plain)
-    says_where = pytest.warns(UserWarning, match="Error detected in MulBackward0")
-    with says_where, pytest.raises(FloatingPointError, match=r"its gradient is not, at step 3.*'MulBackward0'"):
+    says_where = warned(UserWarning, says="MulBackward0")
+    with says_where, refused(FloatingPointError, says=("step 3", "'MulBackward0'")):
         quiet(on_bad_loss="stop").fit(Zero(), listed)
 
 
 def test_what_is_left_out_is_counted_and_said_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), pytest.warns(UserWarning, match="left out 2 steps .2 of 5 in this run"):
+    with caplog.at_level(logging.INFO), warned(UserWarning, says=("2 steps", "5 in")):
         quiet(on_bad_loss="skip", log_every_n_steps=5).fit(Classifier(), data(1, 4, 6, value=math.inf))
     assert "left out 1 step (3 of 10 in this run). The last: The loss of training_step is nan at step 6" in caplog.text
 
@@ -235,19 +235,19 @@ def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> No
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch) * (math.inf if batch_idx == BAD else 1.0)
 
-    with pytest.raises(FloatingPointError, match=r"nan at step 0.*the input of layers.1 \(BatchNorm1d\)"):
+    with refused(FloatingPointError, says=("nan at step 0", "layers.1 (BatchNorm1d)")):
         quiet(on_bad_loss="stop").fit(Logs(), data())
-    with pytest.raises(FloatingPointError, match=r"the output of layers.1 \(Sqrt\)"):
+    with refused(FloatingPointError, says="layers.1 (Sqrt)"):
         quiet(on_bad_loss="stop").fit(Roots(), data())
-    with pytest.raises(FloatingPointError, match=r"inf at step 3 .*every layer is finite: the loss itself"):
+    with refused(FloatingPointError, says=("inf", "step 3")):
         quiet(on_bad_loss="stop").fit(Last(), data())
-    with pytest.raises(FloatingPointError, match=r"nan at step 3 \(epoch 1, batch 3\). batch\[0\] itself is not"):
+    with refused(FloatingPointError, says=("nan", "step 3", "epoch 1", "batch[0]")):
         quiet(on_bad_loss="stop").fit(Net(), data(BAD))
 
 
 def test_anomaly_mode_names_the_layer_too() -> None:
     shown = pytest.warns(UserWarning, match="Error detected in")
-    with shown, pytest.raises(RuntimeError, match="returned nan values") as caught:
+    with shown, refused(RuntimeError, says="nan") as caught:
         quiet(detect_anomaly=True).fit(Logs(), data())
     assert "First not finite: the input of layers.1 (BatchNorm1d)." in caught.value.__notes__
 
@@ -255,7 +255,7 @@ def test_anomaly_mode_names_the_layer_too() -> None:
 def test_a_stopped_run_is_saved_and_goes_on_after_the_bad_batch(tmp_path: Path) -> None:
     mine, plain = Net(), Net()
     options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 2}
-    with pytest.raises(FloatingPointError, match="The step was not taken"):
+    with refused(FloatingPointError, fix="on_bad_loss='skip'"):
         quiet(on_bad_loss="stop", **options).fit(mine, data(BAD))
     (path,) = tmp_path.rglob("last*.ckpt")
     resumed = Net()
@@ -277,7 +277,7 @@ def test_a_run_goes_back_to_the_state_kept_before(closure: bool) -> None:
 
     model = Keeps()
     trainer = quiet(max_epochs=1, log_every_n_steps=4, on_bad_loss="rewind")
-    with pytest.warns(UserWarning, match="left out 1 step and went back to the state kept before"):
+    with warned(UserWarning, says="1 step"):
         trainer.fit(model, data(6))
     weights, moments = states[3]
     assert all(torch.equal(weights[name], states[6][0][name]) for name in weights)
@@ -311,7 +311,7 @@ class Replaced(Net):
 @pytest.mark.parametrize("kind", [WithOwn, Replaced])
 def test_a_run_goes_back_with_any_optimizer(kind: type[Classifier]) -> None:
     model = kind()
-    with pytest.warns(UserWarning, match="left out 2 steps and went back"):
+    with warned(UserWarning, says="2 steps"):
         quiet(on_bad_loss="rewind").fit(model, data(BAD, 7))
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
@@ -363,7 +363,7 @@ def test_what_cannot_be_is_refused(kind: type[Classifier], options: dict[str, An
 
 
 def test_a_run_without_an_optimizer_is_stopped() -> None:
-    with pytest.raises(FloatingPointError, match="nan at step 3"):
+    with refused(FloatingPointError, says=("nan", "step 3")):
         quiet(on_bad_loss="stop").fit(Without(), data(BAD))
 
 

@@ -16,6 +16,7 @@ from hasten.callbacks import LambdaCallback
 from hasten.optim import LRSchedulerConfig
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet, same_weights
+from tests.refusals import refused
 
 
 class At(L.Callback):
@@ -304,16 +305,16 @@ def test_a_group_added_in_the_middle_is_trained_and_cleared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "fact"),
     [
-        (lambda module: [still(module), still(module)], "2 optimizers, and automatic optimization steps one"),
-        (lambda module: [torch.optim.SGD], "the list holds the class SGD"),
+        (lambda module: [still(module), still(module)], "2"),
+        (lambda module: [torch.optim.SGD], "SGD"),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_gone_on_with_is_refused(make: Any, fact: str) -> None:
+    with refused(ValueError, says=fact):
         fit(lambda trainer, module: setattr(trainer, "optimizers", make(module)))
-    with pytest.raises(AttributeError, match=r"optimizers = \.\.\.: only during a Trainer's fit"):
+    with refused(AttributeError, says="optimizers = ..."):
         quiet().strategy.optimizers = []
 
 

@@ -15,6 +15,7 @@ import hasten as L
 from hasten.strategies import DDPStrategy
 from tests.loops.test_micro_batches import assert_same, fresh, trained
 from tests.models import Attempts, Classifier, loader, quiet
+from tests.refusals import warned
 
 
 class Limited(Classifier):
@@ -77,7 +78,7 @@ def test_memory_that_runs_out_leaves_no_trace(where: str, caplog: pytest.LogCapt
     for micro_batch in (5, "auto"):
         L.seed_everything(1, verbose=False)
         models.append(fresh(Logs, fits=5, where=where))
-        with caplog.at_level("INFO"), pytest.warns(UserWarning, match="BatchNorm1d"):
+        with caplog.at_level("INFO"), warned(UserWarning, says="BatchNorm1d"):
             trainer = trained(
                 models[-1], loader(60, 20), micro_batch=micro_batch, max_epochs=2, accumulate_grad_batches=2
             )

@@ -15,6 +15,7 @@ from torch import nn
 
 import hasten as L
 from tests.models import Classifier, loader, quiet
+from tests.refusals import warned
 
 
 @contextmanager
@@ -168,9 +169,9 @@ def test_an_evaluation_of_nothing_is_said_and_the_line_mends_it() -> None:
             self.log("loss", self.loss(batch))
 
     trainer, model = quiet(limit_val_batches=0, limit_test_batches=0), Tested()
-    with pytest.warns(UserWarning, match=r"Trainer.validate\(\) evaluates nothing, as limit_val_batches=0"):
+    with warned(UserWarning, says=("validate()", "limit_val_batches=0")):
         assert trainer.validate(model, loader()) == []
-    with pytest.warns(UserWarning, match=r"Set trainer.limit_test_batches = 1.0"):
+    with warned(UserWarning, says="limit_test_batches = 1.0"):
         assert trainer.test(model, loader()) == []
     trainer.limit_val_batches = trainer.limit_test_batches = 1.0
     with nothing_said():

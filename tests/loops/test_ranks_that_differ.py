@@ -19,6 +19,7 @@ import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.machine import agreement
 from tests.models import loader, quiet
+from tests.refusals import refused
 
 
 class Model(L.LightningModule):
@@ -394,19 +395,17 @@ def test_schedulers_step_on_the_same_value_and_schedulers_and_optimizers_that_di
     two(Scheduled(lambda o, rank: schedulers.LambdaLR(o, lambda step: 0.5)), max_epochs=1)
 
     for epochs, counts in ((1, "5 on rank 0 and 3 on rank 1"), (3, "5 on rank 0 and 3 on rank 1")):
-        with pytest.raises(RuntimeError, match=f"global_step is {counts}"):
+        with refused(RuntimeError, says=f"global_step is {counts}"):
             two(SkipsSteps(), max_epochs=epochs)
 
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     layer = nn.Linear(2, 2)
-    with pytest.raises(
-        RuntimeError, match=r"Fabric.setup\(\): .*lr of group 0 of optimizer 0 is 0.1 on rank 0 and 1.1 on"
-    ):
+    with refused(RuntimeError, says=("Fabric.setup()", "lr of group 0 of optimizer 0", "0.1 on rank 0", "1.1 on")):
         fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1 + fabric.global_rank))
     layer = nn.Linear(2, 2)
     fabric.setup_module(layer)
-    with pytest.raises(RuntimeError, match=r"Fabric.setup_optimizers\(\): .*lr of group 0"):
+    with refused(RuntimeError, says=("Fabric.setup_optimizers()", "lr of group 0")):
         fabric.setup_optimizers(torch.optim.SGD(layer.parameters(), lr=0.1 + fabric.global_rank))
 
 

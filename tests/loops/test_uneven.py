@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hasten as L
 from tests.models import quiet
+from tests.refusals import refused
 
 COUNTS = (5, 8)
 
@@ -101,15 +102,15 @@ def test_stop_and_error_name_ranks_and_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "argument"),
     [
-        ("stp", r"Trainer\(uneven='stp'\): 'stp' is unknown. Did you mean 'stop'"),
+        ("stp", "uneven"),
         (
             "join",
-            r"Trainer\(uneven='join'\): .*Write uneven='stop', which ends the epoch when the first process",
+            "uneven",
         ),
     ],
 )
-def test_the_argument_is_one_of_two_words(value: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_the_argument_is_one_of_two_words(value: Any, argument: str) -> None:
+    with refused(ValueError, argument):
         L.Trainer(uneven=value)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.programs import call_in_file, start_python
+from tests.refusals import refused
 
 from hasten.machine.cluster import find_free_port
 from hasten.resolve import runtime
@@ -111,16 +112,16 @@ def copies(mode: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind", "said"),
+    ("mode", "kind", "fact"),
     [
-        ("rank1 dies", RuntimeError, "the process of rank 1 was killed by SIGKILL"),
-        ("rank1 exits, others sleep", RuntimeError, "the process of rank 1 ended with exit code 3"),
-        ("rank1 raises", KeyError, "a mistake of the user's"),
-        ("rank1 is interrupted", KeyboardInterrupt, "raised in the process of rank 1"),
+        ("rank1 dies", RuntimeError, "SIGKILL"),
+        ("rank1 exits, others sleep", RuntimeError, "3"),
+        ("rank1 raises", KeyError, "user's"),
+        ("rank1 is interrupted", KeyboardInterrupt, "1"),
     ],
 )
-def test_a_lost_copy_raises_here_and_is_named(mode: str, kind: type[Exception], said: str, tmp_path: Path) -> None:
-    with pytest.raises(kind, match=said) as caught:
+def test_a_lost_copy_raises_here_and_is_named(mode: str, kind: type[Exception], fact: str, tmp_path: Path) -> None:
+    with refused(kind, says=fact) as caught:
         copies(mode, tmp_path)
     if kind is KeyError:
         assert caught.value.__notes__ == [f"This was raised in the process of rank {mode[4]}."]
@@ -147,7 +148,7 @@ def test_copies_return_the_first_processs_result_or_error() -> None:
     with pytest.raises(RuntimeError, match="Local: from far away"):
         run.launch(raise_of_a_class_that_cannot_be_sent)
     spawned = runtime(accelerator="cpu", devices=2, strategy="ddp_spawn")
-    with pytest.raises(TypeError, match="top of a module"):
+    with refused(TypeError, "start_method"):
         spawned.launch(lambda: None)
 
 
@@ -238,8 +239,8 @@ def test_a_machine_that_waits_prints_what_to_start_on_the_others(tmp_path: Path)
 
 
 def test_a_timeout_or_a_backend_that_cannot_be_is_refused_when_it_is_given() -> None:
-    with pytest.raises(ValueError, match=r"DDPStrategy\(timeout=.*use a positive one"):
+    with refused(ValueError, "timeout"):
         DDPStrategy(timeout=timedelta(seconds=-1))
-    with pytest.raises(ValueError, match=r"DDPStrategy\(process_group_backend='gloooo'\).*Did you mean 'gloo'"):
+    with refused(ValueError, "process_group_backend", fix="'gloo'"):
         DDPStrategy(process_group_backend="gloooo")
     DDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")

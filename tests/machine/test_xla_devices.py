@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refused
 from torch import nn
 
 from hasten.strategies import XLAStrategy
@@ -27,7 +28,7 @@ def test_one_chip_or_all_of_them() -> None:
     assert kind.parse_devices(8) == kind.parse_devices(-1) == kind.auto_device_count() == 8
     assert kind.get_parallel_devices([7]) == [torch.device("xla", 7)]
     for given in (3, [0, 1], [8], 0):
-        with pytest.raises(ValueError, match=r"devices=.*accelerator='tpu'"):
+        with refused(ValueError, "devices", fix="devices="):
             kind.parse_devices(given)
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 import hasten as L
 from tests.models import Classifier, dataset, loader, quiet
+from tests.refusals import refused
 
 
 class Data(L.LightningDataModule):
@@ -115,7 +116,7 @@ def test_a_datamodule_given_once_goes_on_preparing_and_moving() -> None:
     assert trainer.datamodule is data
     assert data.take() == ["prepare_data", "setup test", "moved", "teardown test"]
     # Its loaders are read only in the call it was given to.
-    with pytest.raises(ValueError, match=r"Trainer\.validate\(\): there is no data\. Pass dataloaders="):
+    with refused(ValueError, says=("Trainer.validate()", "dataloaders=")):
         trainer.validate(model)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, loader(4))
@@ -137,10 +138,10 @@ def test_loaders_that_the_datamodule_lacks_come_from_the_module() -> None:
     trainer = quiet()
     trainer.fit(Model(), datamodule=OnlyTrain())
     assert (trainer.num_training_batches, trainer.num_val_batches) == (2, [3])
-    with pytest.raises(ValueError, match=r"the datamodule OnlyTrain has no test_dataloader\(\)\. Define it"):
+    with refused(ValueError, says=("OnlyTrain", "test_dataloader()")):
         quiet().test(Model(), datamodule=OnlyTrain())
     for name in ("val", "test", "predict"):
-        with pytest.raises(NotImplementedError, match=rf"OnlyTrain has no {name}_dataloader\(\)"):
+        with refused(NotImplementedError, says=("OnlyTrain", name, "_dataloader()")):
             getattr(OnlyTrain(), f"{name}_dataloader")()
 
 

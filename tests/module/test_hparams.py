@@ -17,6 +17,7 @@ from torch import nn
 import hasten as L
 from hasten.module.hparams import AttributeDict
 from tests.models import loader, quiet
+from tests.refusals import refused, warned
 
 
 class Base(L.LightningModule):
@@ -281,9 +282,9 @@ def test_hparams_are_read_by_attribute_and_can_be_changed() -> None:
     model.hparams.width = 5
     assert model.hparams["width"] == 5
     del model.hparams.lr
-    with pytest.raises(AttributeError, match=r"no hyper-parameter 'lr'; there are: \['name', 'width'\]"):
+    with refused(AttributeError, says=("'lr'", "['name'", "'width'")):
         _ = model.hparams.lr
-    with pytest.raises(AttributeError, match="no hyper-parameter 'lr'"):
+    with refused(AttributeError, says="'lr'"):
         del model.hparams.lr
     assert repr(model.hparams) == '"name": \'n\'\n"width": 5'
     assert isinstance(copy.deepcopy(model.hparams), AttributeDict)
@@ -296,7 +297,7 @@ def test_initial_hparams_stay_as_they_were() -> None:
             self.save_hyperparameters()
 
     layer, cannot_be_copied = nn.Linear(1, 1), (i for i in range(3))
-    with pytest.warns(UserWarning, match=r"'layer' is a Linear.*save_hyperparameters\(ignore=\['layer'\]\)"):
+    with warned(UserWarning, says=("'layer'", "save_hyperparameters(ignore=['layer'])")):
         model = Holds({"a": [1]}, layer, cannot_be_copied)
     model.hparams.config["a"].append(2)
     model.hparams.more = 3

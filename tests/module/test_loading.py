@@ -77,7 +77,7 @@ def test_arguments_given_replace_those_stored(saved: tuple[Net, Path], tmp_path:
     assert f"The weights in {path} do not fit Net." in text
     assert "mis-shaped (2): a.weight: (3, 2) in the file, (5, 2) in the model, a.bias: (3,)" in text
     assert "hyper-parameters the file was trained with" in text
-    with pytest.raises(TypeError, match="unexpected keyword argument 'widht'"):
+    with refused(TypeError, says="'widht'"):
         Net.load_from_checkpoint(path, widht=5)
 
 
@@ -122,7 +122,7 @@ def test_strict_loading_can_be_switched_off(saved: tuple[Net, Path]) -> None:
     for again in (Net.load_from_checkpoint(path, extra=True, strict=False), Loose.load_from_checkpoint(path)):
         assert torch.equal(again.a.weight, model.a.weight)
         assert again.b.weight.shape == (1, 3)
-    with pytest.raises(ValueError, match="conflict"):
+    with refused(ValueError, "strict"):
         Loose.load_from_checkpoint(path, strict=True)
     batches = [torch.ones(2, 2)]
     loose, strict = Loose(3), Net(3, extra=True)
@@ -130,7 +130,7 @@ def test_strict_loading_can_be_switched_off(saved: tuple[Net, Path]) -> None:
     strict.strict_loading = None
     quiet().test(loose, batches, ckpt_path=path, verbose=False)
     assert torch.equal(loose.a.weight, model.a.weight)
-    with pytest.raises(RuntimeError, match="missing"):
+    with refused(RuntimeError, says="b.weight, b.bias"):
         quiet().test(strict, batches, ckpt_path=path, verbose=False)
 
 
@@ -160,7 +160,7 @@ def test_hyper_parameters_of_a_file(saved: tuple[Net, Path], tmp_path: Path) -> 
     texts = {"h.yaml": "width: 3\nunknown: 1\n", "h.yml": "width: 3", "h.csv": "key,value\nwidth,3\n"}
     for name, text in texts.items():
         assert load(name, text).width == 3
-        with pytest.raises(RuntimeError, match="mis-shaped"):
+        with refused(RuntimeError, says="a.weight: (3,"):
             load(name, text, width=9)
     with refused(ValueError, "hparams_file"):
         load("h.txt", "width: 3")
@@ -174,6 +174,6 @@ def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path) -> None:
     with refused(Exception, fix="weights_only=False"):
         Net.load_from_checkpoint(path)
     assert Net.load_from_checkpoint(path, weights_only=False).width == 4
-    with pytest.raises(Exception, match=r"calls fractions.Fraction[\s\S]*weights_only=False[\s\S]*add_safe_globals"):
+    with refused(Exception, says=("weights_only=False", "add_safe_globals")):
         Net.load_from_checkpoint(BytesIO(path.read_bytes()))
     assert Net.load_from_checkpoint(BytesIO(path.read_bytes()), weights_only=False).width == 4

@@ -14,6 +14,7 @@ import hasten as L
 from hasten.optim import adamw, use_fused
 from hasten.optim.fused import fused_where_possible
 from tests.models import Classifier, loader, quiet, same_weights
+from tests.refusals import refused
 
 MAKERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -156,7 +157,7 @@ def test_optimizers_without_a_fused_kernel_are_refused_before_training(module: t
 
 def test_sparse_gradients_are_refused_by_fabric_and_left_to_the_optimizer_of_a_command_line() -> None:
     module = Words()
-    with pytest.raises(ValueError, match=rf"^Fabric\(fused_optimizer=True\): {SPARSE}"):
+    with refused(ValueError, "fused_optimizer", says="EmbeddingBag(sparse=True)"):
         L.Fabric(accelerator="cpu", fused_optimizer=True).setup(module, module.configure_optimizers())
     quiet(fused_optimizer=False).fit(Words(), loader())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -181,7 +182,7 @@ def test_fabric_fuses_what_it_sets_up_and_saves_it_as_it_was(precision: Any) -> 
         assert optimizer.state_dict()["param_groups"][0]["fused"] is None
         weights.append(layer.weight.detach().float())
     torch.testing.assert_close(weights[0], weights[1])
-    with pytest.raises(ValueError, match=r"^Fabric\(fused_optimizer=True\): torch has no fused RMSprop"):
+    with refused(ValueError, says=("Fabric(fused_optimizer=True)", "RMSprop")):
         fabric.setup_optimizers(torch.optim.RMSprop(nn.Linear(1, 1).parameters()))
 
 

@@ -14,6 +14,7 @@ from torch import nn
 import hasten as L
 from hasten.optim import in_backward
 from tests.models import Classifier, Manual, loader, quiet, same_weights
+from tests.refusals import refused, warned
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -127,7 +128,7 @@ def test_what_needs_all_gradients_is_refused_before_training(
 
 def test_accumulation_that_begins_later_is_refused_too() -> None:
     scheduler = L.callbacks.GradientAccumulationScheduler({1: 4})
-    with pytest.raises(ValueError, match="accumulate_grad_batches=4"):
+    with refused(ValueError, says="accumulate_grad_batches=4"):
         train(made(), callbacks=[scheduler])
 
 
@@ -142,7 +143,7 @@ def test_in_manual_optimization_there_is_nothing_left_to_clip() -> None:
             self.manual_backward(self.loss(batch))
             self.clip_gradients(self.optimizers(), 0.5, "norm")
 
-    with pytest.raises(ValueError, match=r"clip_gradients\(\): in_backward\(SGD\) steps in backward.*clip_value"):
+    with refused(ValueError, says=("clip_gradients()", "in_backward(SGD)", "clip_value")):
         quiet().fit(ClipsByHand(), loader())
 
 
@@ -153,7 +154,7 @@ def test_a_hook_that_would_find_no_gradients_is_warned_of() -> None:
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
 
-    with pytest.warns(UserWarning, match=r"before ScalesGradients.on_before_optimizer_step\(\) runs.*torch.optim.SGD"):
+    with warned(UserWarning, says=("ScalesGradients", "on_before_optimizer_step()", "SGD")):
         quiet().fit(ScalesGradients(), loader())
 
 
@@ -174,7 +175,7 @@ def test_in_fabric_there_is_nothing_left_to_clip() -> None:
     before = layer.weight.detach().clone()
     fabric.backward(model(torch.ones(1, 2)).sum())
     assert torch.allclose(layer.weight, before - 0.1)
-    with pytest.raises(ValueError, match="no gradients left to clip"):
+    with refused(ValueError, fix="optimizer.clip_value"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
 
 
@@ -212,7 +213,7 @@ def test_accumulation_by_hand_is_refused_at_its_second_backward() -> None:
     model, _ = fabric.setup(net, in_backward(torch.optim.SGD, net.parameters(), lr=0.1))
     with fabric.no_backward_sync(model, enabled=True):
         fabric.backward(a_step(model) / 4)
-    with pytest.raises(RuntimeError, match=r"in_backward\(SGD\).*second gradient before.*torch.optim.SGD as it"):
+    with refused(RuntimeError, says="in_backward(SGD)"):
         fabric.backward(a_step(model) / 4)
 
 

@@ -168,7 +168,7 @@ def test_groups_can_be_added() -> None:
     extra.grad = torch.ones(3)
     optimizer.step()
     assert extra.max() < 0.6
-    with pytest.raises(ValueError, match="'muon' has parameters that are not matrices"):
+    with refused(ValueError, says="'muon'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "algorithm": "muon"})
     with refused(ValueError, fix="'muon'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "algorithm": "adam"})

@@ -13,6 +13,7 @@ import hasten as L
 from hasten._lib.optional import installed
 from hasten.optim import schedule_free
 from tests.models import Classifier, loader, quiet, same_weights
+from tests.refusals import refused
 
 SCHEDULEFREE = pytest.mark.skipif(not installed("schedulefree"), reason="needs schedulefree")
 KINDS = [("stand-in", "32-true"), pytest.param("real", "32-true", marks=SCHEDULEFREE)]
@@ -181,7 +182,7 @@ def test_a_run_that_breaks_off_leaves_the_averages_and_can_go_on(tmp_path: Path)
 
 @pytest.mark.skipif(installed("schedulefree"), reason="tells that it is not installed")
 def test_the_missing_package_is_named() -> None:
-    with pytest.raises(ModuleNotFoundError, match="pip install schedulefree"):
+    with refused(ModuleNotFoundError, fix="pip install schedulefree"):
         schedule_free(Classifier())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from hasten._lib.errors import MisconfigurationException
 from hasten.packed.blocks import packed_blocks
 from tests.packed.test_blocks import WIDTH, WORDS, batch_of
+from tests.refusals import refused
 
 BATCH = batch_of([7, 3, WIDTH, 1])
 
@@ -89,15 +90,15 @@ def test_attention_outside_the_blocks_is_refused_by_name() -> None:
     with packed_blocks(model):
         # As of a model that was built with the configuration of the packed one.
         other.config._attn_implementation = model.config._attn_implementation
-        with pytest.raises(MisconfigurationException, match="LlamaAttention attends outside the blocks"):
+        with refused(MisconfigurationException, "packed", says="LlamaAttention"):
             other(**BATCH)
-        with pytest.raises(MisconfigurationException, match=r"LlamaModel: LlamaAttention.*without the model around"):
+        with refused(MisconfigurationException, "packed", says="LlamaModel"):
             model.layers[0].self_attn(torch.zeros(1, 3, 32), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16)), None)
 
 
 def test_outputs_of_routers_are_refused_in_a_call() -> None:
     model = model_of("Mixtral", "ForCausalLM", num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
-    with packed_blocks(model), pytest.raises(MisconfigurationException, match="output_router_logits"):
+    with packed_blocks(model), refused(MisconfigurationException, "packed", says="output_router_logits"):
         model(**BATCH, labels=BATCH["input_ids"], output_router_logits=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import Classifier, loader, quiet, same_weights
-from tests.refusals import refused
+from tests.refusals import refused, warned
 from torch import nn
 
 import hasten as L
@@ -148,7 +148,7 @@ def test_what_a_precision_cannot_be() -> None:
         MixedPrecision("32")  # type: ignore[arg-type]
     with refused(TypeError, "keep_small_updates"):
         HalfPrecision("bf16-true", keep_small_updates="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="needs no scaler"):
+    with refused(ValueError, "scaler"):
         MixedPrecision("bf16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
@@ -186,7 +186,7 @@ def test_what_a_step_calls_can_be_called_by_itself() -> None:
     assert scaled.optimizer_step(optimizer, model=L.LightningModule(), closure=lambda: None) is None
     fused = torch.optim.SGD(model.parameters(), lr=0.1)
     fused._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="SGD unscales its gradients in its step"):
+    with refused(RuntimeError, says="SGD"):
         scaled.clip_gradients(fused, 1.0)
     with refused(NotImplementedError, fix="fused=True"):
         scaled.unscale_gradients(fused)
@@ -208,9 +208,9 @@ def test_formats_of_sharded_parameters(name: Any) -> None:
 
 @pytest.mark.parametrize("precision", [16, "16", "16-mixed"])
 def test_16_bit_floats_on_the_processor(precision: Any) -> None:
-    with pytest.warns(UserWarning, match=r"scaler need a GPU\. Using precision='bf16-mixed'"):
+    with warned(UserWarning, says=("GPU", "precision='bf16-mixed'")):
         L.Fabric(precision=precision, accelerator="cpu")
-    with pytest.warns(UserWarning, match=r"scaler need a GPU\. Using precision='bf16-mixed'"):
+    with warned(UserWarning, says=("GPU", "precision='bf16-mixed'")):
         trainer = L.Trainer(precision=precision, accelerator="cpu", logger=False)
     assert trainer.precision == "bf16-mixed"
     assert trainer.scaler is None

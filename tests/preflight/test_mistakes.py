@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hasten as L
 from hasten_tools.preflight import CheckReport
 from tests.models import Classifier, Manual, dataset, quiet
+from tests.refusals import warned
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
 PAGE_TEXT = PAGE.read_text(encoding="utf-8")
@@ -550,7 +551,7 @@ def test_a_missing_monitor_shows_where_only_validation_ran() -> None:
     stopping = CALLBACKS.EarlyStopping("val_lss")
     assert "nothing logs 'val_lss'" in str(check(model, loader(), loader(shuffle=False), callbacks=stopping))
     with (
-        pytest.warns(UserWarning, match=r"Did you mean EarlyStopping\(monitor='val_loss'\)"),
+        warned(UserWarning, says="EarlyStopping(monitor='val_loss')"),
         pytest.raises(RuntimeError),
     ):
         quiet(callbacks=stopping, num_sanity_val_steps=1).fit(validated(), loader(), loader(shuffle=False))

@@ -10,6 +10,10 @@ from pathlib import Path
 SRC = Path(__file__).resolve().parents[2] / "src"
 # Messages of two sentences without a fix: the second one is a fact. This number may only fall.
 AT_MOST = 42
+TESTS = Path(__file__).resolve().parents[1]
+# Lines of tests that match the wording of a message, instead of the parts of it that tests/refusals.py asserts. This
+# number may only fall.
+MATCHES_AT_MOST = 177
 _RAISED = re.compile(r"(?:[A-Z]\w*(?:Error|Exception|Refused|Damaged)|WrongType|WeightsOnly)$")
 _CALLS = {"make_error", "rank_zero_warn", "warn_once"}
 _SECOND_SENTENCE = re.compile(r"[.!?;] (?=[A-Z{`'])")
@@ -53,3 +57,12 @@ def test_the_rule_sees_what_it_should() -> None:
     right = 'raise make_error(ValueError, f"{name} is off.", fix="Use True.")\nraise ValueError("It is off.")\n'
     assert [line for line, _ in without_fix(wrong)] == [1, 2]
     assert list(without_fix(right)) == []
+
+
+def test_tests_assert_the_parts_of_a_message_and_not_its_wording() -> None:
+    word = "match" + "="
+    counted = {path: path.read_text(encoding="utf-8").count(word) for path in sorted(TESTS.rglob("*.py"))}
+    found = sum(counted.values()) - counted[TESTS / "refusals.py"]
+    assert found <= MATCHES_AT_MOST, f"{found} times {word}; use refused() and warned() of tests/refusals.py"
+    if found < MATCHES_AT_MOST:
+        print(f"[tests/rules/test_errors.py] MATCHES_AT_MOST can be lowered to {found}")

@@ -21,6 +21,7 @@ from hasten_tools.speed.levers import Lever
 from hasten_tools.speed.races import Plan
 from hasten_tools.speed.safety import Safety
 from tests.models import Classifier, loader, quiet, same_weights
+from tests.refusals import refused
 from tests.speed import planted
 
 pytestmark = pytest.mark.usefixtures("only_naps_take_long")
@@ -190,17 +191,17 @@ def test_auto_switches_on_what_wins_remembers_it_and_names_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "argument"),
     [
-        ("atuo", "speed='atuo'.*Did you mean 'auto'"),
-        ("exakt", "Did you mean 'exact'"),
-        ("lower precison", "Did you mean 'lower precision'"),
-        ("changes the maths", "no other model is chosen for you. Use 'lower precision' or a safer class"),
-        (True, "speed=True"),
+        ("atuo", "speed"),
+        ("exakt", "speed"),
+        ("lower precison", "speed"),
+        ("changes the maths", "speed"),
+        (True, "speed"),
     ],
 )
-def test_other_words_are_refused_with_the_nearest(value: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
+def test_other_words_are_refused_with_the_nearest(value: Any, argument: str) -> None:
+    with refused((ValueError, TypeError), argument):
         quiet(speed=value)
 
 

@@ -14,6 +14,7 @@ from hasten_tools.speed.advice import Advice
 from hasten_tools.speed.advisor import AdviceError, TooShortError
 from hasten_tools.speed.levers import LEVERS, choose
 from hasten_tools.speed.safety import Safety
+from tests.refusals import refused
 from tests.speed.fake_trials import FakeProgram, Levers, lever, refusing
 
 GAINS = {"double": 2.0, "triple": 3.0, "slow": 0.7, "none": 1.0, "tenth": 1.1, "half": 1.5}
@@ -150,8 +151,8 @@ def test_a_lever_that_leaks_between_samples_is_wrong_and_one_that_cannot_be_told
 
 
 def test_failures_have_their_verdicts() -> None:
-    for refused, verdict in ((True, "refused"), (False, "failed")):
-        program = FakeProgram(by_gains, fails=refusing("double", refused=refused))
+    for was_refused, verdict in ((True, "refused"), (False, "failed")):
+        program = FakeProgram(by_gains, fails=refusing("double", refused=was_refused))
         found = program.advise([lever("double"), lever("triple")])
         assert verdicts(found) == {"double": verdict, "triple": "wins"}
         assert found.row("double").reason == "not with this model"
@@ -161,7 +162,7 @@ def test_a_program_that_cannot_be_measured_is_an_error() -> None:
     def fails(levers: Levers) -> None:
         refusing("x", text="KeyError: 'no such column'")(levers | {"x"})
 
-    with pytest.raises(AdviceError, match="cannot be measured: KeyError"):
+    with refused(AdviceError, says="KeyError"):
         FakeProgram(by_gains, fails=fails).advise([lever("double")])
 
 
@@ -191,7 +192,7 @@ def test_a_budget_is_kept_however_slowly_programs_start(budget: float) -> None:
 
 def test_where_the_first_step_takes_all_the_time_the_answer_is_a_larger_budget() -> None:
     program = FakeProgram(by_gains, start_seconds=20.0)
-    with pytest.raises(AdviceError, match=r"first step had not ended after 10 s\. Use a budget of 60 or more"):
+    with refused(AdviceError, says=("10 s", "60 or")):
         program.advise([lever("double")], budget_seconds=10.0)
     assert program.opened == [frozenset()]
 
@@ -325,7 +326,7 @@ def test_a_lever_that_gets_ready_too_late_is_cut_off() -> None:
 
 def test_a_training_that_is_too_short_is_not_measured() -> None:
     program = FakeProgram(by_gains, steps_planned=50)
-    with pytest.raises(TooShortError, match="it takes about 50 s, and measuring more than 10% of that"):
+    with refused(TooShortError, says=("50 s", "10% of")):
         program.advise([lever("double")], share_of_training=0.1)
     found = FakeProgram(by_gains, steps_planned=1000).advise([lever("double")], share_of_training=0.1)
     assert verdicts(found) == {"double": "wins"}

@@ -17,6 +17,7 @@ import torch
 from hasten_tools.speed import trial_processes
 from hasten_tools.speed.trial import Session
 from hasten_tools.speed.trial_processes import TrialError, TrialStarter, Turn, interval, race
+from tests.refusals import refused
 
 
 class FakeTrial:
@@ -134,16 +135,16 @@ def test_trials_are_stepped_asked_and_gone_afterwards(monkeypatch: pytest.Monkey
             assert turn.memory_bytes > 0
             assert trial.history == [turn]
         pids = [trials[name].ask("pid", more=1) - 1 for name in ("trains", "fresh", "hangs")]
-        with pytest.raises(TrialError, match="not with this model") as refused:
+        with pytest.raises(TrialError, match="not with this model") as caught:
             trials["refuses"].turn(1)
-        assert refused.value.refused
-        with pytest.raises(TrialError, match=r"without calling Trainer\.fit"):
+        assert caught.value.refused
+        with refused(TrialError, says="Trainer.fit"):
             trials["ends"].turn(1)
-        with pytest.raises(TrialError, match="SIGKILL"):
+        with refused(TrialError, says="SIGKILL"):
             trials["dies"].turn(1)
         with pytest.raises(trial_processes.LateError):
             trials["hangs"].turn(1, time.monotonic() + 0.1)
-        with pytest.raises(TrialError, match="KeyError"):
+        with refused(TrialError, says="KeyError"):
             trials["trains"].ask("nothing")
     assert all(map(gone, pids))
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import Classifier, loader, quiet
+from tests.refusals import refused
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -104,7 +105,7 @@ def test_parameters_without_a_gradient_are_named_with_the_strategy_to_write(stra
     model._ddp_params_and_buffers_to_ignore = [] if run.strategy.name == "ddp_sharded" else ["layer.weight"]  # type: ignore[assignment]
     step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
     run.engine.backward(step(data(run.global_rank)))
-    with pytest.raises(RuntimeError, match=r"in the last step, unused.weight, unused.bias got no gradient") as caught:
+    with refused(RuntimeError, says="unused.weight, unused.bias") as caught:
         step(data(run.global_rank))
     assert said in str(caught.value)
 
@@ -139,7 +140,7 @@ def test_a_run_of_two_is_started_once_and_wraps_what_trains() -> None:
     assert first.launch(lambda a, b=1: a + b, 2, b=3) == 5
     model = Model().requires_grad_(False)
     assert first.wrap(model) is model
-    with pytest.raises(RuntimeError, match="already in a group of 2 processes, but the run asks for 3"):
+    with refused(RuntimeError, says=("2 processes", "3")):
         runtime(accelerator="cpu", devices=3, strategy="ddp").launch(lambda: None)
 
 
@@ -158,15 +159,15 @@ def test_one_process_can_be_a_run_of_ddp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "said"),
+    ("arguments", "kind", "argument"),
     [
-        ({"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'"),
-        ({"start_method": "pope"}, ValueError, "Did you mean 'popen'"),
-        ({"timeout": 30}, TypeError, "timedelta"),
+        ({"find_unused_parameter": True}, TypeError, "find_unused_parameter"),
+        ({"start_method": "pope"}, ValueError, "start_method"),
+        ({"timeout": 30}, TypeError, "timeout"),
     ],
 )
-def test_what_ddp_does_not_take(arguments: dict[str, Any], kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
+def test_what_ddp_does_not_take(arguments: dict[str, Any], kind: type[Exception], argument: str) -> None:
+    with refused(kind, argument):
         DDPStrategy(**arguments)
 
 
@@ -242,7 +243,7 @@ def test_a_change_on_one_process_alone_is_an_error_that_names_the_ranks() -> Non
                 model.body.bias.requires_grad = True
 
     trainer = quiet(devices=2, strategy="ddp", max_epochs=2, callbacks=[OnOne("unfreeze", "batch")])
-    with pytest.raises(RuntimeError, match=r"Rank 0 and rank 1 train different parameters of Grows: body\.bias"):
+    with refused(RuntimeError, says=("Rank 0 and rank 1", "Grows: body.bias")):
         trainer.fit(Grows(), loader(40))
 
 

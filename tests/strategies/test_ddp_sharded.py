@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.models import loader, quiet
 from tests.programs import call_in_file
+from tests.refusals import refused
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
@@ -221,10 +222,10 @@ def test_what_cannot_be_divided_is_refused_before_training() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             trained(Net, make, strategy="ddp_sharded")
-    with pytest.raises(RuntimeError, match="Twice: its step computes the loss again"):
+    with refused(RuntimeError, "strategy", says="Twice"):
         trained(Net, lambda m: Twice(m.parameters(), 0.1), strategy="ddp_sharded")
     trainer = trained(Net, adamw, strategy="ddp_sharded", max_steps=1)
-    with pytest.raises(RuntimeError, match=r"AdamW.state_dict\(\) with strategy='ddp_sharded': this process has only"):
+    with refused(RuntimeError, says=("AdamW.state_dict()", "strategy='ddp_sharded'")):
         trainer.optimizers[0].state_dict()
     with pytest.raises(TypeError, match="True or False"):
         DDPStrategy(shard_optimizer="yes")  # type: ignore[arg-type]

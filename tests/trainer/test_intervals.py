@@ -102,7 +102,7 @@ def test_checkpoints(options: Any, saved: list[int], tmp_path: Any) -> None:
 
 def test_checkpoint_intervals_that_contradict_each_other() -> None:
     assert ModelCheckpoint(every_n_epochs="90min")._train_time_interval == timedelta(minutes=90)
-    with pytest.raises(ValueError, match="mutually exclusive"):
+    with refused(ValueError, "every_n_train_steps"):
         ModelCheckpoint(every_n_epochs="2ep", every_n_train_steps=5)
     with refused(TypeError, "train_time_interval", fix="datetime.timedelta"):
         ModelCheckpoint(train_time_interval=5)

@@ -19,7 +19,7 @@ from hasten.plugins import (
 )
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy, SingleDeviceStrategy
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_what_cannot_be_is_refused_with_what_can(
 
 @pytest.mark.parametrize(("devices", "count"), [([1], 1), ([0, 3], 2), ("0,", 1), ((2,), 1), ("1, 2", 2)])
 def test_indices_of_gpus_are_a_number_of_processes_on_a_cpu(devices: Any, count: int) -> None:
-    with pytest.warns(UserWarning, match=rf"the CPU has no indices. Using devices={count}, the number of processes"):
+    with warned(UserWarning, says=("CPU", f"devices={count}")):
         run = runtime(accelerator="cpu", devices=devices)
     assert run.world_size == count
 

@@ -18,7 +18,7 @@ from hasten.loggers import CSVLogger
 from hasten.strategies import Strategy
 from tests.fakes import RowLogger, watching
 from tests.models import Classifier, loader, quiet
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 SETTINGS: dict[str, Any] = {
     "limit_train_batches": 3, "limit_val_batches": 0.5, "limit_test_batches": 1, "limit_predict_batches": 2,
@@ -37,7 +37,7 @@ def test_arguments_can_be_assigned_and_are_those_of_a_new_trainer(name: str) -> 
 
 @pytest.mark.parametrize("name", ["max_epochs", "max_steps", "barebones", "default_root_dir", "enable_autolog_hparams"])
 def test_other_arguments_cannot_be_assigned(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"{name} cannot be assigned"):
+    with refused(AttributeError, says=name):
         setattr(quiet(), name, 1)
 
 
@@ -57,17 +57,17 @@ def test_texts_and_special_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "argument"),
     [
-        ("limit_train_batches", 1.5, r"limit_train_batches=1\.5"),
-        ("accumulate_grad_batches", 0, "accumulate_grad_batches=0.*at least 1"),
-        ("gradient_clip_algorithm", "nrm", "Did you mean 'norm'"),
+        ("limit_train_batches", 1.5, "limit_train_batches"),
+        ("accumulate_grad_batches", 0, "accumulate_grad_batches"),
+        ("gradient_clip_algorithm", "nrm", "gradient_clip_algorithm"),
     ],
 )
-def test_wrong_values_are_refused_when_assigned(name: str, value: Any, message: str) -> None:
+def test_wrong_values_are_refused_when_assigned(name: str, value: Any, argument: str) -> None:
     trainer = quiet()
     before = getattr(trainer, name)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, argument):
         setattr(trainer, name, value)
     assert getattr(trainer, name) == before
 
@@ -112,7 +112,7 @@ def test_callbacks_of_the_checkpoint_that_are_missing_are_named(tmp_path: Any) -
     trainer = quiet(callbacks=[Stateful(), ModelCheckpoint(tmp_path, monitor="train_loss")], enable_checkpointing=True)
     trainer.fit(Classifier(), loader())
     trainer.save_checkpoint(path)
-    with pytest.warns(UserWarning, match=r"holds the state of Stateful, which.*Trainer\(callbacks") as caught:
+    with warned(UserWarning, says="Trainer(callbacks") as caught:
         # Other arguments of a callback that is there are no reason to warn.
         quiet(max_epochs=2, callbacks=ModelCheckpoint(tmp_path), enable_checkpointing=True).fit(
             Classifier(), loader(), ckpt_path=path
@@ -169,24 +169,24 @@ def test_changed_arguments_count_from_the_next_call_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "match"),
+    ("changes", "error", "argument"),
     [
-        ({"max_epoch": 3}, TypeError, r"argument 'max_epoch'\. Did you mean 'max_epochs'\?$"),
-        ({"max_epochs": 1.5}, TypeError, "max_epochs=1.5"),
-        ({"min_epochs": 5, "max_epochs": 3}, ValueError, "the minimum is above"),
-        ({"callbacks": []}, TypeError, "assign Trainer.callbacks"),
+        ({"max_epoch": 3}, TypeError, "max_epoch"),
+        ({"max_epochs": 1.5}, TypeError, "max_epochs"),
+        ({"min_epochs": 5, "max_epochs": 3}, ValueError, "min_epochs"),
+        ({"callbacks": []}, TypeError, "callbacks"),
     ],
 )
 def test_a_refused_change_leaves_the_trainer_as_it_was(
-    changes: dict[str, Any], error: type[Exception], match: str
+    changes: dict[str, Any], error: type[Exception], argument: str
 ) -> None:
     trainer = quiet(max_epochs=1)
-    with pytest.raises(error, match=match):
+    with refused(error, argument):
         trainer.change_arguments(**changes)
     assert trainer.max_epochs == 1
 
 
 def test_arguments_are_not_changed_while_a_call_runs() -> None:
     changes = watching(lambda _, trainer: trainer.change_arguments(max_epochs=2), "on_train_start")
-    with pytest.raises(RuntimeError, match="a call is running"):
+    with refused(RuntimeError, says="Trainer.change_arguments()"):
         quiet(callbacks=[changes]).fit(Classifier(), loader())

@@ -154,7 +154,7 @@ def test_detect_anomaly_is_on_during_fit_alone() -> None:
             zero = self.layers[0].weight.sum() * 0
             return torch.sqrt(zero) * 0 + self.loss(batch)
 
-    with pytest.raises(RuntimeError, match="nan values"), pytest.warns(UserWarning, match="Error detected"):
+    with refused(RuntimeError, says="nan"), pytest.warns(UserWarning, match="Error detected"):
         quiet(detect_anomaly=True).fit(NotANumber(), loader(4))
     assert not torch.is_anomaly_enabled()
 
@@ -336,7 +336,7 @@ def test_sync_batchnorm_on_two_processes() -> None:
     model = Normed()
     trainer = quiet(sync_batchnorm=True, devices=2, strategy="ddp")
     # torch has it for accelerators alone, where training is concerned.
-    with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm trains on GPUs only"):
+    with refused(ValueError, "sync_batchnorm"):
         trainer.fit(model, loader(8))
     trainer.test(model, loader(8), verbose=False)
     assert type(model.norm) is nn.BatchNorm1d

@@ -25,6 +25,7 @@ from hasten.strategies import SingleDeviceStrategy
 from hasten.utilities import data, enums, memory, model_helpers, parsing, rank_zero, saving
 from hasten.utilities.data import DistributedSamplerWrapper, UnrepeatedDistributedSampler
 from hasten.utilities.model_helpers import DeviceDtypeMixin
+from tests.refusals import refused, warned
 
 
 def test_epsilons() -> None:
@@ -82,7 +83,7 @@ def test_enumerations() -> None:
     assert kind.from_str("NORM") is kind.NORM
     for source in ("value", "any"):
         assert kind.from_str("value", source=source) is kind.VALUE
-    with pytest.raises(ValueError, match="'x' is not a GradClipAlgorithmType: use one of 'value', 'norm'"):
+    with refused(ValueError, says=("'x'", "GradClipAlgorithmType", "'value'", "'norm'")):
         kind.from_str("x")
     assert kind.supported_type("Norm")
     assert not kind.supported_type("max")
@@ -99,13 +100,13 @@ class Endless(IterableDataset[Any]):
 def test_batches_and_loaders() -> None:
     assert utilities.move_data_to_device([torch.zeros(1)], torch.device("meta"))[0].device.type == "meta"
     assert data.extract_batch_size({"x": torch.zeros(3, 2)}) == 3
-    with pytest.raises(ValueError, match=r"cannot be read from a str. Write self.log\(..., batch_size=...\)"):
+    with refused(ValueError, says="self.log(..., batch_size=...)"):
         data.extract_batch_size("x")
-    with pytest.warns(UserWarning, match="the batch size is ambiguous"):
+    with warned(UserWarning, says="2 is used"):
         assert data.extract_batch_size([torch.zeros(2), torch.zeros(3)]) == 2
     assert data.extract_batch_size({"x": torch.zeros(())}) == 1
     assert data.convert_tensors_to_scalars({"a": [torch.tensor([2])], "b": "x"}) == {"a": [2], "b": "x"}
-    with pytest.raises(ValueError, match=r"one element .* not one of shape \(2,\)"):
+    with refused(ValueError, says="(2,)"):
         data.convert_tensors_to_scalars(torch.zeros(2))
     import numpy as np
 
@@ -119,7 +120,7 @@ def test_batches_and_loaders() -> None:
     assert data.has_len_all_ranks([1], hasten.Trainer(logger=False, enable_checkpointing=False).strategy)
     with pytest.warns(UserWarning, match="the list is empty"):
         assert data.has_len([])
-    with pytest.raises(ValueError, match=r"local_world_size=0\): use a whole number of at least 1"):
+    with refused(ValueError, "local_world_size", fix="1"):
         utilities.suggested_max_num_workers(0)
     cores = len(os.sched_getaffinity(0))
     assert utilities.suggested_max_num_workers(1) == max(1, cores - 1)
@@ -155,7 +156,7 @@ def test_shared_file_systems(tmp_path: Path) -> None:
     assert not utilities.is_shared_filesystem(OtherFiles(str(tmp_path / "nowhere")), tmp_path, timeout=0)
     assert utilities.is_shared_filesystem(OtherFiles("x"), "s3://bucket")
     assert utilities.is_shared_filesystem(type("One", (), {"world_size": 1})())
-    with pytest.raises(FileNotFoundError, match="the folder does not exist"):
+    with refused(FileNotFoundError, "path"):
         utilities.is_shared_filesystem(OtherFiles("x"), tmp_path / "no")
     first = type("First", (OtherFiles,), {"is_global_zero": True, "broadcast": lambda self, name: name})("")
     assert utilities.is_shared_filesystem(first, tmp_path)
@@ -186,7 +187,7 @@ def test_grad_norms() -> None:
     assert float(utilities.grad_norm(module, "inf")["grad_inf_norm_total"]) == 12.0
     assert utilities.grad_norm(nn.Linear(1, 1), 1) == {}
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match=rf"norm_type={wrong}\): the norm is a number above 0"):
+        with refused(ValueError, "norm_type", says=f"norm_type={wrong}"):
             utilities.grad_norm(module, wrong)
 
 
@@ -209,9 +210,9 @@ def test_questions_about_modules() -> None:
     assert not utilities.is_overridden("on_fit_end", hasten.Callback())
     assert not utilities.is_overridden("x", None)
     assert utilities.is_overridden("forward", nn.Linear(1, 1), parent=nn.Module)
-    with pytest.raises(ValueError, match="write parent="):
+    with refused(ValueError, says="parent="):
         utilities.is_overridden("forward", nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="list does not have this method"):
+    with refused(ValueError, says="list"):
         utilities.is_overridden("dtype", BoringModel(), parent=list)
     takes = model_helpers.is_param_in_hook_signature
     assert takes(lambda *args: None, "batch")
@@ -257,7 +258,7 @@ def test_attributes_wherever_they_are() -> None:
     parsing.lightning_setattr(model, "width", 5)
     assert (model.width, model.hparams.width) == (5, 5)
     for function in (parsing.lightning_getattr, lambda m, a: parsing.lightning_setattr(m, a, 1)):
-        with pytest.raises(AttributeError, match=r"neither the BoringModel nor .* have 'depth'"):
+        with refused(AttributeError, says=("BoringModel", "'depth'")):
             function(model, "depth")
     hparams = {"a": 1, "b": lambda: 1}
     parsing.clean_namespace(hparams)
@@ -269,7 +270,7 @@ def test_files_of_hyper_parameters(tmp_path: Path) -> None:
     saving.save_hparams_to_yaml(path, argparse.Namespace(lr=0.1, layers=[1, 2]))
     assert saving.load_hparams_from_yaml(path) == {"lr": 0.1, "layers": [1, 2]}
     assert saving.load_hparams_from_yaml(tmp_path / "no.yaml") == {}
-    with pytest.raises(RuntimeError, match="does not exist"):
+    with refused(RuntimeError, says="save_hparams_to_yaml"):
         saving.save_hparams_to_yaml(tmp_path / "no" / "h.yaml", {})
     saving.save_hparams_to_tags_csv(tmp_path / "h.csv", {"lr": 0.1, "name": "adam", "flag": True})
     assert saving.load_hparams_from_tags_csv(tmp_path / "h.csv") == {"lr": 0.1, "name": "adam", "flag": True}
@@ -308,16 +309,16 @@ def test_devices_types_samplers_and_names() -> None:
         assert type(Trainer(strategy="own", accelerator="own", logger=False).strategy) is SingleDeviceStrategy
         assert strategies.get("Own").root_device.type == "cpu"
         assert strategies["Own"]["init_params"] == {"device": "cpu"}
-        with pytest.raises(ValueError, match="override=True"):
+        with refused(ValueError, says="override=True"):
             strategies.register("Own", SingleDeviceStrategy)
-        with pytest.raises(TypeError, match="is a string, not ABCMeta"):
+        with refused(TypeError, says="ABCMeta"):
             strategies.register(SingleDeviceStrategy)
     finally:
         strategies.remove("Own")
         accelerators.remove("own")
-    with pytest.raises(KeyError, match="'Own' was not registered"):
+    with refused(KeyError, says="'Own'"):
         strategies.get("Own")
-    with pytest.raises(ValueError, match="use one of"):
+    with refused(ValueError, "strategy"):
         Trainer(strategy="own", logger=False)
     types = importlib.import_module("hasten.utilities.types")
     assert [name for name in types.__all__ if not hasattr(types, name)] == []
@@ -328,7 +329,7 @@ def test_devices_types_samplers_and_names() -> None:
 def test_usable_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     find = accelerators.find_usable_cuda_devices
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="this machine has 0 CUDA devices"):
+    with refused(ValueError, says=("0 CUDA", "CUDA")):
         find()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
 
@@ -339,7 +340,7 @@ def test_usable_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators.torch, "tensor", only_odd)
     assert find() == [1]
     assert find(1) == [1]
-    with pytest.raises(RuntimeError, match=r"only \[1\] of 3 CUDA devices can be used"):
+    with refused(RuntimeError, says=("[1]", "3 CUDA", "CUDA")):
         find(2)
-    with pytest.raises(ValueError, match="this machine has 3 CUDA devices"):
+    with refused(ValueError, says=("3 CUDA", "CUDA")):
         find(4)

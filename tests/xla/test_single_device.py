@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import hasten as L
+from tests.refusals import warned
 from tests.xla.models import Manual, Net, loader, loss_of, network, optimizer_of, weights
 
 pytest.importorskip("torch_xla")
@@ -124,7 +125,7 @@ def test_nothing_is_read_between_two_logging_intervals() -> None:
 
 
 def test_other_shapes_are_told_and_the_last_batch_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"compiled a step of 'train' again.*\(2, 8\).*drop_last=True"):
+    with warned(UserWarning, says=("'train'", "(2, 8)", "drop_last=True")):
         trainer(max_epochs=1).fit(Net(dropout=0.0), loader(22))
 
 

@@ -169,6 +169,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
             TypeError,
             f"batching: {name} has its own batch_sampler, a {type(loader.batch_sampler).__name__}.",
             fix="Give DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out.",
+            argument="batching",
         )
     try:
         found = sample_lengths(dataset, batching.key, name=name)
@@ -180,6 +181,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
                 "Give the dataset an attribute `lengths` (tokens of each sample), or name the field: "
                 "batching=hasten.data.LengthBatching(key=...)."
             ),
+            argument="batching",
         ) from error
     lengths = found.lengths
     if batching.max_tokens is not None and not found.in_tokens:
@@ -187,6 +189,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
             ValueError,
             f"batching: {shown_data} gives text, whose tokens are not known yet.",
             fix="Use batching='length', which sorts by characters, or tokenize in the dataset.",
+            argument="batching",
         )
     if not len(lengths):
         return loader  # An empty dataset is reported later.
@@ -195,6 +198,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
             ValueError,
             f"batching: every sample of {shown_data} has the length {int(lengths[0])}, so there is nothing to gain.",
             fix="Leave batching out, or name the field with the length: batching=hasten.data.LengthBatching(key=...).",
+            argument="batching",
         )
     multiple_of = batching.multiple_of
     if multiple_of is None:
@@ -259,6 +263,7 @@ def _padding_for(samples: list[Any], name: str) -> PadCollator:
                     f"If these are labels of tokens, use collate_fn=hasten.data.PadCollator(padding={{{key!r}: "
                     f"{IGNORED_LABEL}}}); if they are ids, 0."
                 ),
+                argument="batching",
             )
     padding = ", ".join(f"{shown(key)} with {default_padding(key)}" for key in rows[0] if key in ragged)
     rank_zero_info(
@@ -323,6 +328,7 @@ def _reordered(
             ValueError,
             f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample once.",
             fix="Use batching='length', which keeps the sampler, or shuffle=True instead of it.",
+            argument="batching",
         )
     longest = int(lengths.max())
     if longest > most:

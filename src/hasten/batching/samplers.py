@@ -184,6 +184,7 @@ class PlannedBatches(Sampler[list[int]]):
                 f"{type(self).__name__}({argument}={most}): {int((self.lengths > most).sum())} of {len(self.lengths)} "
                 f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens.",
                 fix=f"Use {argument}={longest} or more, or truncate.",
+                argument=argument,
             )
 
     def _evened(self, groups: list[Tensor]) -> list[Tensor]:

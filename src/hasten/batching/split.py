@@ -245,10 +245,12 @@ def _refuse_doubtful(batch: Any, found: Mapping[str, Any], samples: int) -> None
 
 def _doubt(places: Sequence[str]) -> ValueError:
     named = " and ".join(f"batch{where}" for where in places[:3]) + (" and others" if len(places) > 3 else "")
-    return ValueError(
+    return make_error(
+        ValueError,
         f"micro_batch: nothing shows whether {named} {'has' if len(places) == 1 else 'have'} one row a sample.\n"
         "Write micro_batch=hasten.data.MicroBatch(size, shared=[...]) with the names of those that belong to all "
-        "samples, or shared=[]."
+        "samples, or shared=[].",
+        argument="micro_batch",
     )
 
 

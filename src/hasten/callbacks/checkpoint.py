@@ -782,7 +782,9 @@ def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:
     if len(active) > 1:
         texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
         raise MisconfigurationException(
-            f"ModelCheckpoint({texts}): these should be mutually exclusive.", fix="Use one ModelCheckpoint for each."
+            f"ModelCheckpoint({texts}): these should be mutually exclusive.",
+            fix="Use one ModelCheckpoint for each.",
+            argument="every_n_train_steps",
         )
     period = active[0] if active else Period()
     return period.steps or 0, period.epochs or 0, period.time

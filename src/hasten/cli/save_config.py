@@ -68,6 +68,7 @@ class SaveConfigCallback(Callback):
                 ValueError,
                 f"{type(self).__name__}(save_to_log_dir=False): nothing would be saved.",
                 fix="Write save_config() in a subclass, or set LightningCLI(save_config_callback=None).",
+                argument="save_to_log_dir",
             )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

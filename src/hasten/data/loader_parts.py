@@ -164,7 +164,12 @@ def check_dataloader(
         advice = "Use a dataset with __getitem__ and __len__"
     else:
         return
-    raise make_error(TypeError, f"{argument}: {name} {problem}.", fix=f"{advice}, or leave {argument} out.")
+    raise make_error(
+        TypeError,
+        f"{argument}: {name} {problem}.",
+        fix=f"{advice}, or leave {argument} out.",
+        argument=argument.partition("=")[0],
+    )
 
 
 def required_in_training(

@@ -421,7 +421,8 @@ def check_rebatched(loader: Iterable[Any], batch_size: int | str, *, name: str) 
         return
     raise MisconfigurationException(
         f"Trainer(batch_size={batch_size!r}): {name} {problem} batch_size out; micro_batch alone splits the batches "
-        "that come."
+        "that come.",
+        argument="batch_size",
     )
 
 

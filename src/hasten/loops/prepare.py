@@ -512,6 +512,7 @@ def check_compile(run: Run) -> None:
                 "Use compile=True with packed, or batching='length' in place of packed: its few widths are recorded "
                 "once each."
             ),
+            argument="compile",
         )
     run.runtime.engine.check_compile("Trainer", trains=run.state.fn == TrainerFn.FITTING)
     check_possible("Trainer", settings, run.runtime.device)

@@ -511,6 +511,7 @@ def _restore_module(module: Any, checkpoint: dict[str, Any], path: str, strict: 
             f"{name}.load_from_checkpoint(strict={strict}) is in conflict with "
             f"{name}.strict_loading={module.strict_loading}.",
             fix="Use the same value, or leave one out.",
+            argument="strict",
         )
     if not weights:
         rank_zero_warn(f"The state dict in {path!r} contains no parameters: {name} keeps its own.")

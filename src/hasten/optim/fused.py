@@ -152,6 +152,7 @@ def check_dense(optimizer: Optimizer, modules: Iterable[nn.Module], owner: str) 
                     f"{owner}: a fused {type(optimizer).__name__} cannot take sparse gradients, and {name} is "
                     f"{type(layer).__name__}(sparse=True).",
                     fix="Leave fused_optimizer out, or sparse=True.",
+                    argument="fused_optimizer",
                 )
 
 

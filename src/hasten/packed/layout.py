@@ -26,7 +26,7 @@ def refusal(asked: str, problem: str, instead: str = INSTEAD) -> Misconfiguratio
         instead: what to write.
 
     """
-    return MisconfigurationException(f"{asked}: {problem}.", fix=instead)
+    return MisconfigurationException(f"{asked}: {problem}.", fix=instead, argument="packed")
 
 
 class Layout:

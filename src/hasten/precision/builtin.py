@@ -120,7 +120,10 @@ def scaler_for(
         return torch.amp.GradScaler(device=device) if scaler is None else scaler
     if scaler is not None:
         raise make_error(
-            ValueError, f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler.", fix="Leave it out."
+            ValueError,
+            f"{owner}({precision!r}, scaler=...): bfloat16 needs no scaler.",
+            fix="Leave it out.",
+            argument="scaler",
         )
     return None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.errors import make_error
 from hasten.report.peaks import flop_counter
 from hasten.report.peaks import get_available_flops as get_available_flops
 
@@ -93,9 +94,11 @@ class Throughput:
             )
         for name, earlier in last.items():
             if earlier >= now[name]:
-                raise ValueError(
+                raise make_error(
+                    ValueError,
                     f"Throughput.update({name}={now[name]}): Expected the value to increase, last: {earlier}, "
-                    f"current: {now[name]}"
+                    f"current: {now[name]}",
+                    argument=name,
                 )
         self._updates.append((now, flops))
 

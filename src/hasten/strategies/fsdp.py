@@ -172,7 +172,12 @@ class FSDPStrategy(ShardedStrategy):
             return None
         given = f"FSDPStrategy(device_mesh={mesh!r}, sharding_strategy={self.shard_mode!r})"
         if not self._hybrid or self.shard_mode == "NO_SHARD":
-            raise make_error(ValueError, f"{given}: a mesh is for 'HYBRID_SHARD'.", fix="Leave it out, or use that.")
+            raise make_error(
+                ValueError,
+                f"{given}: a mesh is for 'HYBRID_SHARD'.",
+                fix="Leave it out, or use that.",
+                argument="device_mesh",
+            )
         dimensions = len(mesh) if isinstance(mesh, tuple) else getattr(mesh, "ndim", None)
         if dimensions is None:
             raise make_error(
@@ -184,6 +189,7 @@ class FSDPStrategy(ShardedStrategy):
                 ValueError,
                 f"{given}:",
                 fix="use two whole numbers, (replicas, shards), or a DeviceMesh of two dimensions.",
+                argument="device_mesh",
             )
         return mesh
 

@@ -153,7 +153,7 @@ class ModelParallelStrategy(ShardedStrategy):
             raise check.wrong(owner, "plan", plan, "'auto', a dict {name pattern: ParallelStyle}, or None")
         if plan is not None and parallelize_fn is not None:
             raise MisconfigurationException(
-                f"{owner}(parallelize_fn, plan=...): both divide the module.", fix="Leave one out."
+                f"{owner}(parallelize_fn, plan=...): both divide the module.", fix="Leave one out.", argument="plan"
             )
         if plan is None and (sequence_parallel or loss_parallel):
             given = "sequence_parallel" if sequence_parallel else "loss_parallel"

@@ -322,7 +322,11 @@ class Trainer(TrainerView):
 
         """
         if fixed := {"callbacks", "logger"} & changes.keys():
-            raise TypeError(f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers.")
+            raise make_error(
+                TypeError,
+                f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers.",
+                argument=min(fixed),
+            )
         if unknown := {name: value for name, value in changes.items() if name not in self._given}:
             refuse_unknown(unknown, Trainer.__init__, "Trainer")
         if self.state.status == TrainerStatus.RUNNING:
@@ -804,6 +808,7 @@ class Trainer(TrainerView):
                         f"Trainer(gradient_clip_{name}={own!r}) and clip_gradients(gradient_clip_{name}={given!r}): "
                         "both say how to clip.",
                         fix="Use one of them.",
+                        argument=f"gradient_clip_{name}",
                     )
         clip_val = own_val if clip_val is None else clip_val
         algorithm = str(algorithm or own_algorithm or "norm")

@@ -151,7 +151,9 @@ class SweepOptions:
         goes_down = 0 < self.max_lr <= self.min_lr < math.inf
         if not in_order and not (goes_down and conventions.current().mistakes_are_warnings):
             given = f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}"
-            raise make_error(error, f"{owner}({given}):", fix="use 0 < min_lr < max_lr, for instance 1e-8 and 1.")
+            raise make_error(
+                error, f"{owner}({given}):", fix="use 0 < min_lr < max_lr, for instance 1e-8 and 1.", argument="min_lr"
+            )
         check.whole(owner, "num_training", self.num_training, at_least=1, error=error)
         name, allowed = "early_stop_threshold", "a number above 1 (times the best loss), or None"
         threshold = self.early_stop_threshold

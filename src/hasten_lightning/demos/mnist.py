@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, random_split
 
+from hasten._lib.errors import make_error
 from hasten.module.datamodule import LightningDataModule
 
 _FOLDER = "https://pl-public-data.s3.amazonaws.com/MNIST/processed"
@@ -42,7 +43,11 @@ class MNIST(Dataset[tuple[Tensor, int]]):
         path = os.path.join(root, "MNIST", "processed", name)
         if not os.path.isfile(path):
             if not download:
-                raise RuntimeError(f"MNIST(root={root!r}, download=False): there is no {path}. Use download=True.")
+                raise make_error(
+                    RuntimeError,
+                    f"MNIST(root={root!r}, download=False): there is no {path}. Use download=True.",
+                    argument="root",
+                )
             os.makedirs(os.path.dirname(path), exist_ok=True)
             torch.hub.download_url_to_file(f"{_FOLDER}/{name}", path)
         self.data, self.targets = torch.load(path, weights_only=True)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from hasten._lib.errors import make_error
 from hasten._lib.files import write_atomically
 from hasten.module import LightningModule
 from hasten.types import Dataloaders, OptimizerLRScheduler, StepOutput
@@ -193,9 +194,11 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         if download:
             self.download(self.path)
         if not self.path.exists():
-            raise FileNotFoundError(
+            raise make_error(
+                FileNotFoundError,
                 f"WikiText2(data_dir={os.fspath(data_dir)!r}, download=False): {self.path} does not exist. Put the "
-                "text there, or leave out download=False."
+                "text there, or leave out download=False.",
+                argument="data_dir",
             )
         self.data, self.dictionary = tokenize(self.path)
         self.block_size = block_size

@@ -120,6 +120,7 @@ class LoopCounts(Counters):
                 ValueError,
                 f"{type(self).__name__}(total={type(self.total).__name__}, current={type(self.current).__name__}):",
                 fix="use the same kind of counters for both.",
+                argument="total",
             )
 
     @classmethod

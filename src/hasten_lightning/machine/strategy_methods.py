@@ -358,6 +358,7 @@ def _refuse_storage_options(owner: object, storage_options: object) -> None:
             f"{type(owner).__name__}.save_checkpoint(storage_options=...): all processes write the file together, "
             "without such options.",
             fix="Leave it out.",
+            argument="storage_options",
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
 from hasten.logged_value import batch_size_of
@@ -200,7 +200,9 @@ def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None
     if "://" in str(path) or strategy.world_size == 1:
         return True
     if not folder.exists():
-        raise FileNotFoundError(f"is_shared_filesystem(path={str(path)!r}): the folder does not exist.")
+        raise make_error(
+            FileNotFoundError, f"is_shared_filesystem(path={str(path)!r}): the folder does not exist.", argument="path"
+        )
     own = None
     if strategy.is_global_zero:
         handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)

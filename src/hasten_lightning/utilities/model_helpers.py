@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hasten._lib.errors import make_error
 from hasten._lib.lazy import attach
 from hasten._lib.optional import need
 from hasten._lib.tree import whole
@@ -146,7 +147,11 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """
     power = float(norm_type)
     if not power > 0:
-        raise ValueError(f"grad_norm(norm_type={norm_type!r}): the norm is a number above 0, or 'inf'.")
+        raise make_error(
+            ValueError,
+            f"grad_norm(norm_type={norm_type!r}): the norm is a number above 0, or 'inf'.",
+            argument="norm_type",
+        )
     name = f"grad_{power}_norm"
     norms = {
         f"{name}{group_separator}{parameter}": whole(torch.linalg.vector_norm(p.grad.detach(), power))

@@ -132,6 +132,7 @@ class Lever:
                 ValueError,
                 f"Lever({self.name!r}, change=...): other processes must find the function.",
                 fix="Define it at the top of a module.",
+                argument="change",
             )
         return f"{module_of(self.change)}:{name}"
 
@@ -467,5 +468,7 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
     names = [lever.name for lever in chosen]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise make_error(ValueError, f"levers: {twice[0]!r} is given twice.", fix="Give each lever another name.")
+        raise make_error(
+            ValueError, f"levers: {twice[0]!r} is given twice.", fix="Give each lever another name.", argument="levers"
+        )
     return chosen

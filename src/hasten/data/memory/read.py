@@ -206,6 +206,11 @@ class DatasetReader:
             # Otherwise only its workers may be able to read the dataset, and their first samples show the size.
             return self._read(loader if loader is not None and loader.num_workers else None, allocate)
 
+    @property
+    def _named(self) -> str:
+        """The name of the argument, without its value."""
+        return self.argument.partition("=")[0]
+
     def check_size(self, size_bytes: int) -> None:
         """Check that there is memory for so many bytes."""
         limit = int(SHARE * available_bytes())
@@ -215,6 +220,7 @@ class DatasetReader:
                 f"{self.argument}: the {len(self.dataset)} samples of {self.name} ({self.kind}) need about "
                 f"{gigabytes(size_bytes)}, and {gigabytes(limit)} may be used.",
                 fix="Leave it out; num_workers='auto' reads ahead in other processes.",
+                argument=self._named,
             )
 
     def _check(self) -> None:
@@ -224,15 +230,22 @@ class DatasetReader:
                 TypeError,
                 f"{start}, an IterableDataset, whose samples have no numbers.",
                 fix="Use a dataset with __getitem__ and __len__, or leave it out.",
+                argument=self._named,
             )
         if not hasattr(dataset, "__len__"):
-            raise make_error(TypeError, f"{start}, which has no length.", fix="Give it a __len__, or leave it out.")
+            raise make_error(
+                TypeError,
+                f"{start}, which has no length.",
+                fix="Give it a __len__, or leave it out.",
+                argument=self._named,
+            )
         if callable(getattr(dataset, "set_epoch", None)) or has_state(dataset):
             method = "set_epoch" if hasattr(dataset, "set_epoch") else "state_dict"
             raise make_error(
                 ValueError,
                 f"{start}, which has {method}(): its samples may change between epochs, and samples in memory do not.",
                 fix="Leave it out.",
+                argument=self._named,
             )
 
     def _probe(self) -> None:
@@ -254,6 +267,7 @@ class DatasetReader:
             f"{self.argument}: {self.name} reads {self.kind}, and {which} is made with random numbers: in memory it "
             "would be the same in every epoch.",
             fix="Draw them in on_after_batch_transfer, or use num_workers='auto'.",
+            argument=self._named,
         )
 
     def _read(self, loader: DataLoader[Any] | None, allocate: Allocate | None) -> Columns | list[Any]:

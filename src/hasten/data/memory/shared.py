@@ -150,7 +150,7 @@ def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     reader = DatasetReader(dataset, "preload", shown)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(data):
         reader.read()  # Raises if the dataset cannot be held for another reason.
-        raise ValueError(f"preload: {shown} is empty.")
+        raise make_error(ValueError, f"preload: {shown} is empty.", argument="preload")
     key = _key(data, name)
     if key in _of_this_process:
         return _of_this_process[key]

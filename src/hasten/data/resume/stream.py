@@ -825,6 +825,7 @@ class CombinedStream:
                 f"{self.name}: the checkpoint was written with {max(1, len(readers))} loader(s), and there are "
                 f"{len(self._readers)} now.",
                 fix="Resume with the same loaders.",
+                argument="train_dataloader",
             )
         for reader, saved in zip(self._readers, readers, strict=True):
             reader.restart()
@@ -890,6 +891,7 @@ def _yields_again(stream: Stream | CombinedStream, consumed: int, again: bool) -
             ValueError,
             f"{stream.name}: state_dict(consumed={consumed}), but {yielded} batches were handed out.",
             fix=f"Use {yielded}, or {max(0, yielded - 1)} to yield the last one again.",
+            argument="train_dataloader",
         )
     return again
 
