@@ -15,7 +15,7 @@ import hasten as L
 from hasten.callbacks import EarlyStopping, ModelCheckpoint
 from hasten.loggers import CSVLogger
 from tests.models import Classifier, loader, quiet
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 def notes(error: BaseException) -> str:
@@ -61,8 +61,9 @@ class Empty(Data):
     ],
 )
 def test_a_datamodule_without_its_data_is_told_where_to_set_it(data: Any, said: str) -> None:
-    with pytest.raises(AttributeError, match="train_set") as caught:
+    with pytest.raises(AttributeError) as caught:
         quiet().fit(Classifier(), datamodule=data())
+    assert "train_set" in str(caught.value)
     assert said in notes(caught.value)
 
 
@@ -92,11 +93,10 @@ class InList(Classifier):
 
 def test_layers_in_a_list_are_named_before_training() -> None:
     model = InList()
-    with pytest.warns(UserWarning, match="InList: blocks is a list") as caught:
+    with warned(UserWarning, fix="self.blocks = nn.ModuleList(...)", says="InList"):
         quiet().fit(model, loader())
-    assert any("self.blocks = nn.ModuleList(...)" in str(each.message) for each in caught)
     model.blocks = {"first": nn.Linear(8, 8)}
-    with pytest.warns(UserWarning, match=r"nn\.ModuleDict"):
+    with warned(UserWarning, fix="nn.ModuleDict"):
         quiet().fit(model, loader())
 
 
@@ -131,7 +131,7 @@ def test_layers_in_a_list_that_are_trained_or_frozen_are_not_named(make: Any) ->
     [("val_acc", "min"), ("val/accuracy", "min"), ("val_BinaryAUROC", "min"), ("f1", "min"), ("val_loss", "max")],
 )
 def test_a_mode_against_the_name_of_the_value_is_said(kind: Any, monitor: str, mode: str) -> None:
-    with pytest.warns(UserWarning, match=f"Write mode='{'max' if mode == 'min' else 'min'}'"):
+    with warned(UserWarning, fix=f"mode='{'max' if mode == 'min' else 'min'}'"):
         kind(monitor=monitor, mode=mode)
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_in_a_missing_folder_names_the_newest_near_it(tmp_path: Pat
     trainer = quiet()
     trainer.fit(Classifier(), loader())
     trainer.save_checkpoint(tmp_path / "version_0" / "checkpoints" / "last.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"The newest checkpoint near it is .*last\.ckpt"):
+    with refused(FileNotFoundError, "ckpt_path", says="version_0/checkpoints/last.ckpt"):
         quiet().fit(Classifier(), loader(), ckpt_path=tmp_path / "version_1" / "checkpoints" / "last.ckpt")
 
 
@@ -183,7 +183,7 @@ def test_a_batch_of_another_number_of_parts_is_described() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             _x, _mask, _y = batch
 
-    with pytest.raises(ValueError, match="unpack") as caught:
+    with pytest.raises(ValueError) as caught:
         quiet().fit(Net(), loader())
     assert "list of 2 (Tensor (4, 8) float32, Tensor (4,) int64). Write x, y = batch" in notes(caught.value)
 
@@ -204,14 +204,14 @@ def takes_the_class(self: Any, batch: Any, batch_idx: int) -> Any:
 )
 def test_a_loss_without_gradients_names_the_line_that_ends_its_graph(step: Any, line: str) -> None:
     net = type("Net", (Classifier,), {"training_step": step})()
-    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+    with pytest.raises(RuntimeError) as caught:
         quiet().fit(net, loader())
     assert line in notes(caught.value)
     assert __file__ in notes(caught.value)
 
 
 def test_a_model_whose_parameters_are_all_frozen_is_named() -> None:
-    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+    with pytest.raises(RuntimeError) as caught:
         quiet().fit(Classifier().requires_grad_(False), loader())
     assert "every parameter of Classifier has requires_grad=False" in notes(caught.value)
 
@@ -227,6 +227,6 @@ def test_a_change_in_place_names_the_layer() -> None:
             x += 1
             return self.layers(x)
 
-    with pytest.raises(RuntimeError, match="inplace") as caught:
+    with pytest.raises(RuntimeError) as caught:
         quiet().fit(Net(), loader())
     assert "Sigmoid keeps for its gradient in or after the layer body" in notes(caught.value)
