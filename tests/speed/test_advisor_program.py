@@ -18,7 +18,7 @@ import pytest
 
 from hasten.commands import main
 from hasten_tools.speed import advice, levers
-from tests.speed.test_engine import gone
+from tests.speed.test_trial_processes import gone
 
 PROGRAM = """
 import argparse
