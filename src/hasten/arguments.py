@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -270,11 +271,13 @@ def _row(check: Check, **default: Any) -> Any:
 
 def _checked(table: type, owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments in ``given`` that have a row in ``table``, checked one by one."""
-    return {
-        row.name: row.metadata["check"](owner, row.name, given[row.name])
-        for row in fields(table)
-        if "check" in row.metadata and row.name in given
-    }
+    return {name: check(owner, name, given[name]) for name, check in _checks(table).items() if name in given}
+
+
+@functools.cache
+def _checks(table: type) -> dict[str, Check]:
+    """Return the check of each argument of ``table`` that has one."""
+    return {row.name: row.metadata["check"] for row in fields(table) if "check" in row.metadata}
 
 
 # The values of Trainer(speed=...) and what each may change at most: a class of ``hasten_tools.speed.safety``.

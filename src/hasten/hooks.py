@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -67,8 +68,8 @@ def nothing(*_: object) -> None:
 class Hooks:
     """One attribute per hook: a function that calls all overrides of it, or ``nothing``.
 
-    Overrides are found once, and again when a callback is added or removed, or a hook is assigned on the module, a
-    callback or the datamodule.
+    Overrides are found once, and again when a callback is added or removed. When a hook is assigned on the module, a
+    callback or the datamodule, the overrides of this hook are found again.
     """
 
     # The table; each instance has a function in place of a row.
@@ -143,10 +144,14 @@ class Hooks:
 
     def find(self) -> None:
         """Find all overrides again."""
+        self._find(HOOKS)
+
+    def _find(self, rows: Iterable[Hook]) -> None:
+        """Find the overrides of these hooks again."""
         everyone = list(self._callbacks)
-        self._find_overridden()
+        self._find_overridden([row.name for row in rows])
         names = set().union(*self._overridden.values())
-        for row in HOOKS:
+        for row in rows:
             if row.name not in names:
                 setattr(self, row.name, nothing)
                 if row.runs_last:
@@ -158,37 +163,38 @@ class Hooks:
                 late = [callback for callback in everyone if callback.runs_last]
                 setattr(self, row.name + "_last", self._caller(row, late, None))
 
-    def _find_overridden(self) -> None:
-        """Find the hooks of each owner that are not this package's defaults; only these are looked at again."""
-        self._overridden: dict[int, set[str]] = {}
+    def _find_overridden(self, names: list[str]) -> None:
+        """Find which of these hooks each owner overrides."""
         owners: list[tuple[Any, type]] = [(callback, Callback) for callback in self._callbacks]
         owners += [(self._module, LightningModule), (self._datamodule, LightningDataModule)]
+        self._overridden: dict[int, list[str]] = {}
         for owner, base in owners:
-            names = self._overridden[id(owner)] = set()
-            for name, default in _DEFAULTS[base].items() if owner is not None else ():
-                if getattr(getattr(owner, name, None), "__func__", None) is not default:
-                    names.add(name)
+            if owner is not None:
+                found = overridden(owner, base, [name for name in names if name in _DEFAULTS[base]])
+                for name in _ONLY_REDEFINED.intersection(found):
+                    if not redefines(owner, base, name):
+                        found.remove(name)
+                self._overridden[id(owner)] = found
 
     def owners(self) -> list[object]:
         """Return the objects that may have hooks: callbacks, module and datamodule."""
         everyone = (*self._callbacks, self._module, self._datamodule)
         return [owner for owner in everyone if owner is not None]
 
-    def replaced(self, owner: object) -> None:
-        """Find all overrides again if a hook was assigned on one of these owners."""
-        if any(owner is one for one in self.owners()):
-            self.find()
+    def replaced(self, owner: object, name: str) -> None:
+        """Find the overrides of a hook again if it was assigned on one of these owners."""
+        if name in _ROWS and any(owner is one for one in self.owners()):
+            self._find([_ROWS[name]])
 
     def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
         """Return a function that calls the overrides of callbacks, and with ``module`` of module and datamodule."""
         name, datamodule = row.name, self._datamodule
         listeners = self._of_callbacks(name, callbacks)
-        is_overridden = redefines if name in _ONLY_REDEFINED else overrides
-        if module is not None and name in self._overridden[id(module)] and is_overridden(module, LightningModule, name):
+        if module is not None and name in self._overridden[id(module)]:
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
         of_datamodule = module is not None and datamodule is not None and name not in _NOT_FOR_DATAMODULE
-        if of_datamodule and is_overridden(datamodule, LightningDataModule, name):
+        if of_datamodule and name in self._overridden[id(datamodule)]:
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
@@ -200,7 +206,7 @@ class Hooks:
         """Return the overrides of a hook in these callbacks."""
         hooks: list[Call] = []
         for callback in callbacks:
-            if name in self._overridden[id(callback)] and overrides(callback, Callback, name):
+            if name in self._overridden[id(callback)]:
                 hook: Call = functools.partial(getattr(callback, name), self._trainer, self._module)
                 if self.watch is not None:
                     hook = self.watch(f"[Callback]{callback.state_key}.{name}", hook)
@@ -213,8 +219,11 @@ class Hooks:
 
 HOOKS = tuple(replace(row, name=name) for name, row in vars(Hooks).items() if isinstance(row, Hook))
 
+_ROWS = {row.name: row for row in HOOKS}
+
+# The methods of the base classes as this package defines them; a program may assign others.
 _DEFAULTS: dict[type, dict[str, Any]] = {
-    base: {row.name: getattr(base, row.name) for row in HOOKS if hasattr(base, row.name)}
+    base: dict(inspect.getmembers_static(base, inspect.isfunction))
     for base in (Callback, LightningModule, LightningDataModule)
 }
 
@@ -243,6 +252,17 @@ def overrides(owner: object, base: type, name: str) -> bool:
     code = getattr(function, "__code__", None)
     # A program may have assigned a function to the base class itself.
     return code is None or not code.co_filename.startswith(FOLDERS)
+
+
+def overridden(owner: Callback | LightningModule | LightningDataModule, base: type, names: Iterable[str]) -> list[str]:
+    """Return which of ``names`` are overridden; ``overrides`` is asked only about what is not the default."""
+    defaults = _DEFAULTS[base]
+    return [
+        name
+        for name in names
+        if getattr(getattr(owner, name, None), "__func__", None) is not defaults.get(name, _ABSENT)
+        and overrides(owner, base, name)
+    ]
 
 
 def _given_stage(listener: Call, stage: str) -> object:

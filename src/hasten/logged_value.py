@@ -282,20 +282,14 @@ class LoggingContext:
 
     def __init__(self, row: Hook) -> None:
         self.row = row
-        self.by_loader: dict[int | None, dict[str, LoggedValue]] = {}
-        self.enter_loader(None)
+        self.loader_idx: int | None = None
+        self.values: dict[str, LoggedValue] = {}
+        self.by_loader: dict[int | None, dict[str, LoggedValue]] = {None: self.values}
 
     def enter_loader(self, loader_idx: int | None) -> None:
         """Log for this dataloader from now on."""
         self.loader_idx = loader_idx
         self.values = self.by_loader.setdefault(loader_idx, {})
-
-    def all_values(self) -> list[LoggedValue]:
-        """Return the values of all dataloaders."""
-        logged: list[LoggedValue] = []
-        for values in self.by_loader.values():
-            logged += values.values()
-        return logged
 
 
 @contextmanager

@@ -635,7 +635,8 @@ class LoggedValues:
         values: list[LoggedValue] = []
         for context in self._contexts.values():
             if context.row.stage == stage:
-                values += context.values.values() if current_loader else context.all_values()
+                for by_name in (context.values,) if current_loader else context.by_loader.values():
+                    values += by_name.values()
         return values
 
     def _contexts_of(self, stage: str) -> Iterable[LoggingContext]:

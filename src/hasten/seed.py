@@ -377,7 +377,8 @@ def numpy_state() -> dict[str, Any]:
 
 def _packed(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _packed(inner) for key, inner in value.items()}
+        # Without a call for each number and string.
+        return {key: inner if type(inner) in (int, float, str) else _packed(inner) for key, inner in value.items()}
     if hasattr(value, "tobytes") and value.shape:
         return {"dtype": value.dtype.str, "bytes": value.tobytes()}
     return value.item() if hasattr(value, "item") else value

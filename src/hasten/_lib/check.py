@@ -136,8 +136,9 @@ def one_of(
     """
     choices = tuple(allowed)
     # 1 == True: a number is not taken for a bool.
-    if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices):
-        return value
+    for choice in choices:
+        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+            return value
     if value is None and allow_none:
         return value
     texts = [choice for choice in choices if isinstance(choice, str)]

@@ -218,11 +218,12 @@ def remove_abandoned(folder: str | os.PathLike[str]) -> list[Path]:
     removed = []
     for path in set_aside(folder):
         recover(path)
-    for path in Path(folder).glob(f".*{SET_ASIDE}"):
+    hidden = list(Path(folder).glob(".*"))
+    for path in [path for path in hidden if path.name.endswith(SET_ASIDE)]:
         with suppress(OSError):
             remove_all(path)
             removed.append(path)
-    for path in Path(folder).glob(f".*{TEMPORARY}"):
+    for path in [path for path in hidden if path.name.endswith(TEMPORARY)]:
         with suppress(OSError):
             is_folder = path.is_dir() and not path.is_symlink()
             descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)

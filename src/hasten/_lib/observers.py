@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 class Follower(Protocol):
     """An object that caches attributes of other objects."""
 
-    def replaced(self, owner: object) -> None:
-        """Called when a hook of ``owner`` was replaced."""
+    def replaced(self, owner: object, name: str) -> None:
+        """Called when the hook ``name`` of ``owner`` was set or removed."""
 
 
 _followers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -24,10 +24,10 @@ def follow(follower: Follower) -> None:
     _followers.add(follower)
 
 
-def replaced(owner: object) -> None:
-    """Notify all followers that a hook of ``owner`` was set or removed."""
+def replaced(owner: object, name: str) -> None:
+    """Notify all followers that the hook ``name`` of ``owner`` was set or removed."""
     for follower in list(_followers):
-        follower.replaced(owner)
+        follower.replaced(owner, name)
 
 
 class NotifiesOfHooks:
@@ -44,12 +44,12 @@ class NotifiesOfHooks:
             explain(error)
             raise
         if name in self.__hook_names__:
-            replaced(self)
+            replaced(self, name)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         if name in self.__hook_names__:
-            replaced(self)
+            replaced(self, name)
 
 
 T = TypeVar("T")

@@ -386,4 +386,4 @@ class MetricSource:
 
 def validates(trainer: Trainer) -> bool:
     """Return whether this fit validates at all."""
-    return bool(trainer.enable_validation) and sum(trainer.num_val_batches) > 0
+    return sum(trainer.num_val_batches) > 0

@@ -108,8 +108,10 @@ class ProgressBar(Callback):
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
         """Return whether ``dataloader_idx`` differs from that of the previous call."""
-        before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
-        return before != dataloader_idx
+        if self._current_eval_dataloader_idx == dataloader_idx:
+            return False
+        self._current_eval_dataloader_idx = dataloader_idx
+        return True
 
     def reset_dataloader_idx_tracker(self) -> None:
         """Forget the current loader."""

@@ -9,6 +9,7 @@ import errno
 import functools
 import hashlib
 import io
+import itertools
 import os
 import pickle
 import pickletools
@@ -373,28 +374,63 @@ def safe_name(text: str) -> str:
 # -- writing
 
 
-class _RecordingFile:
+class _RecordingFile(io.RawIOBase):
     """A file that records why writing failed; torch's writer in C++ hides the operating system's error."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.error: OSError | None = None
         self._file = file
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
+        if self.error is not None:
+            # A buffer tries once more when it is removed.
+            raise self.error
         try:
-            return self._file.write(data)
+            self._file.write(data)
         except OSError as error:
             self.error = error
             raise
+        return memoryview(data).nbytes
 
-    def flush(self) -> None:
-        self._file.flush()
+
+class _CheckpointPickler(pickle.Pickler):
+    """The pickler that ``torch.save`` derives its own from: torch is asked about storages alone.
+
+    The bytes are the same. Without this, torch's Python functions are called for every number and string.
+    """
+
+    def __init_subclass__(cls) -> None:
+        of_torch: Any = cls
+        ask_torch = of_torch.persistent_id
+
+        def persistent_id(self: pickle.Pickler, value: Any) -> Any:
+            return ask_torch(self, value) if isinstance(value, _STORAGES) else None
+
+        of_torch.persistent_id = persistent_id
+
+
+class _PickleModule:
+    """What ``torch.save`` takes from the module ``pickle``."""
+
+    Pickler = _CheckpointPickler
+
+
+_BUFFER_BYTES = 1 << 16
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
 def _write(contents: dict[str, Any], file: IO[bytes]) -> None:
     recording = _RecordingFile(file)
     try:
-        torch.save(contents, cast(IO[bytes], recording))
+        # A function that a program has put in place of torch.save may not know the argument.
+        options: dict[str, Any] = {"pickle_module": _PickleModule} if torch.save is torch.serialization.save else {}
+        # torch writes a few bytes at a time.
+        buffered = io.BufferedWriter(recording, _BUFFER_BYTES)
+        torch.save(contents, buffered, **options)
+        buffered.flush()
     except Exception:
         if recording.error is not None:
             raise recording.error from None
@@ -402,7 +438,7 @@ def _write(contents: dict[str, Any], file: IO[bytes]) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

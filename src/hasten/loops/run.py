@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -82,7 +82,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain data."""
-        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return {_KEYS.get(name, name): getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
@@ -209,6 +209,9 @@ class RunData:
         return {"fit": [train, validation], "validate": [validation], "test": [test], "predict": [predict]}[fn]
 
 
+_COUNTERS = tuple(counter.name for counter in fields(Progress))
+
+
 @dataclass(eq=False)
 class Resume:
     """What a resumed run still needs from its checkpoint, and what its next checkpoint takes from an earlier moment."""
@@ -301,7 +304,7 @@ class Run:
         self.module_changes = ModuleChanges(self.module)
         follow(self)
 
-    def replaced(self, owner: object) -> None:
+    def replaced(self, owner: object, name: str) -> None:
         """Record that a method or entry of ``owner`` was set or removed: if the loop uses it, it decides again."""
         parts = (self.module, self.data.train.datamodule, *self.schedulers, *self.wrapped_optimizers)
         if any(owner is part for part in parts):

@@ -160,7 +160,8 @@ class StageData:
     @property
     def limits(self) -> list[float]:
         """Number of batches of each loader to use, if their lengths are right; infinite when unknown."""
-        return [min(self._limited(stream), self.most_batches) for stream in self.load()]
+        streams = self.load() if self._streams is None else self._streams
+        return [min(limit, self.most_batches) for limit in map(self._limited, streams)]
 
     @property
     def limit(self) -> float:
@@ -472,9 +473,9 @@ def _is_all(limit: int | float) -> bool:
 def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[[Any], Any] | None:
     """Return the function that moves a batch, or None if batches need not be moved."""
     device, owners = run.runtime.device, (source.datamodule, run.module)
+    present = [owner for owner in owners if owner is not None]
 
     def hook(name: str) -> Callable[..., Any] | None:
-        present = [owner for owner in owners if owner is not None]
         # A wrapper around a default hook is called too, unless another object has its own hook.
         found = [owner for owner in present if redefines(owner, DataHooks, name)]
         found += [run.module] if overrides(run.module, DataHooks, name) else []

@@ -91,10 +91,11 @@ class ValidationSchedule:
             late = time.monotonic() - self._last_seconds >= self._interval.time.total_seconds()
             # Clocks differ between processes; the first one's is right for all.
             return bool(run.runtime.broadcast(late))
-        every = self.batches_between(run.data.train.limit)
+        length = run.data.train.limit
+        every = self.batches_between(length)
         if self._every_n_epochs is None:
             return progress.total_batches % every == 0
-        if every >= run.data.train.limit:
+        if every >= length:
             return progress.last_batch
         return progress.batch % every == 0
 

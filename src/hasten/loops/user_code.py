@@ -34,7 +34,7 @@ from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, w
 from hasten.arguments import Arguments
 from hasten.elsewhere import conventions
 from hasten.extend.origin import comes_from, is_builtin, module_of
-from hasten.hooks import overrides
+from hasten.hooks import overridden, overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -338,9 +338,9 @@ def check_signatures(
             continue
         # hasten's own classes are correct; methods that a program has set on an instance may not be.
         ours = is_builtin(type(owner))
-        for name in [name for name in names if name in vars(owner)] if ours else names:
-            if overrides(owner, base, name):
-                _check_arguments(owner, name, _arguments(base, name))
+        checked = [name for name in names if name in vars(owner)] if ours else names
+        for name in overridden(owner, base, checked):
+            _check_arguments(owner, name, _arguments(base, name))
         if not ours:
             _check_spelling(owner, base, [*names, *_STEPS] if base is LightningModule else names)
     for name, arguments in _STEPS.items():
@@ -461,8 +461,10 @@ def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> Non
                 f"There are {loaders} {stage} loaders, and there is no `dataloader_idx` argument in {hook}.",
                 fix=instead,
             )
-        parameter = None if loaders > 1 else inspect.signature(method).parameters.get("dataloader_idx")
-        if parameter is not None and parameter.default is parameter.empty:
+        if loaders > 1 or not has_parameter(method, "dataloader_idx"):
+            continue
+        parameter = inspect.signature(method).parameters["dataloader_idx"]
+        if parameter.default is parameter.empty:
             raise DataloaderIndexError(
                 f"There is a single {stage} loader, and you have included `dataloader_idx` in {hook}, which is only "
                 "given where there are several.",

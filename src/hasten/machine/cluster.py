@@ -589,7 +589,8 @@ _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def _started_by_mpi() -> bool:
-    return any(os.environ.get(name, "1").isdigit() and int(os.environ.get(name, "1")) > 1 for name in _OF_MPI)
+    numbers = [os.environ.get(name, "1") for name in _OF_MPI]
+    return any(number.isdigit() and int(number) > 1 for number in numbers)
 
 
 def find_cluster() -> ClusterEnvironment:

@@ -261,7 +261,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     @automatic_optimization.setter
     def automatic_optimization(self, automatic: bool) -> None:
         self.__dict__["_automatic_optimization"] = automatic
-        replaced(self)
+        replaced(self, "automatic_optimization")
 
     @property
     def example_input_array(self) -> Any:

@@ -47,7 +47,7 @@ class LRSchedulerConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        replaced(self)
+        replaced(self, name)
 
 
 _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
@@ -366,7 +366,7 @@ class HastenOptimizer:
         if name in ("optimizer", "_step", "_toggled", "step"):
             object.__setattr__(self, name, value)
             if name == "step":
-                replaced(self)
+                replaced(self, name)
         else:
             setattr(self.optimizer, name, value)
 

@@ -84,7 +84,7 @@ class LayerSummary:
     @property
     def num_parameters(self) -> int:
         """Number of parameters, including nested layers; lazy parameters count when they have a shape."""
-        return sum(elements_of(parameter) for parameter in _with_shape(self._module.parameters()))
+        return sum(map(elements_of, _with_shape(self._module.parameters())))
 
     @property
     def has_lazy_parameters(self) -> bool:
@@ -180,7 +180,7 @@ class LayerTable:
     def total_parameters(self) -> int:
         """Number of parameters; shared ones count once."""
         parameters = list(self._model.parameters())
-        known = list(_with_shape(parameters))
+        known = _with_shape(parameters)
         if len(known) < len(parameters):
             rank_zero_warn(
                 "The total number of parameters detected may be inaccurate: some of them get their shape in the first "
@@ -191,7 +191,7 @@ class LayerTable:
     @property
     def trainable_parameters(self) -> int:
         """Number of parameters that require gradients."""
-        return sum(elements_of(p) for p in _with_shape(self._model.parameters()) if p.requires_grad)
+        return sum([elements_of(p) for p in _with_shape(self._model.parameters()) if p.requires_grad])
 
     @property
     def flop_counts(self) -> list[int]:
@@ -215,14 +215,14 @@ class LayerTable:
     @property
     def model_size(self) -> float:
         """Size of the parameters in MB (10**6 bytes), in the precision they are in."""
-        return sum(elements_of(p) * p.element_size() for p in _with_shape(self._model.parameters())) / 1e6
+        return sum([elements_of(p) * p.element_size() for p in _with_shape(self._model.parameters())]) / 1e6
 
     def columns(self) -> list[tuple[str, list[str]]]:
         """Return the table as columns: heading and cells."""
         layers = list(self._layers.values())
         # A module that is used in several places counts once in the model, and so for "other params".
         listed = {id(p): p for layer in layers for p in layer._module.parameters()}
-        leftover = self.total_parameters - sum(elements_of(p) for p in _with_shape(listed.values()))
+        leftover = self.total_parameters - sum(map(elements_of, _with_shape(listed.values())))
         params = [
             UNKNOWN_SIZE if layer.has_lazy_parameters else human_readable(layer.num_parameters) for layer in layers
         ]
@@ -444,8 +444,8 @@ def elements_of(parameter: Tensor) -> int:
     return elements
 
 
-def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:
-    return (parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter))
+def _with_shape(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter)]
 
 
 # The class of a backend is imported when it is used; ``extend.moved`` says where its module is.

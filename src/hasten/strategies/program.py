@@ -270,10 +270,9 @@ _OF_STRATEGY = ("backward", "optimizer_step", "reduce", "save_checkpoint", "load
 
 def detect_overrides(strategy: ProgramMethods, precision: Precision) -> tuple[bool, ...]:
     """Return which methods of a step a program has overridden; equal results need the same engine."""
-    return (
-        *(defined_by_program(precision, name) for name in _OF_PRECISION),
-        *(defined_by_program(strategy, name) for name in _OF_STRATEGY),
-    )
+    of_precision = [defined_by_program(precision, name) for name in _OF_PRECISION]
+    of_strategy = [defined_by_program(strategy, name) for name in _OF_STRATEGY]
+    return (*of_precision, *of_strategy)
 
 
 def with_overrides(engine: StepEngine, strategy: ProgramMethods, precision: Precision) -> StepEngine:

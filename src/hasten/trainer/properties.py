@@ -413,7 +413,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     def _limits(self, name: str) -> list[float]:
         source = self._source(name)
-        if source is None or source.is_off(loads=False):
+        if source is None:
             return []
         if not source.loaded and (self.state.fn is None or source not in self.current_run.data.of(self.state.fn.value)):
             # The data of another call: reading a property must not make loaders.
