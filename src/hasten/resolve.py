@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hasten import elsewhere
+from hasten import elsewhere, strategies
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, WrongType, make_error, parts_of
 from hasten._lib.names import unknown_word
@@ -35,16 +35,11 @@ from hasten.machine.devices import (
 from hasten.machine.host import is_interactive
 from hasten.machine.launch import forget_other_rank
 from hasten.precision.base import Precision
-from hasten.precision.bitsandbytes import MODES
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision, is_half, is_mixed
-from hasten.precision.float8 import Float8Precision, check_float8
-from hasten.precision.transformer_engine import TransformerEnginePrecision
 from hasten.runtime import Runtime
 from hasten.strategies.base import Strategy
-from hasten.strategies.ddp import DDPStrategy
-from hasten.strategies.fsdp import FSDPStrategy
 from hasten.strategies.parallel import LayerSync, ParallelStrategy, TorchSyncBatchNorm
-from hasten.strategies.single import OneProcess, SingleDeviceStrategy
+from hasten.strategies.single import OneProcess
 
 if TYPE_CHECKING:
     from hasten.types import AcceleratorLike, Devices, Plugin, PrecisionName, StrategyLike
@@ -81,19 +76,19 @@ _FIND_UNUSED: dict[str, dict[str, Any]] = {
     "_find_unused_parameters_true": {"find_unused_parameters": True},
     "_find_unused_parameters_false": {"find_unused_parameters": False},
 }
-# Names of the core's strategies, with the functions that make them. Other packages add more, see
-# docs/extend/package.md.
-STRATEGIES: dict[str, partial[Any]] = {
-    _SINGLE_DEVICE: partial(SingleDeviceStrategy),
+# Names of the core's strategies, with the class in ``hasten.strategies``, which is imported when it is used, and its
+# arguments. Other packages add more, see docs/extend/package.md.
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    _SINGLE_DEVICE: ("SingleDeviceStrategy", {}),
     **{
-        f"ddp{sharded}{suffix}{ending}": partial(DDPStrategy, **method, **options, **shards)
+        f"ddp{sharded}{suffix}{ending}": ("DDPStrategy", {**method, **options, **shards})
         for sharded, shards in _SHARDED.items()
         for suffix, method in _START_METHODS.items()
         for ending, options in _FIND_UNUSED.items()
     },
-    "fsdp": partial(FSDPStrategy),
-    "fsdp2": partial(FSDPStrategy),
-    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
+    "fsdp": ("FSDPStrategy", {}),
+    "fsdp2": ("FSDPStrategy", {}),
+    "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
 }
 # The strategies for one device and for several, if an accelerator has none of its own.
 _USUAL = (_SINGLE_DEVICE, "ddp")
@@ -456,7 +451,8 @@ def _named_strategy(
 def _make_strategy(name: str, written: object, devices: int, owner: str, **options: Any) -> Strategy:
     """Return the strategy of a name, the core's or one that a package has added; ``written`` is for messages."""
     if name in STRATEGIES:
-        made = STRATEGIES[name](**options)
+        kind, arguments = STRATEGIES[name]
+        made = getattr(strategies, kind)(**{**arguments, **options})
     elif name in found("hasten.strategies"):
         make = load("hasten.strategies", name, purpose=f"{owner}(strategy={written!r})")
         made = make(**options) if callable(make) else make
@@ -521,17 +517,21 @@ def _strategy_names() -> list[str]:
 
 def _call(make: Any) -> str:
     """Return the call that a program would write for a class, or for a ``partial`` of one."""
-    arguments = make.keywords if isinstance(make, partial) else {}
-    kind = make.func if isinstance(make, partial) else make
-    return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    if isinstance(make, partial):
+        return _written(make.func.__name__, make.keywords)
+    return _written(make.__name__, {})
+
+
+def _written(kind: str, arguments: Mapping[str, Any]) -> str:
+    return f"{kind}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 def accepted_strategies() -> dict[str, str]:
     """Return the names that ``strategy=`` takes, and what each stands for, as a program would write it."""
-    single, several = (_call(STRATEGIES[name]) for name in _USUAL)
+    single, several = (_written(*STRATEGIES[name]) for name in _USUAL)
     return {
         "auto": f"{single} on one device, else {several}",
-        **{name: _call(make) for name, make in STRATEGIES.items()},
+        **{name: _written(kind, arguments) for name, (kind, arguments) in STRATEGIES.items()},
         **{
             name: _call(load("hasten.strategies", name, purpose=f"strategy={name!r}"))
             for name in found("hasten.strategies")
@@ -605,6 +605,9 @@ def _named_precision(
     if is_half(name):
         return HalfPrecision(name, keep_small_updates=not conventions.current().updates_are_rounded)
     if name in ("fp8", "transformer-engine", "transformer-engine-float16"):
+        from hasten.precision.float8 import Float8Precision, check_float8
+        from hasten.precision.transformer_engine import TransformerEnginePrecision
+
         # Checked before the package is imported: the device may not support it at all.
         if check:
             _prefix_owner(owner, check_float8, device, name)
@@ -626,6 +629,8 @@ def _precision_name(precision: Any, owner: str) -> str:
     for name, spellings in PRECISIONS.items():
         if written and text in spellings:
             return name
+    from hasten.precision.bitsandbytes import MODES
+
     given = f"{owner}(precision={precision!r})"
     if not written:
         fix = f"use one of {_listed(PRECISIONS)}, not {type(precision).__name__}."

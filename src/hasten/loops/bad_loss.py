@@ -22,7 +22,6 @@ from hasten.checkpoint.snapshots import SavedBuffers
 from hasten.loops.saved_state import StepState
 from hasten.loops.user_code import with_batch_idx_if_taken
 from hasten.seed import isolate_rng
-from hasten.strategies.sharded import local_part
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -370,7 +369,7 @@ def _gradients(optimizer: Any) -> list[Tensor]:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    gradient = local_part(gradient)
+    gradient = torch_private.local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -418,7 +417,7 @@ def first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *,
     found += [
         f"The parameter {name} was not finite before. "
         for name, parameter in run.module.named_parameters()
-        if not all(_are_finite([], [part] if (part := local_part(parameter.detach())).numel() else []))
+        if not all(_are_finite([], [part] if (part := torch_private.local_part(parameter.detach())).numel() else []))
     ]
     # Of a divided module no process computes a batch alone.
     if not found and run.runtime.engine.computes_alone:

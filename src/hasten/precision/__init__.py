@@ -9,33 +9,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hasten._lib.lazy import attach
-from hasten.precision.base import Precision
-from hasten.precision.bitsandbytes import BitsandbytesPrecision
-from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
-from hasten.precision.float8 import Float8Precision
-from hasten.precision.fsdp import FSDPPrecision
-from hasten.precision.transformer_engine import TransformerEnginePrecision
 
 if TYPE_CHECKING:
+    from hasten.precision.base import Precision as Precision
+    from hasten.precision.bitsandbytes import BitsandbytesPrecision as BitsandbytesPrecision
+    from hasten.precision.builtin import DoublePrecision as DoublePrecision
+    from hasten.precision.builtin import HalfPrecision as HalfPrecision
+    from hasten.precision.builtin import MixedPrecision as MixedPrecision
+    from hasten.precision.float8 import Float8Precision as Float8Precision
+    from hasten.precision.fsdp import FSDPPrecision as FSDPPrecision
+    from hasten.precision.transformer_engine import TransformerEnginePrecision as TransformerEnginePrecision
     from hasten_deepspeed.precision import DeepSpeedPrecision as DeepSpeedPrecision
     from hasten_xla.precision import XLAPrecision as XLAPrecision
 
-__all__ = [
-    "BitsandbytesPrecision",
-    "DeepSpeedPrecision",
-    "DoublePrecision",
-    "FSDPPrecision",
-    "Float8Precision",
-    "HalfPrecision",
-    "MixedPrecision",
-    "Precision",
-    "TransformerEnginePrecision",
-    "XLAPrecision",
-]
-
-# Classes of backends are imported when they are used; ``extend.moved`` says where their modules are.
-__getattr__, __dir__, _ = attach(
-    __name__,
-    {"hasten.precision.deepspeed": "DeepSpeedPrecision", "hasten.precision.xla": "XLAPrecision"},
-    also=__all__,
-)
+# Type checkers know the names above alone, and find misspelt ones.
+if not TYPE_CHECKING:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "hasten.precision.base": "Precision",
+            "hasten.precision.bitsandbytes": "BitsandbytesPrecision",
+            "hasten.precision.builtin": "DoublePrecision HalfPrecision MixedPrecision",
+            "hasten.precision.float8": "Float8Precision",
+            "hasten.precision.fsdp": "FSDPPrecision",
+            "hasten.precision.transformer_engine": "TransformerEnginePrecision",
+            # ``extend.moved`` says where the modules of backends are.
+            "hasten.precision.deepspeed": "DeepSpeedPrecision",
+            "hasten.precision.xla": "XLAPrecision",
+        },
+    )

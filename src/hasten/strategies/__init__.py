@@ -8,42 +8,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hasten import elsewhere
-from hasten._lib.errors import absent
 from hasten._lib.lazy import attach
-from hasten.strategies.base import Strategy
-from hasten.strategies.ddp import DDPStrategy
-from hasten.strategies.fsdp import FSDPStrategy
-from hasten.strategies.model_parallel import ModelParallelStrategy
-from hasten.strategies.parallel import ParallelStrategy
-from hasten.strategies.single import SingleDeviceStrategy
 
 if TYPE_CHECKING:
+    from hasten.strategies.base import Strategy as Strategy
+    from hasten.strategies.ddp import DDPStrategy as DDPStrategy
+    from hasten.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from hasten.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
+    from hasten.strategies.parallel import DataParallelStrategy as DataParallelStrategy
+    from hasten.strategies.parallel import ParallelStrategy as ParallelStrategy
+    from hasten.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
     from hasten_deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from hasten_xla.strategies import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
     from hasten_xla.strategies import XLAFSDPStrategy as XLAFSDPStrategy
     from hasten_xla.strategies import XLAStrategy as XLAStrategy
 
-DataParallelStrategy = absent(
-    "DataParallelStrategy",
-    ParallelStrategy,
-    home="hasten.strategies",
-    instead=elsewhere.STRATEGIES["dp"].message(),
-    why="is not in hasten",
-)
-
-__all__ = [
-    "DDPStrategy", "DataParallelStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy",
-    "ParallelStrategy", "SingleDeviceStrategy", "SingleDeviceXLAStrategy", "Strategy", "XLAFSDPStrategy",
-    "XLAStrategy",
-]  # fmt: skip
-
-# Classes of backends are imported when they are used; ``extend.moved`` says where their modules are.
-__getattr__, __dir__, _ = attach(
-    __name__,
-    {
-        "hasten.strategies.deepspeed": "DeepSpeedStrategy",
-        "hasten.strategies.xla": "SingleDeviceXLAStrategy XLAFSDPStrategy XLAStrategy",
-    },
-    also=__all__,
-)
+# Type checkers know the names above alone, and find misspelt ones.
+if not TYPE_CHECKING:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "hasten.strategies.base": "Strategy",
+            "hasten.strategies.ddp": "DDPStrategy",
+            "hasten.strategies.fsdp": "FSDPStrategy",
+            "hasten.strategies.model_parallel": "ModelParallelStrategy",
+            "hasten.strategies.parallel": "DataParallelStrategy ParallelStrategy",
+            "hasten.strategies.single": "SingleDeviceStrategy",
+            # ``extend.moved`` says where the modules of backends are.
+            "hasten.strategies.deepspeed": "DeepSpeedStrategy",
+            "hasten.strategies.xla": "SingleDeviceXLAStrategy XLAFSDPStrategy XLAStrategy",
+        },
+    )

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from hasten import elsewhere
 from hasten._lib import check, torch_private
+from hasten._lib.errors import absent
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.elsewhere import conventions
@@ -378,3 +380,12 @@ class ParallelStrategy(Strategy):
     def _collective_device(self) -> torch.device:
         """The device on which the backend exchanges tensors."""
         return self.root_device if "nccl" in self.process_group_backend else torch.device("cpu")
+
+
+DataParallelStrategy = absent(
+    "DataParallelStrategy",
+    ParallelStrategy,
+    home="hasten.strategies",
+    instead=elsewhere.STRATEGIES["dp"].message(),
+    why="is not in hasten",
+)
