@@ -1,0 +1,131 @@
+"""What a workload gives: model, data and optimizer as a tutorial has them, an engineer's loop, and hasten's line."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from benchmarks.workloads.clock import Clock
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
+
+Batch = Any
+SEED = 0
+
+
+class Workload(ABC):
+    """A training of one model on one device.
+
+    Every call of ``model`` gives the same weights and every ``loader`` the same order, so that all columns that do the
+    same maths see the same batches and have the same losses, up to rounding.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    # Reached where ``quality`` is at least this, or at most this if smaller values are better.
+    goal: ClassVar[float]
+    goal_text: ClassVar[str]
+    smaller_is_better: ClassVar[bool] = False
+    batch_size: ClassVar[int]
+    learning_rate: ClassVar[float] = 1e-3
+    # Where a training that has not reached the goal ends.
+    max_steps: ClassVar[int]
+    # Steps between two evaluations. A turn has as many.
+    turn_steps: ClassVar[int]
+    # Steps of a turn of ``--quick``.
+    quick_steps: ClassVar[int]
+    # Arguments of hasten's Trainer: the fastest that do the same maths, and what else a user can agree to.
+    best: ClassVar[Mapping[str, Any]]
+    consent: ClassVar[Mapping[str, Any]] = {"precision": "bf16-mixed"}
+    # The library of Hugging Face that people train such a model with: "transformers" or "accelerate".
+    hugging_face: ClassVar[str] = "accelerate"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def model(self, *, modern: bool = False) -> nn.Module:
+        """Return a new model with the same weights each time.
+
+        Args:
+            modern: as an engineer writes it: attention in one kernel, convolutions with channels last.
+
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            return self.build(modern=modern)
+
+    @abstractmethod
+    def build(self, *, modern: bool) -> nn.Module:
+        """Return a model with weights drawn from torch's generator, or read from a file."""
+
+    @abstractmethod
+    def loader(self) -> DataLoader[Any]:
+        """Return the loader that a tutorial writes."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch."""
+
+    @abstractmethod
+    def engineer(self, clock: Clock, *, bf16: bool) -> None:
+        """Train as a good engineer does after an afternoon of work, until the clock ends the process."""
+
+    @abstractmethod
+    def quality(self, model: nn.Module) -> float:
+        """Return the quality on held-out samples."""
+
+    @abstractmethod
+    def useful_flops(self) -> float:
+        """Return the operations that a step needs on average, without those for padding."""
+
+    def optimizer(self, model: nn.Module, **arguments: Any) -> Optimizer:
+        """Return the optimizer; ``arguments`` such as ``fused=True`` are an engineer's."""
+        return AdamW(model.parameters(), lr=self.learning_rate, **arguments)
+
+    def is_reached(self, quality: float) -> bool:
+        """Say whether a quality is the stated one or better."""
+        return quality <= self.goal if self.smaller_is_better else quality >= self.goal
+
+    def copy_of(self, model: nn.Module) -> nn.Module:
+        """Return a plain model with the weights of one that may be compiled, packed or wrapped, for evaluation."""
+        fresh = self.model(modern=True).to(self.device)
+        fresh.load_state_dict(model.state_dict())
+        return fresh.eval()
+
+    def flops_of(self, batch: Batch) -> int:
+        """Count the operations of forward and backward of a batch."""
+        from hasten.report.peaks import flop_counter
+
+        model = self.model(modern=True)
+        with flop_counter() as counter:
+            self.loss(model, batch).backward()
+        return int(counter.get_total_flops())
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on the device, as the loops of tutorials do it."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, dict):
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return [tensor.to(device) for tensor in batch]
+
+
+def shuffled_loader(dataset: Any, batch_size: int, **arguments: Any) -> DataLoader[Any]:
+    """Return a shuffling loader, in the same order each time."""
+    return DataLoader(
+        dataset, batch_size, shuffle=True, generator=torch.Generator().manual_seed(SEED), drop_last=True, **arguments
+    )
+
+
+def index_batches(samples: int, batch_size: int) -> Iterator[Tensor]:
+    """Yield the places of the samples of one batch after another, without end, in the order of ``shuffled_loader``."""
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        # A DataLoader draws a seed for its workers before each order.
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        order = torch.randperm(samples, generator=generator)
+        yield from order[: samples // batch_size * batch_size].split(batch_size)
