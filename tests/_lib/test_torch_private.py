@@ -302,6 +302,7 @@ def test_files_and_the_processor() -> None:
     assert (info.relative_path, info.offset, info.length) == ("file", 1, 2)
     assert isinstance(torch_private.cpu_multiplies_bfloat16(), bool)
     assert isinstance(torch_private.cpu_multiplies_tf32(), bool)
+    assert isinstance(torch_private.cpu_has_amx(), bool)
 
 
 def test_the_compiler() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hasten._lib import torch_private
 from hasten.data import document_block_mask, document_mask, packed_attention
 
 LENGTHS = [3, 5, 5, 1, 0, 7]
@@ -40,6 +41,25 @@ def test_packed_attention_and_its_gradients_are_those_of_masked_attention(causal
         strict=True,
     ):
         assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_cpu_computes_bfloat16_with_the_error_of_one_rounding(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_private, "cpu_has_amx", lambda: False)
+    exact = projections(sum(LENGTHS))
+    rounded = [each.detach().bfloat16().requires_grad_() for each in exact]
+    wide = [each.detach().float().requires_grad_() for each in rounded]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = packed_attention(*(wide if autocast else rounded), cu_seqlens(LENGTHS), 7)
+    expected = packed_attention(*wide, cu_seqlens(LENGTHS), 7)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected.bfloat16())
+    weight = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, wide if autocast else rounded, weight)
+    for one, other in zip(gradients, torch.autograd.grad(expected, wide, weight.float()), strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=2**-8, atol=1e-6)
 
 
 def test_dropout_drops_attention_weights() -> None:

@@ -11,6 +11,8 @@ from torch import nn
 from hasten._lib.errors import MisconfigurationException
 from hasten.packed import first_token
 from hasten.packed.blocks import packed_blocks
+from hasten.packed.document_attention import packed_attention
+from hasten.packed.layout import Layout
 from tests.models import quiet
 from tests.packed.test_blocks import (
     WIDTH,
@@ -62,6 +64,27 @@ def test_padded_places_are_zero_behind_the_norm_too() -> None:
         encoder(words, src_key_padding_mask=~real)[real].sum().backward()
         packed = encoder(words, src_key_padding_mask=~real)
     torch.testing.assert_close(packed, exact * real[..., None], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_first_tokens_attend_as_among_all_tokens(dtype: torch.dtype, key_heads: int) -> None:
+    lengths = torch.tensor([3, 0, 5, 1])
+    layout = Layout((4, 6), torch.arange(6) < lengths[:, None], torch.device("cpu"))
+    tokens = int(lengths.sum())
+    query, key, value = (torch.randn(tokens, heads, 8, requires_grad=True) for heads in (4, key_heads, key_heads))
+    all_tokens = packed_attention(query, key, value, layout.bounds, 6, scale=0.3)
+    heads = [each.to(dtype) for each in (query[layout.firsts], key, value)]
+    first = first_token.attend_first(*heads, layout, p=0.0, scale=0.3)
+    assert first.dtype == dtype
+    assert first.shape == (4, 4, 8)
+    assert not first[1].any()
+    real, error = lengths > 0, 1e-6 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(first[real].float(), all_tokens[layout.firsts[real]], rtol=error, atol=error)
+    mine = torch.autograd.grad(first[real].float().square().sum(), (key, value))
+    theirs = torch.autograd.grad(all_tokens[layout.firsts[real]].square().sum(), (key, value))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=error, atol=error)
 
 
 def test_where_the_host_would_wait_a_wrong_loss_is_told_at_the_next_forward_or_the_end(

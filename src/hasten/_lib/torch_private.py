@@ -10,6 +10,7 @@ Two kinds of names are used everywhere, because files and other libraries depend
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -394,6 +395,12 @@ def allowed_globals() -> dict[str, Any]:
 def cpu_multiplies_bfloat16() -> bool:
     """Return whether the CPU has bfloat16 instructions; others take tens of times as long as for 32 bits."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@functools.cache
+def cpu_has_amx() -> bool:
+    """Return whether the CPU has units for products of small matrices of 16 bits (AMX)."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 def cpu_multiplies_tf32() -> bool:

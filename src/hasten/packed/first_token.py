@@ -6,10 +6,13 @@ tokens, which leaves about a sixth of the products of a usual block.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from hasten._lib import torch_private
+from hasten.packed.document_attention import on_host
 from hasten.packed.layout import Layout, refusal
 
 _HELP = "Use packed=True, which computes the last block for all tokens."
@@ -146,6 +149,9 @@ def would_wait(tensor: Tensor) -> bool:
 
 def attend_first(query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p: float, scale: float) -> Tensor:
     """Attend from the first token of each sequence to all tokens of that sequence; see ``Stack.attend``."""
+    if query.is_cpu and layout.has_padding:
+        lengths = layout.bounds.diff().tolist()
+        return on_host(partial(_by_document, lengths=lengths, p=p, scale=scale), query, key, value)
     keys, values = (layout.unpack(each.unsqueeze(0)).transpose(1, 2) for each in (key, value))
     attended: Tensor = nn.functional.scaled_dot_product_attention(
         query.unsqueeze(2),
@@ -158,3 +164,18 @@ def attend_first(query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p
     )
     # Never a view, because the attention of all tokens is none: compiled layers behind it would be compiled again.
     return attended.squeeze(2).clone()
+
+
+def _by_document(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], p: float, scale: float) -> Tensor:
+    """Attend in each sequence by a call of its own: on the CPU, a mask and the padding behind it cost far more."""
+    parts = []
+    for one, keys, values in zip(query.split(1), key.split(lengths), value.split(lengths), strict=True):
+        if not len(keys):
+            parts.append(one.new_zeros(1, query.shape[1], value.shape[2]))
+            continue
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (one, keys, values))
+        attended = nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=p, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        parts.append(attended[:, :, 0])
+    return torch.cat(parts)
