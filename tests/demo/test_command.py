@@ -77,7 +77,7 @@ def test_the_default_ladder_ends_with_the_line_to_write(
     rows = {row["row"]: row["test_accuracy"] for row in rows_of(tmp_path / "out" / "docstrings.csv")}
     assert rows == {
         "plain PyTorch loop": "0.9",
-        "batches padded to their longest text": "",
+        "padded to the longest text": "",
         "the loop a good engineer writes": "",
         "the same in hasten": "",
         "packed": "",
@@ -98,7 +98,7 @@ def test_imdb_ladder_reads_reviews_and_tells_what_is_refused(
     )
     options = ["--task", "imdb", "--random-weights", "--limit", "20", "--max-length", "8", "--batch-size", "4"]
     options += skipping("fused AdamW", "pages kept", "packed", "last block for one token", "cheap dropout masks")
-    options += skipping("batches padded to their longest text", "the loop a good engineer writes")
+    options += skipping("padded to the longest text", "the loop a good engineer writes")
     options += skipping("bf16", "compiled", "no attention dropout", "lower half frozen", "hasten's own choice")
     places = ["--data", str(archive), "--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
     assert main(["demo", *options, *places]) == 0

@@ -12,7 +12,7 @@ import torch
 
 from hasten._lib import check
 from hasten._lib.device import synchronize
-from hasten_tools.demo.task import LadderRow, RowVariant, Say, Task
+from hasten_tools.demo.task import ENGINEERS_LOOP, LadderRow, RowVariant, Say, Task
 from hasten_tools.speed.safety import Safety
 from hasten_tools.speed.trial_processes import (
     FASTER,
@@ -234,14 +234,14 @@ class Measurement:
         return result.refused is None and (self.full or result.measured_seconds <= self.row_seconds)
 
     def finish(self, seeds: int) -> None:
-        """Train in full what is short enough, the fastest row, and the first where that is promised; test them."""
+        """Train in full what is short enough, the fastest row, and where that is promised what it is compared with."""
         first, fastest = self.results[0], _fastest(self.results)
         same = _fastest([each for each in self.results if each.safety < Safety.OTHER_MATHS])
         chosen = [*filter(self._is_short, self.results), fastest]
         if seeds > 1:
             chosen += [first, same]
         elif self.task.full_seconds is not None:
-            chosen.append(first)
+            chosen += [first, *(each for each in self.results if each.row.name == ENGINEERS_LOOP)]
         trials = [
             self._open.get(result) or _RowTrial(self.starter, self.task, result) for result in dict.fromkeys(chosen)
         ]

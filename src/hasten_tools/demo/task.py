@@ -136,7 +136,7 @@ def rows_by_hand(*, bf16: bool) -> list[LadderRow]:
     code = ["pad_to_longest", "AdamW(..., fused=True)", *["torch.autocast(device, torch.bfloat16)"] * bf16]
     return [
         LadderRow(
-            "batches padded to their longest text",
+            "padded to the longest text",
             "DataLoader(..., collate_fn=pad_to_longest)",
             changes={"to_longest": True},
             safety=Safety.ROUNDING,
