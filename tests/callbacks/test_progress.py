@@ -70,6 +70,7 @@ for name in sys.argv[1:]:
     trainer.predict(model, batches[:5])
 """
 # For each bar, regular expressions of its lines: training, validation, test and prediction; and an epoch in lines.
+# The share of waiting shows on busy machines only; where it does not fit, rich cuts its column at a word.
 LOOKS = {
     "TQDMProgressBar": (
         r"Epoch 2/2: 100%\|█+\| 400/400  (step 800  )?(loss=399.0  val_loss=0.250|val_loss=0.250  loss=399.0)  "
@@ -80,7 +81,7 @@ LOOKS = {
     ),
     "RichProgressBar": (
         r"Epoch 2/2 .* 400/400 \d:\d\d:\d\d • took 0:\d\d \S+ samples/s "
-        r"(loss: 399.000 val_loss: 0.250|val_loss: 0.250 loss: 399.000)( data wait \d+%)?$",
+        r"(loss: 399.000 val_loss: 0.250|val_loss: 0.250 loss: 399.000)( data( wait( \d+%)?)?)?$",
         ("Validation DataLoader 0 .* 30/30 ", "Testing DataLoader 1 .* 7/7 ", "Predicting DataLoader 0 .* 5/5 "),
         r"Epoch \d/2",
         "Epoch {}/2",
