@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
-from benchmarks.workloads.clock import Clock
-from benchmarks.workloads.task import SEED, Workload, index_batches, shuffled_loader
+from benchmarks.workloads.task import SEED, Workload, index_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -79,30 +78,19 @@ class ImageWorkload(Workload):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._train, self._held_out = read_pictures()
+        self.train_data, self._held_out = read_pictures()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y = batch
         return F.cross_entropy(model(x).float(), y)
 
-    def loader(self) -> DataLoader[Any]:
-        return shuffled_loader(self._train, self.batch_size)
-
-    def engineer(self, clock: Clock, *, bf16: bool) -> None:
-        """All pictures as one tensor of bytes, made floats a batch at a time, a fused optimizer, bf16 where it pays."""
-        pictures, labels = self._train.pictures.to(self.device), self._train.labels.to(self.device)
-        model = self.model(modern=True).to(self.device).train()
-        optimizer = self.optimizer(model, fused=True)
+    def engineers_batches(self) -> Iterator[Any]:
+        """Make floats of some pictures at a time; all of them are one tensor of bytes on the device."""
+        pictures, labels = self.train_data.pictures.to(self.device), self.train_data.labels.to(self.device)
         for indices in index_batches(len(labels), self.batch_size):
-            indices = indices.to(self.device)
-            x = (pictures[indices].float() / 127.5 - 1.0).to(memory_format=self.memory_format)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                logits = model(x)
-            loss = F.cross_entropy(logits.float(), labels[indices])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            clock.step(model, loss)
+            chosen = indices.to(self.device)
+            x = (pictures[chosen].float() / 127.5 - 1.0).to(memory_format=self.memory_format)
+            yield x, labels[chosen]
 
     def quality(self, model: nn.Module) -> float:
         copy, correct = self.copy_of(model), []
@@ -110,9 +98,6 @@ class ImageWorkload(Workload):
             for x, y in DataLoader(self._held_out, 128):
                 correct.append(copy(x.to(self.device)).argmax(-1).cpu() == y)
         return torch.cat(correct).double().mean().item()
-
-    def useful_flops(self) -> float:
-        return self.flops_of(next(iter(self.loader())))
 
 
 class Residual(nn.Module):

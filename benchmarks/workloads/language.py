@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
-from benchmarks.workloads.clock import Clock
-from benchmarks.workloads.task import SEED, Workload, index_batches, shuffled_loader
+from benchmarks.workloads.task import SEED, Workload, index_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -111,7 +110,7 @@ class Language(Workload):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         text = read_text()
-        self._train, self._held_out = Windows(text[:-HELD_OUT_BYTES]), Windows(text[-HELD_OUT_BYTES - 1 :])
+        self.train_data, self._held_out = Windows(text[:-HELD_OUT_BYTES]), Windows(text[-HELD_OUT_BYTES - 1 :])
 
     def build(self, *, modern: bool) -> nn.Module:
         return GPT(one_kernel=modern)
@@ -120,32 +119,13 @@ class Language(Workload):
         x, y = batch
         return F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
 
-    def loader(self) -> DataLoader[Any]:
-        return shuffled_loader(self._train, self.batch_size)
-
-    def engineer(self, clock: Clock, *, bf16: bool) -> None:
-        """The text as one tensor, attention in one kernel, a fused optimizer, bf16 where it pays."""
-        text = self._train.text.to(self.device)
-        model = self.model(modern=True).to(self.device).train()
-        optimizer = self.optimizer(model, fused=True)
+    def engineers_batches(self) -> Iterator[Any]:
+        """Cut windows from the text, which is one tensor on the device."""
+        text = self.train_data.text.to(self.device)
         window = torch.arange(CONTEXT + 1)
-        for indices in index_batches(len(self._train), self.batch_size):
+        for indices in index_batches(len(self.train_data), self.batch_size):
             windows = text[(indices[:, None] * CONTEXT + window).to(self.device)].long()
-            x, y = windows[:, :-1], windows[:, 1:]
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                logits = model(x)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            clock.step(model, loss)
+            yield windows[:, :-1], windows[:, 1:]
 
     def quality(self, model: nn.Module) -> float:
-        copy = self.copy_of(model)
-        with torch.no_grad():
-            batches = DataLoader(self._held_out, 32)
-            losses = [self.loss(copy, [part.to(self.device) for part in batch]) for batch in batches]
-        return torch.stack(losses).mean().item()
-
-    def useful_flops(self) -> float:
-        return self.flops_of(next(iter(self.loader())))
+        return self.mean_loss(model, DataLoader(self._held_out, 32))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
-from benchmarks.workloads.clock import Clock
-from benchmarks.workloads.task import SEED, Workload, index_batches, shuffled_loader
+from benchmarks.workloads.task import SEED, Workload, index_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 ROWS, HELD_OUT = 500_000, 50_000
 # How many values each column of categories has.
@@ -62,7 +61,7 @@ class Tabular(Workload):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         table = make_table()
-        self._train = TensorDataset(*(column[HELD_OUT:] for column in table))
+        self.train_data = TensorDataset(*(column[HELD_OUT:] for column in table))
         self._held_out = TensorDataset(*(column[:HELD_OUT] for column in table))
 
     def build(self, *, modern: bool) -> nn.Module:
@@ -72,29 +71,12 @@ class Tabular(Workload):
         categories, numbers, answers = batch
         return F.binary_cross_entropy_with_logits(model(categories, numbers).float(), answers)
 
-    def loader(self) -> DataLoader[Any]:
-        return shuffled_loader(self._train, self.batch_size)
-
-    def engineer(self, clock: Clock, *, bf16: bool) -> None:
-        """The table as three tensors, indexed a batch at a time, and a fused optimizer."""
-        categories, numbers, answers = (column.to(self.device) for column in self._train.tensors)
-        model = self.model(modern=True).to(self.device).train()
-        optimizer = self.optimizer(model, fused=True)
-        for indices in index_batches(len(answers), self.batch_size):
-            indices = indices.to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                logits = model(categories[indices], numbers[indices])
-            loss = F.binary_cross_entropy_with_logits(logits.float(), answers[indices])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            clock.step(model, loss)
+    def engineers_batches(self) -> Iterator[Any]:
+        """Take rows of three tensors on the device by their indices."""
+        columns = [column.to(self.device) for column in self.train_data.tensors]
+        for indices in index_batches(len(self.train_data), self.batch_size):
+            rows = indices.to(self.device)
+            yield [column[rows] for column in columns]
 
     def quality(self, model: nn.Module) -> float:
-        copy = self.copy_of(model)
-        with torch.no_grad():
-            losses = [self.loss(copy, [column.to(self.device) for column in self._held_out.tensors])]
-        return torch.stack(losses).mean().item()
-
-    def useful_flops(self) -> float:
-        return self.flops_of(next(iter(self.loader())))
+        return self.mean_loss(model, [self._held_out.tensors])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from benchmarks.workloads.clock import Clock
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -42,6 +41,7 @@ class Workload(ABC):
     consent: ClassVar[Mapping[str, Any]] = {"precision": "bf16-mixed"}
     # The library of Hugging Face that people train such a model with: "transformers" or "accelerate".
     hugging_face: ClassVar[str] = "accelerate"
+    train_data: Any
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -61,25 +61,25 @@ class Workload(ABC):
     def build(self, *, modern: bool) -> nn.Module:
         """Return a model with weights drawn from torch's generator, or read from a file."""
 
-    @abstractmethod
     def loader(self) -> DataLoader[Any]:
         """Return the loader that a tutorial writes."""
+        return shuffled_loader(self.train_data, self.batch_size)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of a batch."""
 
     @abstractmethod
-    def engineer(self, clock: Clock, *, bf16: bool) -> None:
-        """Train as a good engineer does after an afternoon of work, until the clock ends the process."""
+    def engineers_batches(self) -> Iterator[Batch]:
+        """Yield batches without end, on the device, as a good engineer makes them: nothing is done twice."""
 
     @abstractmethod
     def quality(self, model: nn.Module) -> float:
         """Return the quality on held-out samples."""
 
-    @abstractmethod
     def useful_flops(self) -> float:
         """Return the operations that a step needs on average, without those for padding."""
+        return self.flops_of(next(iter(self.loader())))
 
     def optimizer(self, model: nn.Module, **arguments: Any) -> Optimizer:
         """Return the optimizer; ``arguments`` such as ``fused=True`` are an engineer's."""
@@ -88,6 +88,13 @@ class Workload(ABC):
     def is_reached(self, quality: float) -> bool:
         """Say whether a quality is the stated one or better."""
         return quality <= self.goal if self.smaller_is_better else quality >= self.goal
+
+    def mean_loss(self, model: nn.Module, batches: Iterable[Batch]) -> float:
+        """Return the loss over held-out batches, of a plain copy of the model."""
+        copy = self.copy_of(model)
+        with torch.no_grad():
+            losses = [self.loss(copy, [part.to(self.device) for part in batch]) for batch in batches]
+        return torch.stack(losses).mean().item()
 
     def copy_of(self, model: nn.Module) -> nn.Module:
         """Return a plain model with the weights of one that may be compiled, packed or wrapped, for evaluation."""

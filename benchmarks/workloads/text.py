@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from benchmarks.workloads.clock import Clock
 from benchmarks.workloads.task import SEED, Workload
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hasten_tools.demo import text_models
 from hasten_tools.demo.task import RowVariant
-from hasten_tools.demo.text import Docstrings, Pad
+from hasten_tools.demo.text import Docstrings
 
 
 class Text(Workload):
@@ -38,8 +37,7 @@ class Text(Workload):
         return self._task.build(self._variant)
 
     def optimizer(self, model: nn.Module, **arguments: Any) -> Optimizer:
-        made = self._task.optimizer(model)
-        return type(made)(made.param_groups, **arguments) if arguments else made
+        return self._task.optimizer(model, **arguments)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return self._task.loss(model, batch)
@@ -49,28 +47,17 @@ class Text(Workload):
 
     def longest_loader(self) -> DataLoader[Any]:
         """Return a loader of the same batches, each padded to its own longest text."""
-        generator = torch.Generator().manual_seed(SEED)
-        return DataLoader(
-            self._task.train_data, self.batch_size, shuffle=True, generator=generator, collate_fn=Pad(None)
-        )
+        return self._task.users_loader(RowVariant(to_longest=True))
 
-    def engineer(self, clock: Clock, *, bf16: bool) -> None:
-        """Each batch padded to its own longest text, attention in one kernel, a fused optimizer, bf16 where it pays.
+    def engineers_batches(self) -> Iterator[Any]:
+        """Pad each batch to its own longest text. Tokens are made once, beforehand.
 
-        Tokens are made once, beforehand. Worker processes do not pay: padding eight texts takes a tenth of a
-        millisecond.
+        Worker processes do not pay: padding eight texts takes a tenth of a millisecond.
         """
-        model = self.model(modern=True).to(self.device).train()
-        optimizer, loader = self.optimizer(model, fused=True), self.longest_loader()
+        loader = self.longest_loader()
         while True:
             for batch in loader:
-                batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                    loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                clock.step(model, loss)
+                yield {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def quality(self, model: nn.Module) -> float:
         copy, correct = self.copy_of(model), []
