@@ -91,9 +91,8 @@ class RecordedRun:
 
     def keys(self) -> list[str]:
         """Return what ``series`` can give: the names logged, then learning rates and speeds."""
-        names, figures = dict.fromkeys(name for row in self.rows for name in row.values), self.figures()
-        rates = [name for name in figures if name == "lr" or name.startswith("lr-")]
-        return list(dict.fromkeys([*names, *rates, *(name for name in SPEEDS if name in figures)]))
+        names = dict.fromkeys(name for row in self.rows for name in row.values)
+        return list(names | dict.fromkeys(self._rates_and_speeds()))
 
     def series(self, key: str, x: Literal["step", "epoch", "time"] = "step") -> tuple[list[float], list[float]]:
         """Return the values of one key, and where they were logged.
@@ -108,9 +107,9 @@ class RecordedRun:
             ValueError: epochs or times were not written.
 
         """
-        if key not in (known := self.keys()):
-            raise KeyError(f"{self.name} has no value {key!r}.{did_you_mean(key, known)}")
-        column = self.logged([key]).get(key) or self.figures()[key]
+        column = self.logged([key]).get(key) or self._rates_and_speeds().get(key)
+        if column is None:
+            raise KeyError(f"{self.name} has no value {key!r}.{did_you_mean(key, self.keys())}")
         places: list[Any] = [row.step for row in column.rows]
         if x == "epoch":
             places = [row.epoch for row in column.rows]
@@ -152,6 +151,12 @@ class RecordedRun:
                 column.rows.append(row)
                 column.values.append(value)
         return columns
+
+    def _rates_and_speeds(self) -> dict[str, RecordedColumn]:
+        """Return the figures that ``series`` gives: learning rates, then speeds."""
+        figures = self.figures()
+        rates = {name: column for name, column in figures.items() if name == "lr" or name.startswith("lr-")}
+        return rates | {name: figures[name] for name in SPEEDS if name in figures}
 
     def elapsed(self, time: float) -> float:
         """Return the seconds of training until ``time``, without the pauses between attempts."""
