@@ -149,8 +149,8 @@ class Hooks:
     def _find(self, rows: Iterable[Hook]) -> None:
         """Find the overrides of these hooks again."""
         everyone = list(self._callbacks)
-        self._find_overridden([row.name for row in rows])
-        names = set().union(*self._overridden.values())
+        found = self._overridden([row.name for row in rows])
+        names = set().union(*found.values())
         for row in rows:
             if row.name not in names:
                 setattr(self, row.name, nothing)
@@ -158,23 +158,24 @@ class Hooks:
                     setattr(self, row.name + "_last", nothing)
                 continue
             early = [callback for callback in everyone if not callback.runs_last] if row.runs_last else everyone
-            setattr(self, row.name, self._caller(row, early, self._module))
+            setattr(self, row.name, self._caller(row, early, self._module, found))
             if row.runs_last:
                 late = [callback for callback in everyone if callback.runs_last]
-                setattr(self, row.name + "_last", self._caller(row, late, None))
+                setattr(self, row.name + "_last", self._caller(row, late, None, found))
 
-    def _find_overridden(self, names: list[str]) -> None:
-        """Find which of these hooks each owner overrides."""
+    def _overridden(self, names: list[str]) -> dict[int, list[str]]:
+        """Return which of these hooks each owner overrides, by its ``id``."""
         owners: list[tuple[Any, type]] = [(callback, Callback) for callback in self._callbacks]
         owners += [(self._module, LightningModule), (self._datamodule, LightningDataModule)]
-        self._overridden: dict[int, list[str]] = {}
+        found: dict[int, list[str]] = {}
         for owner, base in owners:
             if owner is not None:
-                found = overridden(owner, base, [name for name in names if name in _DEFAULTS[base]])
-                for name in _ONLY_REDEFINED.intersection(found):
+                own = overridden(owner, base, [name for name in names if name in _DEFAULTS[base]])
+                for name in _ONLY_REDEFINED.intersection(own):
                     if not redefines(owner, base, name):
-                        found.remove(name)
-                self._overridden[id(owner)] = found
+                        own.remove(name)
+                found[id(owner)] = own
+        return found
 
     def owners(self) -> list[object]:
         """Return the objects that may have hooks: callbacks, module and datamodule."""
@@ -186,15 +187,17 @@ class Hooks:
         if name in _ROWS and any(owner is one for one in self.owners()):
             self._find([_ROWS[name]])
 
-    def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
+    def _caller(
+        self, row: Hook, callbacks: list[Callback], module: LightningModule | None, found: dict[int, list[str]]
+    ) -> Call:
         """Return a function that calls the overrides of callbacks, and with ``module`` of module and datamodule."""
         name, datamodule = row.name, self._datamodule
-        listeners = self._of_callbacks(name, callbacks)
-        if module is not None and name in self._overridden[id(module)]:
+        listeners = self._of_callbacks(name, callbacks, found)
+        if module is not None and name in found[id(module)]:
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
         of_datamodule = module is not None and datamodule is not None and name not in _NOT_FOR_DATAMODULE
-        if of_datamodule and name in self._overridden[id(datamodule)]:
+        if of_datamodule and name in found[id(datamodule)]:
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
             at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
@@ -202,11 +205,11 @@ class Hooks:
             listeners = [functools.partial(_given_stage, listener) for listener in listeners]
         return self._logged.inside(row, listeners) if listeners else nothing
 
-    def _of_callbacks(self, name: str, callbacks: list[Callback]) -> list[Call]:
+    def _of_callbacks(self, name: str, callbacks: list[Callback], found: dict[int, list[str]]) -> list[Call]:
         """Return the overrides of a hook in these callbacks."""
         hooks: list[Call] = []
         for callback in callbacks:
-            if name in self._overridden[id(callback)]:
+            if name in found[id(callback)]:
                 hook: Call = functools.partial(getattr(callback, name), self._trainer, self._module)
                 if self.watch is not None:
                     hook = self.watch(f"[Callback]{callback.state_key}.{name}", hook)
