@@ -338,3 +338,25 @@ def test_a_resumed_run_reloads_when_the_whole_one_would_have(tmp_path: Path) -> 
     without_validation = quiet(max_epochs=4)
     without_validation.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
     assert without_validation.global_step == trainer.global_step + 2
+
+
+def test_only_hooks_of_datamodules_are_called_on_them() -> None:
+    """As in Lightning: a method called like a hook of modules and callbacks is one of the program's own."""
+    called: list[str] = []
+
+    class WithMore(Data):
+        def on_train_start(self) -> None:
+            called.append("datamodule")
+
+    class Net(Classifier):
+        def on_train_start(self) -> None:
+            called.append("module")
+
+    class Listens(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            called.append("callback")
+
+    data = WithMore()
+    quiet(callbacks=[Listens()]).fit(Net(), datamodule=data)
+    assert called == ["callback", "module"]
+    assert "setup fit" in data.calls
