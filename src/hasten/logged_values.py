@@ -1,6 +1,6 @@
 """Values given to ``self.log``: accumulated on the device, reduced, and published once they are on the host.
 
-Nothing here reads from the device between two logging intervals. ``record`` keeps a detached copy of a value on its
+No step that is only recorded waits for the device. ``record`` keeps a detached copy of a value on its
 device and adds it to the epoch's total there; ``publish_step`` and ``close_epoch`` stack the values that are due,
 reduce them over the processes with one collective per operation, and move them to the host in one copy.
 """

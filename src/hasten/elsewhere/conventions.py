@@ -2,7 +2,8 @@
 
 Each decision is a field of ``Conventions``: False is what ``import hasten`` does, True what Lightning does. Code that
 decides reads one field, once, before the loop: a run keeps them in ``run.conventions``, everything else asks
-``current()``. The page ``docs/differences.md`` has a table that is made from these fields (``table``), and a test
+``current()``. They hold for the whole process: in a program that ``hasten run`` has started, ``import hasten`` gets
+Lightning's, too. The page ``docs/differences.md`` has a table that is made from these fields (``table``), and a test
 compares the two.
 
 A new decision needs a reason that a user of either name would accept; where Lightning's behavior is neither wrong nor

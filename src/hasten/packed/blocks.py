@@ -10,11 +10,12 @@ Where it acts, from ``fit`` to a step:
 - ``packed_encoder`` (``adapters_torch.py``) and ``packed_model`` (``adapters_transformers.py``) patch the calls of the
   transformer and of its attention, by ``packing`` of ``verify.py``, which also compares the first call with a padded
   one.
-- In each call with gradients, ``Layout`` (``layout.py``) moves the real tokens into one row and back (``stack.py``),
+- In each call with gradients (of ``nn.TransformerEncoder``: in training, or if its input or parameters require them),
+  ``Layout`` (``layout.py``) moves the real tokens into one row and back (``stack.py``),
   and attention (``document_attention.py``, or ``attention.py`` with dropout on the CPU) keeps the samples apart.
 - ``packed="first_token"`` also shortens the last block (``first_token.py``).
-- ``compile=`` leaves the attention of packed blocks out and refuses CUDA graphs (``check_compile`` of
-  ``loops/prepare.py``).
+- ``compile=`` leaves the attention of packed blocks out (``compile_module`` of ``loops/prepare.py``) and refuses CUDA
+  graphs (``check_compile``).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def attend_first(query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], p: float, scale: float) -> Tensor:
-    """Attend in each sequence by a call of its own: on the CPU, a mask and the padding behind it cost far more."""
+    """Call attention once for each sequence. On the CPU this is much faster than a mask over the padded width."""
     parts = []
     for one, keys, values in zip(query.split(1), key.split(lengths), value.split(lengths), strict=True):
         if not len(keys):

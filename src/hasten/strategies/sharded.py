@@ -425,7 +425,10 @@ class DTensorEngine(StepEngine):
     - ``make_zero_grad``: also forgets gradients that ``no_sync`` has held back;
     - ``needs_loss``: each batch must have a backward, for which the other processes wait.
 
-    What is not here is as on one device; see ``StepEngine``.
+    Precision is part of the division: parameters are converted when they are gathered, without autocast, and gradients
+    are reduced in the type that ``mixed_precision`` names (in 32 bits by default). With ``cpu_offload`` the optimizer
+    steps on the host. ``_training_step``, ``_synced``, ``_no_loss`` and ``_zero_grad`` of ``loops/fit.py`` call these
+    methods for every strategy.
     """
 
     strategy: ShardedStrategy
