@@ -242,7 +242,7 @@ class LoggedValues:
     def _check_is_part(self, metric: Any, where: str) -> None:
         # hasten finds metrics by identity. Lightning refuses a metric that is not part of the module.
         is_part = self.module is None or any(metric is part for part in self.module.modules())
-        if not is_part and conventions.current().refuses_what_is_clear:
+        if not is_part and conventions.current().metrics_are_attributes:
             raise MisconfigurationException(
                 f"{where}: this {type(metric).__name__} is not part of {type(self.module).__name__}, so it would be "
                 "neither reset nor saved.",

@@ -238,9 +238,25 @@ def test_a_machine_that_waits_prints_what_to_start_on_the_others(tmp_path: Path)
         second.wait()
 
 
-def test_a_timeout_or_a_backend_that_cannot_be_is_refused_when_it_is_given() -> None:
+def test_a_timeout_that_cannot_be_is_refused_when_it_is_given() -> None:
     with refused(ValueError, "timeout"):
         DDPStrategy(timeout=timedelta(seconds=-1))
-    with refused(ValueError, "process_group_backend", fix="'gloo'"):
-        DDPStrategy(process_group_backend="gloooo")
+
+
+UNKNOWN_BACKEND = """
+import hasten as L
+from hasten.strategies import DDPStrategy
+
+L.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloooo")).launch(print)
+"""
+
+
+def test_a_backend_that_torch_does_not_have_is_refused_when_the_group_is_made(tmp_path: Path) -> None:
+    # A program may register its own backend until then.
+    (tmp_path / "program.py").write_text(UNKNOWN_BACKEND)
+    process = start_python(tmp_path / "program.py", cwd=tmp_path)
+    text = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode != 0
+    assert "DDPStrategy(process_group_backend='gloooo')" in text
+    assert "Did you mean 'gloo'?" in text
     DDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")

@@ -49,7 +49,7 @@ def durations(trainer: L.Trainer) -> dict[str, int]:
     return {action: len(found) for action, found in trainer.profiler.recorded_durations.items()}
 
 
-def test_the_actions_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_actions_of_a_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = quiet(
         profiler="simple",
         max_epochs=2,
@@ -87,7 +87,7 @@ def test_the_actions_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert expected.items() <= counts.items()
     saver = [name for name in counts if name.startswith("[Callback]ModelCheckpoint{'monitor': None")]
     assert any(name.endswith(".on_train_epoch_end") for name in saver)
-    report = capsys.readouterr().out
+    report = caplog.text
     assert "FIT Profiler Report" in report
     table = rows(report)
     assert "Where the time of 20 training batches went" in report
@@ -198,7 +198,7 @@ def test_a_profiled_run_computes_the_same() -> None:
     assert same_weights(one, other)
 
 
-def test_an_error_ends_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_ends_the_report(caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 3:
@@ -209,7 +209,7 @@ def test_an_error_ends_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Fails(), loader())
     assert durations(trainer)["run_training_batch"] == 4
-    assert "Where the time of 4 training batches went" in capsys.readouterr().out
+    assert "Where the time of 4 training batches went" in caplog.text
     assert trainer.profiler.current_actions == {}  # type: ignore[attr-defined]
 
 
@@ -223,7 +223,7 @@ def test_a_callback_added_in_a_run_is_seen_too() -> None:
     assert durations(trainer)["[Callback]Late{'a': 1}.on_train_batch_start"] == 10
 
 
-def test_a_run_within_a_run_is_part_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_within_a_run_is_part_of_it(caplog: pytest.LogCaptureFixture) -> None:
     profiler = SimpleProfiler()
 
     class Nested(L.Callback):
@@ -235,7 +235,7 @@ def test_a_run_within_a_run_is_part_of_it(capsys: pytest.CaptureFixture[str]) ->
     counts = durations(trainer)
     assert counts["run_training_batch"] == 10
     assert counts["run_loop"] == 1
-    assert capsys.readouterr().out.count("Profiler Report") == 1
+    assert caplog.text.count("Profiler Report") == 1
     trainer.fit(Classifier(), loader())  # And the next one is seen again.
     assert durations(trainer)["run_loop"] == 2
 
@@ -289,13 +289,13 @@ def test_without_a_profiler_there_is_one_that_does_nothing() -> None:
     assert trainer._run.observers.watch("run_training_batch", len) is len
 
 
-def test_the_advanced_profiler(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_advanced_profiler(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     trainer = quiet(profiler=AdvancedProfiler(dirpath=tmp_path, filename="calls"), limit_train_batches=2)
     trainer.fit(Classifier(), loader())
     text = (tmp_path / "fit-calls.txt").read_text()
     _, part = text.split("Profile stats for: [Strategy]SingleDeviceStrategy.training_step\n")
     assert "(training_step)" in part.partition("Profile stats")[0]
-    assert capsys.readouterr().out == ""
+    assert "Profile" not in caplog.text
 
 
 def test_which_profiler_is_used() -> None:

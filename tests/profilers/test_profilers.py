@@ -198,29 +198,30 @@ def test_an_action_that_ends_out_of_turn(clock: Clock) -> None:
 # -- the base
 
 
-def test_the_report_is_printed_on_the_first_process(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_report_is_a_message_of_the_first_process(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiler = SimpleProfiler()
     with profiler.profile("a"):
         pass
     profiler.describe()
-    assert "|  a " in capsys.readouterr().out
+    assert "|  a " in caplog.text
+    caplog.clear()
     profiler.setup("fit", local_rank=1)
     assert profiler.local_rank == 1
     profiler.describe()
     monkeypatch.setattr(rank_zero_only, "rank", 2)
     profiler.setup("fit", local_rank=0)
     profiler.describe()
-    assert capsys.readouterr().out == ""
+    assert caplog.text == ""
 
 
-def test_the_report_is_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_written_to_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path / "folder", filename="times")
     for _ in range(2):
         profiler.setup("fit", local_rank=0, log_dir="/nowhere")
         profiler.describe()
-    assert capsys.readouterr().out == ""
+    assert caplog.text == ""
     text = (tmp_path / "folder" / "fit-times-0.txt").read_text()
     assert text.count("FIT Profiler Report") == 2  # Of both runs.
     beside_logs = SimpleProfiler(filename="times")

@@ -97,10 +97,10 @@ def test_a_schedule(tmp_path: Path) -> None:
     PyTorchProfiler(schedule=lambda step: ProfilerAction.NONE)
 
 
-def test_the_trace_is_beside_the_logs_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trace_is_beside_the_logs_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quiet(profiler="pytorch", logger=CSVLogger(tmp_path, name="", version="run")).fit(Classifier(), loader())
     assert list(traces(tmp_path / "run")) == ["training"]
-    assert "ProfilerStep*" in capsys.readouterr().out
+    assert "ProfilerStep*" in caplog.text
 
 
 def test_what_becomes_of_a_trace_can_be_chosen(tmp_path: Path) -> None:

@@ -108,19 +108,20 @@ class Conventions:
         lightning="a warning before each run in which it might apply; an error for `--ntasks` alone",
         hasten="a warning where it is known to apply, which names the cause and the line to write",
     )
-    refuses_what_is_clear: bool = _decision(
-        "`self.log` with a torchmetrics object that is not an attribute of the module; "
-        "`self.clip_gradients(optimizer, 0.1)` where the Trainer has another `gradient_clip_val`; "
+    metrics_are_attributes: bool = _decision(
+        "`self.log` with a torchmetrics object that is not an attribute of the module",
+        lightning="an error",
+        hasten="the object is reset, saved and restored all the same",
+    )
+    tunes_batch_size_alone: bool = _decision(
         "`Tuner.scale_batch_size` with several processes",
         lightning="an error",
-        hasten="the object is reset, saved and restored all the same; clips to the value of the call; searches on all "
-        "processes",
+        hasten="searches on all processes",
     )
-    # The half hour is a default of the strategies in hasten_lightning/_classes/strategies.py.
-    groups_are_as_in_torch: bool = _decision(
-        "`process_group_backend` that torch does not have; `timeout` of strategies by default",
-        lightning="an error when processes are started; 30 minutes",
-        hasten="an error when the strategy is made; 10 minutes",
+    groups_wait_half_an_hour: bool = _decision(
+        "`timeout` of strategies by default",
+        lightning="30 minutes",
+        hasten="10 minutes",
     )
     # What is drawn and written.
     bars_have_counters: bool = _decision(
@@ -137,11 +138,6 @@ class Conventions:
         "the name that an optimizer's `repr` and Comet show",
         lightning="`LightningAdam`, `pytorch-lightning`",
         hasten="`HastenAdam`, `hasten`",
-    )
-    reports_are_logged: bool = _decision(
-        "reports of profilers without `dirpath`",
-        lightning="are log messages",
-        hasten="are printed",
     )
     prefers_tensorboard: bool = _decision(
         "the default logger",

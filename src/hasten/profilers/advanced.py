@@ -22,7 +22,7 @@ class AdvancedProfiler(Profiler):
 
     Args:
         dirpath: folder of what is written; the folder of the logs by default.
-        filename: write the report to a file of this name instead of printing it; ``.txt`` is appended.
+        filename: write the report to a file of this name instead of logging it; ``.txt`` is appended.
         line_count_restriction: report so many functions (int) or this share of them (float in [0, 1]).
         dump_stats: also write the profile of each action, for ``pstats`` or a viewer, to ``dirpath``.
 

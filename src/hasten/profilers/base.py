@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from typing import Any, TextIO
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import rank_zero_info, rank_zero_only
-from hasten.elsewhere import conventions
+from hasten._lib.rank_zero import rank_zero_info
 from hasten.extend.entry_points import found, load
 
 
@@ -28,7 +26,7 @@ class Profiler(ABC):
 
     Args:
         dirpath: folder of what is written; the folder of the logs by default.
-        filename: write the report to a file of this name instead of printing it; ``.txt`` is appended.
+        filename: write the report to a file of this name instead of logging it; ``.txt`` is appended.
 
     Example::
 
@@ -153,12 +151,8 @@ class Profiler(ABC):
             self._write_stream = self._print
 
     def _print(self, report: str) -> None:
-        if self.local_rank != 0:
-            return
-        if conventions.current().reports_are_logged:
+        if self.local_rank == 0:
             rank_zero_info("%s", report)
-        elif rank_zero_only.rank == 0:
-            print(report, file=sys.stdout, flush=True)
 
     def _stats_to_str(self, stats: dict[str, str]) -> str:
         rank = "" if self._local_rank is None else f" rank: {self._local_rank}"

@@ -49,7 +49,7 @@ class PyTorchProfiler(Profiler):
 
     Args:
         dirpath: folder of the trace and the report; the folder of the logs by default.
-        filename: write the report to a file of this name instead of printing it; ``.txt`` is appended.
+        filename: write the report to a file of this name instead of logging it; ``.txt`` is appended.
         group_by_input_shapes: a row for each combination of input shapes; needs ``record_shapes=True``.
         emit_nvtx: emit NVTX ranges for NVIDIA's own profiler instead; needs CUDA.
         export_to_chrome: write the trace.

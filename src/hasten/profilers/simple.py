@@ -61,7 +61,7 @@ class SimpleProfiler(Profiler):
 
     Args:
         dirpath: folder of the file; the folder of the logs by default.
-        filename: write the report to a file of this name instead of printing it; ``.txt`` is appended.
+        filename: write the report to a file of this name instead of logging it; ``.txt`` is appended.
         extended: also say how many calls there were, and their share of the time.
 
     Raises:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
+HALF_AN_HOUR = timedelta(minutes=30)
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -204,12 +205,10 @@ class ParallelStrategy(Strategy):
         check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
         if timeout is not None and timeout <= timedelta(0):
             raise check.wrong(type(self).__name__, "timeout", timeout, "a positive one, such as timedelta(minutes=10)")
-        if process_group_backend is not None and not conventions.current().groups_are_as_in_torch:
-            # Under Lightning's names torch checks it when the group is made: a program may register a backend until
-            # then.
-            _check_backend(type(self).__name__, process_group_backend)
         self._backend = process_group_backend
-        self._timeout = timeout if timeout is not None else TIMEOUT
+        if timeout is None:
+            timeout = HALF_AN_HOUR if conventions.current().groups_wait_half_an_hour else TIMEOUT
+        self._timeout = timeout
         check.one_of(type(self).__name__, "start_method", start_method, START_METHODS)
         self._launcher: Launcher = RunScriptAgain() if start_method == "popen" else StartCopies(start_method)
         self._global_rank = 0
@@ -319,6 +318,9 @@ class ParallelStrategy(Strategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self._backend is not None and not collectives.joined():
+            # Not earlier: a program may import the package that registers the backend until now.
+            _check_backend(type(self).__name__, self._backend)
         store = self._store
         with self._notice(store):
             collectives.join(

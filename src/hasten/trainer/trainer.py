@@ -801,15 +801,14 @@ class Trainer(TrainerView):
     def clip_gradients(self, optimizer: Optimizer, clip_val: float | None, algorithm: str | None) -> None:
         """Clip the gradients of ``optimizer``; None means the argument of the Trainer."""
         own_val, own_algorithm = self._arguments.gradient_clip_val, self._arguments.gradient_clip_algorithm
-        if self._run is not None and self._run.conventions.refuses_what_is_clear:
-            for name, given, own in (("val", clip_val, own_val), ("algorithm", algorithm, own_algorithm)):
-                if given is not None and own is not None and given != own:
-                    raise MisconfigurationException(
-                        f"Trainer(gradient_clip_{name}={own!r}) and clip_gradients(gradient_clip_{name}={given!r}): "
-                        "both say how to clip.",
-                        fix="Use one of them.",
-                        argument=f"gradient_clip_{name}",
-                    )
+        for name, value, own in (("val", clip_val, own_val), ("algorithm", algorithm, own_algorithm)):
+            if value is not None and own is not None and value != own:
+                raise MisconfigurationException(
+                    f"Trainer(gradient_clip_{name}={own!r}) and clip_gradients(gradient_clip_{name}={value!r}): "
+                    "both say how to clip.",
+                    fix="Use one of them.",
+                    argument=f"gradient_clip_{name}",
+                )
         clip_val = own_val if clip_val is None else clip_val
         algorithm = str(algorithm or own_algorithm or "norm")
         if not clip_val:

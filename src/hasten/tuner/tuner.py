@@ -103,7 +103,7 @@ class Tuner:
         options = batch_size.BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
         if self._skipped("scale_batch_size"):
             return None
-        if conventions.current().refuses_what_is_clear and self._trainer.runtime.several_processes:
+        if conventions.current().tunes_batch_size_alone and self._trainer.runtime.several_processes:
             # Before processes are started: programs may do without.
             raise MisconfigurationException(
                 "Tuner.scale_batch_size(): tuning the batch size is not supported with distributed strategies.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     # Command lines look here for the names of types that ``signatures.txt`` does not look up.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # noqa: F401
 
-HALF_AN_HOUR = timedelta(minutes=30)
 _DDP = inspect.signature(DistributedDataParallel)
 
 
@@ -90,4 +88,4 @@ def as_facade(strategy: base.Strategy, facades: Iterable[Facade] = FACADES) -> N
     if facade is not None:
         strategy.__class__ = facade
         if isinstance(strategy, parallel.ParallelStrategy):
-            strategy._timeout = HALF_AN_HOUR
+            strategy._timeout = parallel.HALF_AN_HOUR
