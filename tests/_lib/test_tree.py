@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from hasten._lib.tree import map_tensors, move_to
+from hasten._lib.tree import as_bytes, map_tensors, move_to
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -115,3 +115,12 @@ def test_what_can_move_itself_does() -> None:
     assert in_place.device == "meta"
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     assert type(move_to(packed, "cpu")) is type(packed)
+
+
+ROWS = torch.arange(12.0).view(3, 4)
+
+
+@pytest.mark.parametrize("tensor", [ROWS, ROWS.t(), ROWS[1, ::3][:1], ROWS[:1, :1].t(), ROWS[0, 0], ROWS[:0], ROWS[1:]])
+def test_bytes_are_the_values_in_order_whatever_the_strides(tensor: Tensor) -> None:
+    # ROWS[1, ::3][:1] has one element, is contiguous and has a stride of 3: torch has no view of it as bytes.
+    assert as_bytes(tensor).numpy().tobytes() == tensor.numpy().tobytes()

@@ -101,6 +101,8 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "collate_fn": lambda: DataLoader(dataset(), 6, shuffle=True, collate_fn=joined_by_hand),
     "whole batches": lambda: DataLoader(Batched(nested), 5, shuffle=True),
     "preloaded": lambda: DataLoader(preload(dataset()), 6, shuffle=True),
+    "one element with a stride": lambda: DataLoader([torch.arange(i, i + 6.0)[::3][:1] for i in range(9)], 4),
+    "ragged with a stride": lambda: DataLoader([torch.arange(9)[::3][: i % 3 + 1] for i in range(9)], 1),
     "other types later on": lambda: DataLoader([torch.tensor(0)] + [torch.tensor(1.5)] * 4, 1),
 }
 

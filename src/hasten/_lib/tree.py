@@ -415,3 +415,10 @@ class AttributeDict(dict[str, Any]):
 
     def __repr__(self) -> str:
         return "\n".join(f'"{key}": {self[key]!r}' for key in sorted(self, key=str))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor in their order as one row of bytes, without a copy where they lie in a row."""
+    values = tensor.contiguous()
+    # Not view(-1): the single element of a tensor may keep a stride, and torch then has no bytes of it.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)

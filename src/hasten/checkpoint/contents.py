@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hasten._lib.errors import ErrorWithFix, make_error
 from hasten._lib.names import nearest
-from hasten._lib.tree import move_to, parameters_of
+from hasten._lib.tree import as_bytes, move_to, parameters_of
 from hasten.checkpoint.stored import StoredTensor, StoredTensors, whole
 
 
@@ -584,5 +584,5 @@ def _digest(gradients: Gradients) -> str:
             digest.update(f"{kind} {key}".encode())
             if isinstance(gradient, Tensor):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                digest.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(as_bytes(dense.cpu()).numpy().data)
     return digest.hexdigest()

@@ -21,7 +21,7 @@ from hasten._lib import torch_private
 from hasten._lib.device import is_cuda, is_host
 from hasten._lib.errors import make_error
 from hasten._lib.names import unknown_word
-from hasten._lib.tree import by_kind, map_leaves, map_tensors
+from hasten._lib.tree import as_bytes, by_kind, map_leaves, map_tensors
 from hasten.extend.origin import package_of
 from hasten.machine import agreement
 from hasten.machine.rendezvous import Party, meet, store_of_first, store_of_this_attempt
@@ -221,7 +221,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def send(tensor: Tensor, to: int, *, device: torch.device) -> None:
     """Send a tensor to process ``to``, which must call ``receive`` for it."""
     # Sent as bytes: not every backend knows every type.
-    dist.send(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8), to)
+    dist.send(as_bytes(tensor.detach().to(device)), to)
 
 
 def receive(shape: Sequence[int], dtype: torch.dtype, source: int, *, device: torch.device) -> Tensor:

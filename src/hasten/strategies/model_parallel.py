@@ -21,7 +21,7 @@ from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import is_sharded, leaves
+from hasten._lib.tree import as_bytes, is_sharded, leaves
 from hasten.memory import repeated_blocks
 from hasten.optim.fused import on_several_meshes
 from hasten.precision.base import Precision
@@ -509,7 +509,7 @@ def _digest(batch: object) -> str:
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
             if leaf.layout is torch.strided and not leaf.is_nested:
-                values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                values = as_bytes(leaf.detach().cpu())
                 digest.update(values.numpy().data if values.numel() else b"")
         elif isinstance(leaf, (str, bytes, int, float, type(None))):
             digest.update(repr(leaf).encode())

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.torch_private import ShardedPart
-from hasten._lib.tree import by_kind, is_sharded, map_tensors, parameters_of
+from hasten._lib.tree import as_bytes, by_kind, is_sharded, map_tensors, parameters_of
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import mapped_tensors
@@ -775,7 +775,7 @@ def _digest() -> str:
     digest = hashlib.sha256()
 
     def add(value: Tensor) -> Tensor:
-        digest.update(value.cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(as_bytes(value.cpu()).numpy().data)
         return value
 
     digest.update(repr(map_tensors(add, RandomGenerators().state_dict())).encode())

@@ -451,7 +451,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     """Return the memory of a tensor on the CPU."""
     if not tensor.numel():
         return b""
-    words = tensor.contiguous().view(-1).view(torch.uint8)
+    words = tree.as_bytes(tensor)
     return words.numpy().tobytes() if installed("numpy") else bytes(words.tolist())
 
 
