@@ -1,8 +1,9 @@
 """Values given to ``self.log``: accumulated on the device, reduced, and published once they are on the host.
 
-No step that is only recorded waits for the device. ``record`` keeps a detached copy of a value on its
-device and adds it to the epoch's total there; ``publish_step`` and ``close_epoch`` stack the values that are due,
-reduce them over the processes with one collective per operation, and move them to the host in one copy.
+No step that is only recorded waits for the device. ``record`` keeps a copy of a value on its device (detached, unless
+``enable_graph=True``) and, with ``on_epoch=True``, adds it to the epoch's total there; ``publish_step`` and
+``close_epoch`` stack the values that are due, reduce them over the processes with one collective per operation, and
+move them to the host in one copy. At the end of a training epoch that is two: the last step's values, and the epoch's.
 """
 
 from __future__ import annotations

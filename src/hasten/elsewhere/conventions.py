@@ -1,10 +1,10 @@
-"""What hasten does differently from Lightning on purpose, and what programs under Lightning's names still get.
+"""Where programs under Lightning's names get what Lightning does, and ``import hasten`` does something else.
 
-Each decision is a field of ``Conventions``: False is what ``import hasten`` does, True what Lightning does. Code that
-decides reads one field, once, before the loop: a run keeps them in ``run.conventions``, everything else asks
-``current()``. They hold for the whole process: in a program that ``hasten run`` has started, ``import hasten`` gets
-Lightning's, too. The page ``docs/differences.md`` has a table that is made from these fields (``table``), and a test
-compares the two.
+Each decision is a field of ``Conventions``: False is what ``import hasten`` does, True what Lightning does. A run keeps
+them in ``run.conventions``, everything else asks ``current()``; the loop over batches reads none. They hold for the
+whole process: in a program that ``hasten run`` has started, ``import hasten`` gets Lightning's, too. The page
+``docs/differences.md`` has a table that is made from these fields (``table``), and a test compares the two. Its other
+tables list what hasten does differently under both names.
 
 A new decision needs a reason that a user of either name would accept; where Lightning's behavior is neither wrong nor
 slow, both names have it and no field exists.

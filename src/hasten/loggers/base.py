@@ -81,8 +81,8 @@ class Logger(ABC):
         """Record values.
 
         Args:
-            metrics: numbers by name.
-            step: the x axis: the index of the optimizer step.
+            metrics: numbers by name; passed by name, as ``step``.
+            step: the x axis: the index of the optimizer step; for batches of an evaluation, of the batch.
 
         """
 

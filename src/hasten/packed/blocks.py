@@ -1,20 +1,22 @@
 """Compute the blocks of a transformer on real tokens only, as ``Trainer(packed=True)`` does.
 
 The first block receives the real tokens of the padded batch as one row, and the output of the last block becomes a
-padded batch again, with zeros for padding. Everything before and after (embeddings, heads, losses) does not change.
+padded batch again, with zeros for padding (until the first backward has been checked, with other tokens: a loss that
+reads padding then shows). Everything before and after (datasets, loaders, embeddings, heads, losses) does not change.
+Rows that a loader joins from several samples are something else: ``batching/packing.py``.
 
 Where it acts, from ``fit`` to a step:
 
 - ``change_module`` of ``loops/prepare.py`` enters ``packed_blocks`` once, in ``fit`` only, and the end of the run
   leaves it. The loop itself is the same.
-- ``packed_encoder`` (``adapters_torch.py``) and ``packed_model`` (``adapters_transformers.py``) patch the calls of the
-  transformer and of its attention, by ``packing`` of ``verify.py``, which also compares the first call with a padded
-  one.
+- ``packed_encoder`` (``adapters_torch.py``) and ``packed_model`` (``adapters_transformers.py``) patch the attention.
+  The calls of the transformer are patched by ``packing`` of ``verify.py``, which also compares the first call with a
+  padded one, and those of its blocks by ``Stack.packing`` (``stack.py``).
 - In each call with gradients (of ``nn.TransformerEncoder``: in training, or if its input or parameters require them),
   ``Layout`` (``layout.py``) moves the real tokens into one row and back (``stack.py``),
   and attention (``document_attention.py``, or ``attention.py`` with dropout on the CPU) keeps the samples apart.
 - ``packed="first_token"`` also shortens the last block (``first_token.py``).
-- ``compile=`` leaves the attention of packed blocks out (``compile_module`` of ``loops/prepare.py``) and refuses CUDA
+- ``compile=`` leaves the attention of packed blocks out (``CompiledParts`` of ``compile/regions.py``) and refuses CUDA
   graphs (``check_compile``).
 """
 

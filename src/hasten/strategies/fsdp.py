@@ -232,7 +232,7 @@ class FSDPStrategy(ShardedStrategy):
             raise make_error(
                 ValueError,
                 f"strategy='fsdp', plugins=[MixedPrecision({name!r})]: sharded parameters are converted when they are "
-                "gathered, without autocast.",
+                "gathered, which this plugin does not do.",
                 fix=f"Write precision={name!r}, or plugins=[FSDPPrecision({name!r})].",
                 argument="strategy",
             )

@@ -415,9 +415,13 @@ class DTensorEngine(StepEngine):
     """A step of ``strategy="fsdp"``, ``"fsdp2"`` and ``ModelParallelStrategy``: what it changes, in order.
 
     The module is divided before (``ShardedStrategy.shard``), and torch's ``fully_shard`` installs what gathers the
-    parameters of a block in its forward and reduces its gradients in its backward. The loop is the same. It calls:
+    parameters of a block in its forward, frees them after it, gathers them again in its backward and reduces its
+    gradients there. (``sharding_strategy="SHARD_GRAD_OP"`` keeps them from the forward to the backward.) The loop is
+    the same. It calls:
 
-    - ``make_forward``: the training step runs as a forward of the divided module, which gathers its parameters;
+    - ``make_forward``: the training step runs as a forward of the divided module, which gathers the parameters that
+      belong to no block, and what it returns is converted to torch's default type. With manual optimization the
+      module itself is not divided, only its children are, and the step runs as it is;
     - ``no_sync`` of the strategy: while gradients accumulate, they stay whole and are not reduced, and
       ``sync_gradients`` reduces them where a checkpoint or an incomplete accumulation needs them;
     - ``clip_norm`` and ``clip_value``: the norm covers the shards of all processes;
@@ -425,10 +429,14 @@ class DTensorEngine(StepEngine):
     - ``make_zero_grad``: also forgets gradients that ``no_sync`` has held back;
     - ``needs_loss``: each batch must have a backward, for which the other processes wait.
 
-    Precision is part of the division: parameters are converted when they are gathered, without autocast, and gradients
-    are reduced in the type that ``mixed_precision`` names (in 32 bits by default). With ``cpu_offload`` the optimizer
-    steps on the host. ``_training_step``, ``_synced``, ``_no_loss`` and ``_zero_grad`` of ``loops/fit.py`` call these
-    methods for every strategy.
+    For "fsdp" and "fsdp2" precision is part of the division: with "bf16-mixed" and "16-mixed" parameters are converted
+    when they are gathered and gradients are reduced in 32 bits; autocast is on as well, for 32-bit buffers that meet
+    them. ``mixed_precision=`` takes another policy, and "bf16-true" reduces in 16 bits. ``ModelParallelStrategy`` has
+    autocast only. With ``cpu_offload`` the optimizer steps on the host.
+
+    The loop calls these methods for every strategy, in this order: ``_training_step``, ``_zero_grad`` (after the
+    forward and before the backward), ``_synced`` and ``_no_loss``, ``_finish_gradients`` (clipping) and
+    ``_finish_and_step`` of ``loops/fit.py``; ``make_step`` is chosen before, in ``loops/prepare.py``.
     """
 
     strategy: ShardedStrategy
