@@ -103,6 +103,8 @@ def transformers(workload: Workload, clock: Clock) -> None:
             save_strategy="no",
             logging_strategy="no",
             report_to="none",
+            # The order of the given loader, as in the other columns.
+            accelerator_config={"use_seedable_sampler": False},
             disable_tqdm=True,
         )
         trainer = Timed(
@@ -135,6 +137,8 @@ def fit(
     loader = workload.loader()
     trainer = L.Trainer(
         max_epochs=-(-workload.max_steps // len(loader)) + 1,
+        # The first turn is a step beside those of the others.
+        max_steps=workload.max_steps + 2,
         accelerator="cpu" if workload.device.type == "cpu" else "gpu",
         devices=1,
         callbacks=[Turns()],
