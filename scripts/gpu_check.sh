@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks that need a GPU, in one go: about 25 minutes on one card. A table comes last.
+# All checks that need a GPU, in one go: about 35 minutes on one card, at most nine a part. A table comes last.
 #
 #   scripts/gpu_check.sh [REVIEWS]        REVIEWS: aclImdb_v1.tar.gz or its folder; without it, no DistilBERT ladder
 #
@@ -41,6 +41,9 @@ mapfile -t marked < <(grep -rlE 'mark\.gpu' tests --include='*.py')
 check tests 540 "$python" -m pytest -q -m gpu -p no:cacheprovider --continue-on-collection-errors "${marked[@]}"
 # 3: what the loop costs a step that is bound by the host.
 check overhead 240 "$python" benchmarks/device_overhead.py --json "$out/$stamp-overhead.json"
+# What people train, a few steps in each column: the loop of a good engineer beside hasten's lines.
+check workloads 540 "$python" -m benchmarks.workloads --quick --json "$out/$stamp-workloads.json" \
+    text language resnet vit tabular
 # 4, 5: the ladders at full size, with the share of the card's peak.
 ladder() { # name, arguments...
     local name=$1

@@ -158,6 +158,8 @@ class MixedPrecision(Precision):
         # Autocast converts the inputs of operations that it computes in 16 bits. Other inputs, such as positions, keep
         # their digits.
         self._input_dtype = torch.float32
+        # Exists while modules are trained with it.
+        self._attention: object = None
 
     def convert_inputs_to_16_bits(self) -> None:
         """Convert floating-point inputs of forward to 16 bits, as Lightning's Fabric does."""
@@ -167,6 +169,19 @@ class MixedPrecision(Precision):
         """Check that the device supports bfloat16 if the precision needs it."""
         if self.precision == "bf16-mixed":
             check_bfloat16(device, self.precision, instead="16-mixed")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return ``module``; from here to ``teardown`` its attention is computed in 32 bits where that is faster."""
+        if self.device == "cpu" and self.precision == "bf16-mixed":
+            # Imported only here: few runs need it.
+            from hasten.precision.attention import attention_32
+
+            self._attention = attention_32()
+        return module
+
+    def teardown(self) -> None:
+        """End what ``convert_module`` has begun."""
+        self._attention = None
 
     def convert_input(self, data: T) -> T:
         """Return ``data`` with 32-bit floating tensors, which autocast converts."""
