@@ -107,13 +107,14 @@ def _check_filename(callback: Callback, logged: set[str], rows: Rows) -> None:
             )
 
 
-def check_intervals(
-    trainer: Trainer, arguments: Arguments, run: Run, length: Length, logged: set[str], rows: Rows
-) -> None:
+def check_intervals(trainer: Trainer, arguments: Arguments, run: Run, length: Length, rows: Rows) -> None:
     """Check when a fit logs and validates."""
-    every = arguments.log_every_n_steps
-    steps = length.total_steps / length.processes
-    if trainer.loggers and every and logged and every > steps:
+    every, tried = arguments.log_every_n_steps, run.progress
+    steps = length.logged_steps
+    if arguments.max_steps != -1 and tried.global_step:
+        # Several optimizers that step after one batch are several steps of ``max_steps``, and one step of the loggers.
+        steps = min(steps, math.ceil(arguments.max_steps * tried.logged_step / tried.global_step))
+    if trainer.loggers and every and run.logged.logged_on_steps() and every > steps:
         rows.warning(
             "logging",
             f"Values of steps go to the loggers every {every} steps, and the fit has {int(steps)}: none gets there.",
