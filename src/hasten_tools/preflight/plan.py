@@ -46,12 +46,7 @@ class Length:
         batches = float(run.data.train.limit)
         steps = math.ceil(batches / run.window.accumulate_grad_batches) if math.isfinite(batches) else math.inf
         epochs = float(run.limits.max_epochs)
-        # A number of batches is one of each process; all that the loader has are shared.
-        given = run.arguments.limit_train_batches
-        of_process = batches if type(given) is int else batches / processes
-        logged = math.inf
-        if math.isfinite(of_process):
-            logged = epochs * math.ceil(math.ceil(of_process) / run.window.accumulate_grad_batches)
+        logged = epochs * _logged_steps(run, batches, processes)
         total = min(steps * epochs if math.isfinite(steps) else math.inf, float(run.limits.max_steps))
         if math.isfinite(total) and math.isfinite(steps) and steps:
             epochs = min(epochs, math.ceil(total / steps))
@@ -69,3 +64,13 @@ class Length:
         elif validates:
             validations = math.inf
         return cls(batches, float(steps), epochs, total, logged, validations, processes)
+
+
+def _logged_steps(run: Run, batches: float, processes: int) -> float:
+    """Return how many steps of an epoch the loggers count."""
+    # A number of batches is one of each process; all that the loader has are shared.
+    if type(run.arguments.limit_train_batches) is not int:
+        batches /= processes
+    if math.isinf(batches):
+        return math.inf
+    return math.ceil(math.ceil(batches) / run.window.accumulate_grad_batches)
