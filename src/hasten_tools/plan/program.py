@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hasten.fabric import Fabric
-from hasten.machine.devices import whole_number
+from hasten.machine.devices import number_of
 from hasten.trainer import Trainer
 from hasten_tools.plan.planner import BUDGET_SECONDS, PER_NODE, PlanError, Variants, plan_variants
 from hasten_tools.plan.report import FitPlan
@@ -117,12 +117,7 @@ def _machines(question: Question, given: Mapping[str, Any]) -> tuple[int, int | 
     if question.devices is not None:
         return question.devices, question.nodes
     nodes: int = question.nodes or given.get("num_nodes") or 1
-    devices = given.get("devices")
-    number = whole_number(devices)
-    if number is None and devices not in (None, "auto"):
-        # Indices of devices: a list, or a string such as "0,1".
-        number = len([part for part in devices.split(",") if part.strip()] if isinstance(devices, str) else devices)
-    return nodes * (number if number is not None and number > 0 else PER_NODE), nodes
+    return nodes * (number_of(given.get("devices")) or PER_NODE), nodes
 
 
 def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:
