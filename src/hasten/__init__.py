@@ -71,6 +71,7 @@ if not TYPE_CHECKING:
             "optim",
             "plugins",
             "profilers",
+            "pytorch",
             "strategies",
             "tuner",
             "utilities",

@@ -201,3 +201,17 @@ def test_it_reports_improvements_and_the_end(monkeypatch: pytest.MonkeyPatch) ->
     fit([2.0, 1.0, 1.0], patience=1, verbose=True)
     assert len([text for text in said if "improved" in text]) == 2
     assert any("did not improve" in text for text in said)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_reason_is_said_once(verbose: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hasten")
+    _, stopper = fit([2.0, 1.0, 1.0], patience=1, verbose=verbose)
+    assert len([text for text in caplog.messages if "did not improve" in text]) == 1
+    if not verbose:
+        assert caplog.messages[-1].startswith("`Trainer.fit` stopped: ")
+    # A limit that is reached as well is the reason that the loop gives; another fit has its own reason.
+    caplog.clear()
+    run(Scripted(val=[2.0, 1.0, 1.0]), stopper, enable_checkpointing=False, max_epochs=1)
+    (said,) = [text for text in caplog.messages if "stopped:" in text]
+    assert "max_epochs=1" in said

@@ -135,6 +135,59 @@ MANUAL = PROGRAM.replace(
 ).replace("        self.seen = []", "        self.seen = []\n        self.automatic_optimization = False")
 
 
+RATES = """
+import torch, hasten as L
+from torch.utils.data import DataLoader, TensorDataset
+from hasten.callbacks import LearningRateMonitor
+from hasten.loggers import CSVLogger
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return SCHEDULED
+
+L.seed_everything(1)
+data = DataLoader(TensorDataset(torch.randn(28, 4)), 4)
+logger = CSVLogger("logs", name="rates")
+trainer = L.Trainer(max_epochs=3, accelerator="cpu", callbacks=[LearningRateMonitor(INTERVAL)], logger=logger,
+                    log_every_n_steps=3, enable_progress_bar=False)
+trainer.fit(Net(), data)
+rows = [(row["step"], row["epoch"], row["lr-SGD"]) for row in trainer.history if row.get("lr-SGD") is not None]
+with open(f"{trainer.logger.log_dir}/metrics.csv") as file:
+    rows.append(file.read().count("0.1,"))
+result = rows, float(trainer.callback_metrics["lr-SGD"])
+"""
+
+
+@pytest.mark.parametrize("interval", ["", 'logging_interval="epoch"', 'logging_interval="step"'])
+@pytest.mark.parametrize(
+    "scheduled",
+    [
+        "optimizer",
+        "[optimizer], [scheduler]",
+        '[optimizer], [{"scheduler": scheduler, "interval": "step"}]',
+    ],
+)
+def test_learning_rates_have_the_rows_that_they_have_with_hasten(
+    interval: str, scheduled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = RATES.replace("INTERVAL", interval).replace("SCHEDULED", scheduled)
+    plain = eject(program, tmp_path / "program.py")
+    expected = run(program, tmp_path / "with_hasten", monkeypatch)
+    assert run(plain, tmp_path / "plain", monkeypatch) == expected
+
+
 def test_metrics_and_the_last_batch_with_manual_optimization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plain = eject(MANUAL, tmp_path / "program.py")

@@ -451,6 +451,40 @@ class InPlace(Block):
         return out * out.sigmoid()
 
 
+class Smooth(Deep):
+    """Adds the gradient of its output by its input to the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return super().training_step(batch, batch_idx) + slope.square().mean()
+
+
+def test_gradients_of_gradients_need_all_activations_computed_again() -> None:
+    with refused(RuntimeError, says="memory='full'"):
+        trained(kind=Smooth, memory="selective")
+    kind = type("LimitedSmooth", (limited(lambda n, how: how is not None), Smooth), {})
+    auto = trained(kind=kind, memory="auto")
+    assert auto.tried == [(10, None), (10, "selective"), (10, "full")]
+    assert same_weights(auto, trained(kind=Smooth))
+    assert same_weights(trained(kind=Smooth, memory="full"), trained(kind=Smooth))
+
+
+class ByTorchFunc(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        slope = torch.func.grad(lambda x: self(x).sum())(batch[0])
+        return super().training_step(batch, batch_idx) + slope.square().mean()
+
+
+@pytest.mark.parametrize("memory", ["selective", "full"])
+def test_with_torch_func_the_argument_to_leave_out_is_named(memory: str) -> None:
+    with refused(RuntimeError, says="memory="):
+        trained(kind=ByTorchFunc, memory=memory)
+    with refused(RuntimeError, says="torch.autograd.grad") as caught, torch.autograd.graph.save_on_cpu():
+        trained(kind=ByTorchFunc)
+    assert not any("memory=" in note for note in caught.value.__notes__)
+
+
 def test_products_changed_in_place_are_computed_again() -> None:
     with pytest.raises(RuntimeError, match="has been mutated") as caught:
         trained(InPlace, memory="selective")

@@ -214,6 +214,28 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["measured"]["sent"]["all-reduce"][1] == 4 * found["measured"]["parameters"]
 
 
+@pytest.mark.parametrize(
+    ("given", "options", "planned"),
+    [
+        ("devices='0,1', num_nodes=3", (), "6 devices of 3 machines"),
+        ("num_nodes=2", (), "16 devices of 2 machines"),
+        ("devices=4", ("--nodes", "2"), "8 devices of 2 machines"),
+    ],
+)
+def test_the_command_plans_for_the_devices_of_the_program(
+    tmp_path: Path, given: str, options: tuple[str, ...], planned: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tests.plan.on_two_processes import *\n"
+        "import hasten as L\n"
+        f"L.Trainer(max_steps=2, strategy='ddp', {given}).fit(Transformer(), loader())\n",
+        encoding="utf-8",
+    )
+    ended = run_python("-m", "hasten", "plan", *options, program, cwd=tmp_path)
+    assert f"Transformer on {planned}\n" in ended.stdout, ended.stderr
+
+
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("80GB", "40 GiB", "1.5tb")] == [80 * 10**9, 40 * 2**30, 1_500 * 10**9]
     assert [size(count) for count in (0, 999, 1000, 2_340_000_000)] == ["0 B", "999 B", "1 KB", "2.34 GB"]

@@ -66,8 +66,9 @@ def test_a_long_run_with_a_small_learning_rate_does_not_stall(precision: Any) ->
         lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
         lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=3, line_search_fn="strong_wolfe"),
         lambda p: torch.optim.Adagrad(p, lr=1e-2),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     ],
-    ids=["adamw", "fused", "sgd", "lbfgs", "adagrad"],
+    ids=["adamw", "fused", "sgd", "lbfgs", "adagrad", "adagrad, filled"],
 )
 def test_steps_are_those_of_weights_in_32_bits(precision: Any, make: Any) -> None:
     dtype = DTYPES[precision]
@@ -100,6 +101,9 @@ def test_steps_are_those_of_weights_in_32_bits(precision: Any, make: Any) -> Non
         of_full.step(by_hand)
     expected.load_state_dict(full.state_dict())
     assert same_weights(model, expected)
+    for p, q in zip(model.parameters(), full.parameters(), strict=True):
+        if isinstance(optimizer, torch.optim.Adagrad):
+            torch.testing.assert_close(optimizer.state[p]["sum"], of_full.state[q]["sum"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -154,6 +158,29 @@ def assert_resumes(make: Any, precision: Any, path: Path) -> list[Any]:
 def test_states_that_an_optimizer_creates_with_itself_are_in_32_bits(precision: Any, tmp_path: Path) -> None:
     values = assert_resumes(lambda p: torch.optim.Adagrad(p, lr=0.01), precision, tmp_path / "a.ckpt")
     assert {value.dtype for value in values} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("value", [0.1, 0.3])
+def test_adagrad_starts_from_its_argument_unless_a_state_with_another_was_loaded(precision: Any, value: float) -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=value)
+    fabric = L.Fabric(accelerator="cpu", precision=precision)
+    model, wrapped = fabric.setup(layer, optimizer)
+    state = wrapped.state_dict()
+    state["state"][0]["sum"].fill_(0.25)
+
+    def step() -> float:
+        fabric.backward((0 * model(torch.ones(1, 1))).sum())
+        wrapped.step()
+        return float(optimizer.state[layer.weight]["sum"])
+
+    wrapped.load_state_dict(state)
+    assert step() == 0.25
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=value)
+    model, wrapped = fabric.setup(layer, optimizer)
+    assert step() == float(torch.tensor(value))
 
 
 @pytest.mark.parametrize("precision", DTYPES)

@@ -546,6 +546,54 @@ def test_what_only_some_steps_read_is_no_mistake() -> None:
     assert [row.seen for row in report.rows if row.status == "warning"] == [], str(report)
 
 
+class _TwoOptimizers(Net):
+    """Steps two optimizers on each batch, which are two steps of ``max_steps`` and one of the loggers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("train_loss", self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        (Net, {"max_epochs": 5}),
+        (Net, {"max_epochs": 4}),
+        (Net, {"max_epochs": 10, "accumulate_grad_batches": 2}),
+        (Net, {"max_epochs": 9, "accumulate_grad_batches": 2}),
+        (Net, {"max_epochs": -1, "max_steps": 49}),
+        (_TwoOptimizers, {"max_epochs": -1, "max_steps": 60}),
+        (_TwoOptimizers, {"max_epochs": -1, "max_steps": 100}),
+    ],
+)
+def test_a_check_counts_steps_as_the_loggers_do(model: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+    logger = L.loggers.CSVLogger(tmp_path)
+    warned_of = [row.name for row in check(model(), logger=logger, **arguments).rows if row.name == "logging"]
+    quiet(logger=logger, **arguments).fit(model(), loader())
+    gets_there = (Path(logger.log_dir) / "metrics.csv").exists()
+    assert warned_of == ([] if gets_there else ["logging"])
+
+
+def test_a_check_knows_what_all_processes_log() -> None:
+    shared = {"strategy": "ddp_spawn", "devices": 2, "logger": True}
+    for arguments, warnings in (({"max_steps": 60, "max_epochs": -1}, 0), ({"max_epochs": 9}, 1)):
+        report = check(Net(), **arguments, **shared)
+        assert len([row for row in report.rows if row.name == "logging"]) == warnings, str(report)
+    # Values of epochs have no steps to wait for.
+    report = check(net(training_step=lambda self, batch, batch_idx: self.loss(batch)), logger=True, max_epochs=2)
+    assert "logging" not in [row.name for row in report.rows]
+
+
 def test_a_missing_monitor_shows_where_only_validation_ran() -> None:
     model = validated(training_step=lambda self, batch, batch_idx: self.loss(batch) / 0)
     stopping = CALLBACKS.EarlyStopping("val_lss")

@@ -133,6 +133,31 @@ def test_old_and_new_name_are_one_module() -> None:
         importlib.import_module("hasten.speed.nothing")
 
 
+def test_imports_that_name_hasten_where_they_named_lightning_work() -> None:
+    program = (
+        "import hasten.pytorch as pl\n"
+        "import hasten as L\n"
+        "from hasten.fabric.strategies import DDPStrategy\n"
+        "from hasten.pytorch.callbacks import ModelCheckpoint\n"
+        "from hasten.pytorch.callbacks.early_stopping import EarlyStopping\n"
+        "from hasten.pytorch.utilities.rank_zero import rank_zero_only\n"
+        "assert pl.Trainer is L.Trainer and L.pytorch.callbacks.ModelCheckpoint is L.callbacks.ModelCheckpoint\n"
+        "assert (ModelCheckpoint, EarlyStopping) == (L.callbacks.ModelCheckpoint, L.callbacks.EarlyStopping)\n"
+        "assert DDPStrategy is L.strategies.DDPStrategy and rank_zero_only is L.utilities.rank_zero_only\n"
+    )
+    result = run_python("-c", program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_module_that_only_lightning_has_is_answered_with_the_package_to_import_from() -> None:
+    with refused(ModuleNotFoundError, fix="hasten.callbacks", says="hasten.pytorch.callbacks.lr_monitor"):
+        importlib.import_module("hasten.pytorch.callbacks.lr_monitor")
+    with refused(ModuleNotFoundError, fix="hasten.utilities", says="hasten.pytorch.utilities.seed"):
+        importlib.import_module("hasten.pytorch.utilities.seed")
+    result = run_python("-c", "from hasten.utilities import seed_everithing")
+    assert "ImportError: cannot import name 'seed_everithing' from 'hasten.utilities'" in result.stderr
+
+
 def test_type_checkers_find_public_modules_that_moved_under_their_old_names() -> None:
     core = ROOT / "src" / "hasten"
     stubs = {

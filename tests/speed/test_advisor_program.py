@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hasten.commands import main
+from hasten.machine.host import usable_cores
 from hasten_tools.speed import advice, levers
 from tests.speed.test_trial_processes import gone
 
@@ -125,6 +126,18 @@ def test_a_program_written_for_lightning_is_measured_and_nothing_else_happens(
     # Trainer(speed="auto") in the same program starts with this verdict.
     (kept,) = (tmp_path / "cache" / "advice").iterdir()
     assert kept.stem == found["facts"]["key"]
+
+
+@pytest.mark.slow
+def test_a_program_of_several_processes_is_measured_with_the_threads_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("train.py").write_text(PROGRAM.replace("max_epochs=1", "max_epochs=1, accelerator='cpu', devices=2"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    options = ["--levers", "fused optimizer", "--rounds", "1", "--steps", "3", "--warm-up", "1", "--budget", "600"]
+    assert main(["advise", *options, "--json", str(tmp_path / "found.json"), "train.py", "--nap", "0.001"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())["facts"]
+    assert found["threads"] == found["cores"] == max(1, usable_cores() // 2)
 
 
 @pytest.mark.parametrize(

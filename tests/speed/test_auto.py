@@ -96,6 +96,30 @@ def test_threads_are_as_before_after_each_training() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_run_of_several_processes_is_measured_with_the_threads_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counts(Watches):
+        """Notes the threads of its steps; the fit itself, in two processes, does not begin."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            counted.add(torch.get_num_threads())
+            return super().training_step(batch, batch_idx)
+
+    counted: set[int] = set()
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("hasten.machine.launch.usable_cores", lambda: 6)
+    torch.set_num_threads(6)
+    try:
+        trainer = quiet(speed="auto", devices=2, strategy="ddp_spawn", max_epochs=3)
+        with auto.choose_speed(trainer, Counts(), loader(), None):
+            pass
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)
+    # Levers may have tried fewer.
+    assert max(counted) == 3
+
+
 def test_what_needs_consent_or_another_process_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     keep(["fused optimizer", "tcmalloc", "no attention dropout", "gone since"], model := Watches())
     quiet(speed="auto").fit(model, loader())

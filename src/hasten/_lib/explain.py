@@ -521,6 +521,15 @@ def _sparse_gradients(_: re.Match[str], place: _Place) -> str:
     )
 
 
+def _with_torch_func(_: re.Match[str], place: _Place) -> str:
+    if not any(frame.f_globals.get("__name__") == "hasten.memory" for frame in place.frames):
+        return "Use torch.autograd.grad: torch.func takes no module whose activations are recomputed or moved."
+    return (
+        "Leave memory=... out: torch.func cannot differentiate blocks that are recomputed. torch.autograd.grad can, "
+        "with memory='full'."
+    )
+
+
 _MEMORY_OF_LAST = (
     "The loss reaches back into an earlier batch. Detach what you carry over: `self.state = state.detach()`. Or the "
     "step calls loss.backward(): leave that to the Trainer, or set self.automatic_optimization = False."
@@ -618,6 +627,10 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
     (r"activation checkpoint has been mutated", _ANY,
      "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
      "memory='full', or write x = x + y instead of x += y there."),
+    (r"Trying to backward an extra time", _ANY,
+     "memory='selective' gives each block one backward, and create_graph=True and retain_graph=True need a second. Use "
+     "memory='full'."),
+    (r"don't yet support saved tensor hooks", _ANY, _with_torch_func),
     (r"_fused_(\w+)` does not support sparse gradients|sparse gradients?.*fused|fused.*sparse gradient", _ANY,
      _sparse_gradients),
     # Devices.

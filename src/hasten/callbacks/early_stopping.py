@@ -14,13 +14,15 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten._lib.rank_zero import log, rank_zero_warn
+from hasten._lib.rank_zero import log, rank_zero_info, rank_zero_warn
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+
+_TRAINING_STOPS = " Training stops."
 
 
 class EarlyStoppingReason(Enum):
@@ -43,7 +45,8 @@ class EarlyStopping(Callback):
         monitor: name of the value, as given to ``self.log``.
         min_delta: smallest change that counts as an improvement, in the value's own unit.
         patience: number of checks in a row without improvement after which training stops.
-        verbose: report when the value improves and why training stops.
+        verbose: report when the value improves, and why training is to stop at the check that says so. Without it, the
+            reason is reported when training has ended.
         mode: "min" when lower is better, "max" when higher is.
         strict: raise an error if the value is absent; otherwise the check is skipped.
         check_finite: stop when the value is NaN or infinite.
@@ -114,6 +117,8 @@ class EarlyStopping(Callback):
         self._checked_validations = 0
         # Whether the checkpoint was saved after a validation and before the check of its value.
         self._resumes_unchecked = False
+        # Whether it has asked the fit that runs to stop; a message in a checkpoint is about another fit.
+        self._has_stopped_fit = False
 
     @property
     def state_key(self) -> str:
@@ -149,6 +154,7 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._source.start(trainer)
+        self._has_stopped_fit = False
         self._checked_validations = -1 if self._resumes_unchecked else 0
         self._resumes_unchecked = False
 
@@ -180,6 +186,13 @@ class EarlyStopping(Callback):
         if source.stage == "validate" and source.validations == self._checked_validations:
             return  # no validation since the last check: an old value must not reduce the patience
         self._run_early_stopping_check(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say why training ended, unless ``verbose`` or the loop, which names the limits it reaches, has said it."""
+        at_limit = trainer.current_epoch == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        if self._has_stopped_fit and trainer.should_stop and not at_limit and not self.verbose:
+            reason = (self.stopping_reason_message or "").removesuffix(_TRAINING_STOPS)
+            rank_zero_info(f"`Trainer.fit` stopped: {reason}")
 
     def _checks_after_epoch(self, trainer: Trainer) -> bool:
         chosen = self._check_on_train_epoch_end
@@ -214,7 +227,7 @@ class EarlyStopping(Callback):
         trainer.should_stop = trainer.should_stop or should_stop
         if should_stop:
             self.stopped_epoch = trainer.current_epoch
-            self.stopping_reason_message = reason
+            self.stopping_reason_message, self._has_stopped_fit = reason, True
         if reason and self.verbose:
             if not trainer.runtime.several_processes:
                 log.info(reason)
@@ -248,7 +261,7 @@ class EarlyStopping(Callback):
                 f"Monitored metric {self.monitor} did not improve in the last {self.wait_count} checks; the best value "
                 f"is {self.best_score:.3f}."
             )
-        return True, f"{reason} Training stops."
+        return True, reason + _TRAINING_STOPS
 
     def _improvement_message(self, current: Tensor) -> str:
         if not torch.isfinite(self.best_score):

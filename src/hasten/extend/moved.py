@@ -1,7 +1,8 @@
-"""Modules under the names that they had before they moved to a package of their own.
+"""Modules under other names: those that they had before they moved, and those that ``lightning`` has them under.
 
 Most are there for one version. The names of backends stay: the core offers their public names under the old paths, and
-imports them when they are used (``hasten.strategies.DeepSpeedStrategy``).
+imports them when they are used (``hasten.strategies.DeepSpeedStrategy``). The names of ``lightning`` stay too: programs
+that replace ``lightning`` by ``hasten`` in their imports have ``import hasten.pytorch as pl``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,12 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+# The packages of ``lightning`` in which hasten's have other places, under ``hasten``. Not all their modules are there.
+_OF_LIGHTNING = {
+    "hasten.pytorch": "hasten",
+    **{f"hasten.fabric.{name}": f"hasten.{name}" for name in ("accelerators", "plugins", "strategies", "utilities")},
+}
 
 # The package that has the modules now, by a module's old name. Modules below a name have moved with it.
 MOVED = {
@@ -44,6 +51,7 @@ MOVED = {
     "hasten.precision.xla": "hasten_xla.precision",
     "hasten.profilers.xla": "hasten_xla.profiler",
     "hasten.checkpoint.xla": "hasten_xla.checkpoint",
+    **_OF_LIGHTNING,
 }
 
 
@@ -83,8 +91,30 @@ class OldNames:
         return ModuleSpec(name, loader, origin=new)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module under its new name."""
-        module = importlib.import_module(spec.origin or "")
+        """Return the module under its new name.
+
+        Raises:
+            ModuleNotFoundError: there is none; for a name of ``lightning`` the message says which package to import.
+        """
+        new = spec.origin or ""
+        try:
+            module = importlib.import_module(new)
+        except ModuleNotFoundError as error:
+            if error.name not in (new, new_name(new)):
+                raise
+            if not any(f"{spec.name}.".startswith(f"{root}.") for root in _OF_LIGHTNING):
+                # With the name that was asked for: Python then says which name it cannot import from the package.
+                raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name) from None
+            from hasten._lib.errors import make_error  # ``import hasten`` does without it.
+
+            raise make_error(
+                ModuleNotFoundError,
+                f"hasten has no {spec.name}.",
+                fix=(
+                    f"Import what you need from {new.rpartition('.')[0]}; hasten migrate PROGRAM writes all imports of "
+                    "a program that imports lightning."
+                ),
+            ) from None
         if hasattr(module, "__path__"):
             package = ModuleType(spec.name, module.__doc__)
             package.__dict__.update(__path__=[], __getattr__=module.__getattribute__, __dir__=module.__dir__)

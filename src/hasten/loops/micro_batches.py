@@ -82,12 +82,12 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
             state.save(batch, gradients=not window.is_start)
             attempted = samples if plan.samples is None else min(plan.samples, samples)
             outputs, error = parts.attempt(batch, batch_idx, keep_outputs, plan.samples)
-            most, kept_is_changed = agree(attempted, error)
+            most, kept_is_useless = agree(attempted, error)
             if most == _NEVER:
                 break
             failed = True
             state.restore()
-            if not plan.make_smaller(most, keep_less=kept_is_changed):
+            if not plan.make_smaller(most, keep_less=kept_is_useless):
                 raise _nothing_left(plan, most, error)
             # After its tensors were let go of: what the attempt had taken would lie in pieces.
             del error
@@ -134,7 +134,7 @@ class _Splitter:
         try:
             return self.compute(*step), None
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) and not _kept_is_changed(error):
+            if not is_out_of_memory(error) and not _kept_is_useless(error):
                 raise
             # The frames of the error, and of what it came from, hold the tensors that took the memory.
             error.__context__ = error.__cause__ = None
@@ -316,12 +316,12 @@ def _like(value: Any, other: Any) -> Any:
 
 
 def _agreement(run: Run) -> Callable[[int, Exception | None], tuple[int, bool]]:
-    """Return what tells all hosts how an attempt went: (samples that were too many or ``_NEVER``, kept is changed)."""
+    """Return what tells all hosts how an attempt went: (samples that were too many or ``_NEVER``, kept is useless)."""
 
     def code(attempted: int, error: Exception | None) -> int:
         if error is None:
             return _NEVER
-        return 2 * attempted + (0 if _kept_is_changed(error) else 1)
+        return 2 * attempted + (0 if _kept_is_useless(error) else 1)
 
     def decoded(least: int) -> tuple[int, bool]:
         return (_NEVER, False) if least == _NEVER else (least // 2, least % 2 == 0)
@@ -358,8 +358,13 @@ def sync_gradients(run: Run) -> Callable[[], None]:
 # -- messages
 
 
-def _kept_is_changed(error: BaseException) -> bool:
-    return "cached during selective activation checkpoint has been mutated" in str(error)
+def _kept_is_useless(error: BaseException) -> bool:
+    """Return whether what "selective" keeps was changed in place, or is needed by a second backward, which has none."""
+    text = str(error)
+    return (
+        "cached during selective activation checkpoint has been mutated" in text
+        or "only allowed to backward once on any region computed under selective activation checkpoint" in text
+    )
 
 
 def _nothing_left(plan: MemoryLimits, attempted: int, error: Exception | None) -> Exception:
@@ -504,7 +509,7 @@ class MemoryLimits:
 
         Cheapest first: keep fewer activations, but all that is dear to compute; halve the samples (``attempted`` were
         computed at once), which costs nothing as long as they fill the device; compute everything twice.
-        ``keep_less``: what is kept was changed in place, so it cannot be kept.
+        ``keep_less``: what is kept was changed in place, or has no second backward, so it cannot be kept.
         """
         if self.recomputes and self.memory is None and repeated_blocks(self._module):
             self._recompute("selective")

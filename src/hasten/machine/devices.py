@@ -305,6 +305,23 @@ def whole_number(devices: object) -> int | None:
     return None if isinstance(devices, bool) or not isinstance(devices, SupportsIndex) else int(devices)
 
 
+def number_of(devices: Devices | None) -> int | None:
+    """Return how many devices an argument names; None if it leaves that to the machine.
+
+    Example::
+
+        >>> [number_of(devices) for devices in (2, "2", "0,1", [1, 3], "auto", -1, None)]
+        [2, 2, 2, 2, None, None, None]
+
+    """
+    number = whole_number(devices)
+    if number is not None:
+        return number if number > 0 else None
+    if isinstance(devices, str):
+        return len([part for part in devices.split(",") if part.strip()]) if "," in devices else None
+    return len(devices) if isinstance(devices, (list, tuple)) else None
+
+
 def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     """Return the device indices for a number, a list or a string such as "0,1"."""
     has = f"this machine has {present} {kind} devices"

@@ -154,8 +154,24 @@ class _FullSteps:
     def _widen_state(self, parameter: Tensor) -> None:
         """Keep in 32 bits what the optimizer had before the parameter's 32-bit weight: some fill it when created."""
         state = self._state.get(parameter)
-        if isinstance(state, dict):
-            state.update({name: map_tensors(_widened, value) for name, value in state.items() if name != "step"})
+        if not isinstance(state, dict):
+            return
+        widen = self._filled_again(parameter) if state.get("step", 1) == 0 else _widened
+        state.update({name: map_tensors(widen, value) for name, value in state.items() if name != "step"})
+
+    def _filled_again(self, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return ``_widened`` for a state before the first step: what Adagrad has filled has its argument's value."""
+        of = [group for group in self._groups if any(parameter is other for other in group["params"])]
+        filled_with = of[0].get("initial_accumulator_value") if of else None
+        if filled_with is None:
+            return _widened
+
+        def filled_again(value: Tensor) -> Tensor:
+            # The argument rounded to 16 bits; other values are not the constructor's.
+            untouched = value == torch.full_like(value, filled_with)
+            return torch.where(untouched, filled_with, _widened(value))
+
+        return filled_again
 
     @torch.no_grad()
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -50,8 +50,8 @@ def _size(text: str) -> int:
 
 
 _OPTIONS: list[Option] = [
-    ("--devices", "N", whole(1), "the number of devices in all; default: 8"),
-    ("--nodes", "N", whole(1), "the number of machines; default: machines of 8 devices"),
+    ("--devices", "N", whole(1), "the number of devices in all; default: those of the program, or 8 a machine"),
+    ("--nodes", "N", whole(1), "the number of machines; default: the program's, or with --devices machines of 8"),
     ("--strategy", "NAME", str, "as for Trainer(strategy=...); default: that of the program"),
     (
         "--tp",
@@ -78,6 +78,6 @@ def make_parser() -> Parser:
         ),
     )
     parser.add_options(_OPTIONS)
-    parser.set_defaults(devices=8, accelerator="gpu", budget=45.0)
+    parser.set_defaults(accelerator="gpu", budget=45.0)
     run.add_program(parser)
     return parser

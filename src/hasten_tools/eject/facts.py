@@ -69,7 +69,8 @@ class Facts:
         optimizers: the names of the optimizers in these lines.
         returns_optimizers: whether ``configure_optimizers`` returns an optimizer, or several and nothing else.
         schedulers: name, interval, frequency, and monitored value or None of each scheduler.
-        rate_names: what LearningRateMonitor calls the learning rate of each optimizer.
+        rate_names: what LearningRateMonitor calls the learning rate of each optimizer, and the interval of its
+            scheduler, None without one.
         all_parameters: whether the optimizer has exactly the parameters of the module, in their order.
         length: batches of the training loader, or None.
         validates: whether there is validation data and a step for it.
@@ -94,7 +95,7 @@ class Facts:
     optimizers: list[str] = field(default_factory=list)
     returns_optimizers: bool = False
     schedulers: list[tuple[str, str, int, str | None]] = field(default_factory=list)
-    rate_names: list[str] = field(default_factory=list)
+    rate_names: list[tuple[str, str | None]] = field(default_factory=list)
     all_parameters: bool = True
     length: float | None = None
     validates: bool = False
@@ -185,17 +186,18 @@ def _look_at_optimizers(facts: Facts, run: Run) -> None:
     facts.all_parameters = len(held) == len(own) and all(a is b for a, b in zip(held, own, strict=True))
 
 
-def _rate_names(run: Run) -> list[str]:
-    """Return what LearningRateMonitor calls the learning rates."""
+def _rate_names(run: Run) -> list[tuple[str, str | None]]:
+    """Return what LearningRateMonitor calls the learning rates, and when schedulers change them."""
+    intervals = {id(one.scheduler.optimizer): one.interval for one in run.schedulers}
     given = {id(one.scheduler.optimizer): one.name for one in run.schedulers if one.name is not None}
     unnamed = [f"lr-{type(one).__name__}" for one in run.optimizers if id(one) not in given]
-    names: list[str] = []
+    names: list[tuple[str, str | None]] = []
     for one in run.optimizers:
         kind = f"lr-{type(one).__name__}"
         before = sum(id(other) not in given and f"lr-{type(other).__name__}" == kind
                      for other in run.optimizers[: len(names)])  # fmt: skip
         numbered = f"{kind}-{before}" if before and unnamed.count(kind) > 1 else kind
-        names.append(given.get(id(one)) or numbered)
+        names.append((given.get(id(one)) or numbered, intervals.get(id(one))))
     return names
 
 

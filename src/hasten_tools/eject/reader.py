@@ -62,13 +62,13 @@ SHOWN = frozenset(
 )
 # Arguments of callbacks that are about what is printed.
 QUIET = frozenset({"verbose", "rounding", "log_rank_zero_only", "check_finite", "device", "every_n_epochs",
-                    "logging_interval", "save_weights_only", "strict"})  # fmt: skip
+                    "save_weights_only", "strict"})  # fmt: skip
 SIGNATURES = {
     "EarlyStopping": ("monitor", "min_delta", "patience", "mode"),
     "ModelCheckpoint": (
         "dirpath", "filename", "monitor", "save_last", "save_top_k", "mode", "auto_insert_metric_name",
     ),
-    "LearningRateMonitor": (),
+    "LearningRateMonitor": ("logging_interval",),
     "GradientAccumulationScheduler": ("scheduling",),
     "BackboneFinetuning": ("unfreeze_backbone_at_epoch", "backbone_initial_ratio_lr"),
     "EMAWeightAveraging": ("decay", "update_every_n_steps"),

@@ -67,7 +67,7 @@ SILENT = frozenset(
 CLASSES: dict[str, tuple[str, ...]] = {
     "EarlyStopping": ("check",),
     "ModelCheckpoint": ("check",),
-    "LearningRateMonitor": ("on_train_batch_start",),
+    "LearningRateMonitor": ("on_train_epoch_start", "on_train_batch_start"),
     "GradientAccumulationScheduler": ("on_train_epoch_start",),
     "BackboneFinetuning": ("setup", "on_train_epoch_start"),
     "EMAWeightAveraging": (

@@ -182,7 +182,7 @@ def _of_reports(needs: Needs) -> dict[str, Any]:
         "run_folders": bool(needs.use.loggers),
         "log_every": "self.log_every_n_steps" if has_interval else "50",
         "rates_every": "trainer.log_every_n_steps" if has_interval else "50",
-        "rate_names": json.dumps(needs.facts.rate_names),
+        "rate_names": _rate_names(needs.facts.rate_names),
     }
 
 
@@ -251,6 +251,11 @@ def _log_parameters(use: Use) -> str:
     names += ["batch_size"] if "batch_size" in use.log_options else []
     rest = "".join(f", {name}=None" for name in names)
     return f"name, value{rest}"
+
+
+def _rate_names(names: list[tuple[str, str | None]]) -> str:
+    pairs = (f"({json.dumps(name)}, {json.dumps(interval) if interval else None})" for name, interval in names)
+    return f"[{', '.join(pairs)}]"
 
 
 def _log_summary(use: Use) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # No further change is planned after this time.
 BUDGET_SECONDS = 45.0
 # Machines usually have this many devices.
-_PER_NODE = 8
+PER_NODE = 8
 
 
 class PlanError(RuntimeError):
@@ -165,7 +165,7 @@ class Variants:
         given: Mapping[str, Any] | None = None,
     ) -> None:
         if nodes is None:
-            nodes = devices // _PER_NODE if devices > _PER_NODE and devices % _PER_NODE == 0 else 1
+            nodes = devices // PER_NODE if devices > PER_NODE and devices % PER_NODE == 0 else 1
         _check_machines(devices, nodes, tensor_parallel, accelerator)
         given = {**trainer.given_arguments, **(given or {})}
         self.devices, self.nodes = devices, nodes
@@ -243,7 +243,7 @@ class Variants:
                 "strategy=FSDPStrategy(cpu_offload=True)",
                 self._order(strategy=FSDPStrategy(cpu_offload=True)),
             )
-        size = min(_PER_NODE, self.devices)
+        size = min(PER_NODE, self.devices)
         if several and found.tensor_parallel == 1 and self.devices % size == 0:
             yield f"--tp {size}", self._order(strategy=_tensor_parallel(size))
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hasten.fabric import Fabric
+from hasten.machine.devices import number_of
 from hasten.trainer import Trainer
-from hasten_tools.plan.planner import BUDGET_SECONDS, PlanError, Variants, plan_variants
+from hasten_tools.plan.planner import BUDGET_SECONDS, PER_NODE, PlanError, Variants, plan_variants
 from hasten_tools.plan.report import FitPlan
 
 
@@ -19,7 +20,7 @@ class Question:
     """What to plan; None to use the program's own settings.
 
     Args:
-        devices: the number of devices in all.
+        devices: the number of devices in all; 8 on each machine if the program leaves that to the machine.
         nodes: the number of machines.
         strategy: its name.
         tensor_parallel: split layers over as many processes.
@@ -30,7 +31,7 @@ class Question:
 
     """
 
-    devices: int
+    devices: int | None = None
     nodes: int | None = None
     strategy: str | None = None
     tensor_parallel: int | None = None
@@ -70,9 +71,10 @@ def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
     def plan(trainer: Trainer, model: Any, *args: Any, **arguments: Any) -> NoReturn:
         own = given.get(trainer, {})
         strategy = question.strategy or own.get("strategy")
+        devices, nodes = _machines(question, own)
         try:
             variants = Variants(
-                trainer, question.devices, question.nodes, strategy, question.tensor_parallel, question.precision,
+                trainer, devices, nodes, strategy, question.tensor_parallel, question.precision,
                 question.accelerator, own,
             )  # fmt: skip
             first = functools.partial(fit, trainer, model, *args, **arguments)
@@ -108,6 +110,14 @@ def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
 
 
 _FABRIC = "Put the model and its loss into a LightningModule: its needs are the same."
+
+
+def _machines(question: Question, given: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the number of devices in all and of machines, None for machines of ``PER_NODE`` devices."""
+    if question.devices is not None:
+        return question.devices, question.nodes
+    nodes: int = question.nodes or given.get("num_nodes") or 1
+    return nodes * (number_of(given.get("devices")) or PER_NODE), nodes
 
 
 def _on_this_machine(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -231,7 +231,7 @@ class Check:
             self._guarded("checkpoints", lambda: monitors.check_places(self.trainer, run, length, rows))
             self._guarded(
                 "logging",
-                lambda: monitors.check_intervals(self.trainer, self.arguments, run, length, self.logged, rows),
+                lambda: monitors.check_intervals(self.trainer, self.arguments, run, length, rows),
             )
             saved.restore()
 

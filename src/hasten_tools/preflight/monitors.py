@@ -107,13 +107,10 @@ def _check_filename(callback: Callback, logged: set[str], rows: Rows) -> None:
             )
 
 
-def check_intervals(
-    trainer: Trainer, arguments: Arguments, run: Run, length: Length, logged: set[str], rows: Rows
-) -> None:
+def check_intervals(trainer: Trainer, arguments: Arguments, run: Run, length: Length, rows: Rows) -> None:
     """Check when a fit logs and validates."""
-    every = arguments.log_every_n_steps
-    steps = length.total_steps / length.processes
-    if trainer.loggers and every and logged and every > steps:
+    every, steps = arguments.log_every_n_steps, _logged_steps(arguments, run, length)
+    if trainer.loggers and every and run.logged.logged_on_steps() and every > steps:
         rows.warning(
             "logging",
             f"Values of steps go to the loggers every {every} steps, and the fit has {int(steps)}: none gets there.",
@@ -136,6 +133,15 @@ def check_intervals(
 
 
 # -- where checkpoints go
+
+
+def _logged_steps(arguments: Arguments, run: Run, length: Length) -> float:
+    """Return how many steps of a fit the loggers count."""
+    tried = run.progress
+    if arguments.max_steps == -1 or not tried.global_step:
+        return length.logged_steps
+    # Several optimizers that step after one batch are several steps of ``max_steps``, and one step of the loggers.
+    return min(length.logged_steps, math.ceil(arguments.max_steps * tried.logged_step / tried.global_step))
 
 
 def check_places(trainer: Trainer, run: Run, length: Length, rows: Rows) -> None:

@@ -19,6 +19,8 @@ class Length:
         steps: optimizer steps of an epoch.
         epochs: epochs of the fit.
         total_steps: optimizer steps of the fit.
+        logged_steps: batches of all epochs after which an optimizer steps, on each of the processes: the steps that
+            ``log_every_n_steps`` counts. A limit of ``max_steps`` comes on top.
         validations: how often the fit validates.
         processes: that share the batches in the fit itself.
 
@@ -28,6 +30,7 @@ class Length:
     steps: float
     epochs: float
     total_steps: float
+    logged_steps: float
     validations: float
     processes: int = 1
 
@@ -43,6 +46,7 @@ class Length:
         batches = float(run.data.train.limit)
         steps = math.ceil(batches / run.window.accumulate_grad_batches) if math.isfinite(batches) else math.inf
         epochs = float(run.limits.max_epochs)
+        logged = epochs * _logged_steps(run, batches, processes)
         total = min(steps * epochs if math.isfinite(steps) else math.inf, float(run.limits.max_steps))
         if math.isfinite(total) and math.isfinite(steps) and steps:
             epochs = min(epochs, math.ceil(total / steps))
@@ -59,4 +63,14 @@ class Length:
                 validations = in_epoch * (epochs // every)
         elif validates:
             validations = math.inf
-        return cls(batches, float(steps), epochs, total, validations, processes)
+        return cls(batches, float(steps), epochs, total, logged, validations, processes)
+
+
+def _logged_steps(run: Run, batches: float, processes: int) -> float:
+    """Return how many steps of an epoch the loggers count."""
+    # A number of batches is one of each process; all that the loader has are shared.
+    if type(run.arguments.limit_train_batches) is not int:
+        batches /= processes
+    if math.isinf(batches):
+        return math.inf
+    return math.ceil(math.ceil(batches) / run.window.accumulate_grad_batches)

@@ -28,6 +28,7 @@ from hasten.machine.allocator import preloaded
 from hasten.record.advice import verdicts
 from hasten_tools.speed.advice import NOT_TRIED, Advice, Line, as_argument, composed, recall, remember
 from hasten_tools.speed.advisor import AdviceError, Program, measure
+from hasten_tools.speed.changes import use_threads_of
 from hasten_tools.speed.first_choice import FEWEST_BATCHES, SHARE, Choice, FirstChoice, InPlace, is_free, others
 from hasten_tools.speed.inspect_run import data_shape, key_of
 from hasten_tools.speed.levers import Lever, choose, known_levers
@@ -276,12 +277,15 @@ class _Choosing:
         place = InPlace(trainer, model, self._data, self._datamodule)
         title, given = type(model).__name__, trainer.given_arguments
         first = FirstChoice(place, self._most, title=title, given=given, levers=levers, done=done)
+        undo = use_threads_of(trainer.num_devices)
         try:
             choice = first.choose(self._known_batches())
         except TrialError as error:
             # What is wrong shows when the training begins.
             self._log(f"nothing was measured, training goes on unchanged: {error.text}")
             return None
+        finally:
+            undo()
         if choice is None:
             self._log("this training ends before anything could be measured: it goes on unchanged.")
             return None

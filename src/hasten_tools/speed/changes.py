@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hasten.machine.devices import number_of
 from hasten.machine.host import usable_cores
+from hasten.machine.launch import threads_for_each
 
 if TYPE_CHECKING:
     from hasten.module.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Devices
 
 _DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "attn_drop")
 
@@ -68,6 +71,30 @@ def switch_attention_dropout_off(trainer: Trainer, module: nn.Module) -> None:
 
 
 # -- threads: in a small step they cost more than they save, and a container may have fewer cores than its machine
+
+
+def processes_here(trainer: Trainer, devices: Devices | None) -> int:
+    """Return how many processes a run with this argument starts on this machine; the trainer has its accelerator."""
+    accelerator = trainer.strategy.accelerator
+    return number_of(devices) or (1 if accelerator is None else accelerator.auto_device_count())
+
+
+def use_threads_of(processes: int) -> Callable[[], None]:
+    """Compute with the threads that each of so many processes will have; return a function that undoes it.
+
+    Example::
+
+        >>> before = torch.get_num_threads()
+        >>> undo = use_threads_of(10_000)
+        >>> torch.get_num_threads() in (1, before)  # It leaves a number that OMP_NUM_THREADS has set.
+        True
+        >>> undo()
+        >>> torch.get_num_threads() == before
+        True
+
+    """
+    threads = threads_for_each(processes) if processes > 1 else None
+    return _set_threads(threads or torch.get_num_threads())
 
 
 def one_thread(trainer: Trainer | None = None, module: LightningModule | None = None) -> Callable[[], None]:

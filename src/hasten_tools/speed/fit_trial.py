@@ -18,6 +18,7 @@ from hasten.logged_value import batch_size_of
 from hasten.module.callback import Callback
 from hasten.profilers.simple import SimpleProfiler
 from hasten.seed import seed_everything
+from hasten_tools.speed.changes import processes_here, use_threads_of
 from hasten_tools.speed.checks import NUMBERS, some_numbers, why_not_apart, without_draws
 from hasten_tools.speed.inspect_run import Observed, facts, is_coarse, mask_of
 from hasten_tools.speed.trial import Session, function_at, leave
@@ -68,6 +69,8 @@ class FitTrial:
         def __init__(trainer: Any, *args: Any, **given: Any) -> None:  # noqa: N807
             try:
                 make(trainer, *args, **trial.changed(given))
+                # The processes of the run share the cores, and this is one of them.
+                use_threads_of(processes_here(trainer, given.get("devices")))
             except Exception as error:
                 trial.session.fail(error)
             trial._given[trainer] = given

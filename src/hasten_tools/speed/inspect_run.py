@@ -31,7 +31,7 @@ from hasten.machine.host import available_memory_bytes, cpu_name, process_memory
 from hasten.module import LightningModule
 from hasten.report.peaks import flop_counter, measured_peaks
 from hasten.seed import isolate_rng
-from hasten_tools.speed.changes import attention_dropouts
+from hasten_tools.speed.changes import attention_dropouts, processes_here
 
 if TYPE_CHECKING:
     from hasten.module.datamodule import LightningDataModule
@@ -144,7 +144,8 @@ def facts(
         "device": device_name(device),
         "capability": major + minor / 10 if on_cuda else None,
         "threads": torch.get_num_threads(),
-        "cores": usable_cores(),
+        # Of this process: those of one run share the cores.
+        "cores": max(1, usable_cores() // processes_here(trainer, given.get("devices"))),
         "torch": torch.__version__,
         "hasten": VERSION,
         "python": platform.python_version(),
@@ -244,6 +245,8 @@ def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device, da
         "precision",
         "accumulate_grad_batches",
         "strategy",
+        # With others, each process has other threads.
+        "devices",
         "gradient_clip_val",
     )
     known = [
