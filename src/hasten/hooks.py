@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -144,6 +145,7 @@ class Hooks:
 
     def find(self) -> None:
         """Find all overrides again."""
+        self._of_classes = self._read_classes()
         self._find(HOOKS)
 
     def _find(self, rows: Iterable[Hook]) -> None:
@@ -177,15 +179,26 @@ class Hooks:
                 found[id(owner)] = own
         return found
 
+    def _read_classes(self) -> list[tuple[object, ...]]:
+        """Return the hooks of the classes of all owners, with one call for each."""
+        found = [_READ[Callback](type(callback)) for callback in self._callbacks]
+        found.append(_READ[LightningModule](type(self._module)))
+        if self._datamodule is not None:
+            found.append(_READ[LightningDataModule](type(self._datamodule)))
+        return found
+
     def owners(self) -> list[object]:
         """Return the objects that may have hooks: callbacks, module and datamodule."""
         everyone = (*self._callbacks, self._module, self._datamodule)
         return [owner for owner in everyone if owner is not None]
 
     def replaced(self, owner: object, name: str) -> None:
-        """Find the overrides of a hook again if it was assigned on one of these owners."""
+        """Find the overrides of a hook again if it was assigned on one of these owners; of all, if classes changed."""
         if name in _ROWS and any(owner is one for one in self.owners()):
-            self._find([_ROWS[name]])
+            if self._read_classes() == self._of_classes:
+                self._find([_ROWS[name]])
+            else:
+                self.find()
 
     def _caller(
         self, row: Hook, callbacks: list[Callback], module: LightningModule | None, found: dict[int, list[str]]
@@ -229,6 +242,9 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
     base: dict(inspect.getmembers_static(base, inspect.isfunction))
     for base in (Callback, LightningModule, LightningDataModule)
 }
+
+# Read the hooks of a class that is derived from one of the base classes.
+_READ = {base: operator.attrgetter(*_ROWS.keys() & defaults.keys()) for base, defaults in _DEFAULTS.items()}
 
 # The loops call the user's steps directly; they are here for the defaults of ``self.log``.
 STEPS: dict[str, Hook] = {

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,28 @@ def test_all_loggers_get_the_same(tmp_path: Path) -> None:
     ]
     assert trainer.logger is one
     assert model.loggers == trainer.loggers
+
+
+def test_two_that_write_the_same_files_are_refused(tmp_path: Path) -> None:
+    same = [CSVLogger(tmp_path, version=0), TensorBoardLogger(tmp_path, version=1), CSVLogger(tmp_path, version=0)]
+    with refused(ValueError, "logger", fix="version=", says="version_0"):
+        quiet(logger=same).fit(Classifier(), loader(16))
+    quiet(logger=[same[0], CSVLogger(tmp_path, version=2)]).fit(Classifier(), loader(16))
+
+
+def test_a_logger_is_asked_about_the_loggers_before_it(tmp_path: Path) -> None:
+    class Once(RowLogger):
+        def check_beside(self, others: Sequence[object]) -> None:
+            asked.append(list(others))
+            if any(isinstance(other, Once) for other in others):
+                raise ValueError("one is enough")
+
+    asked: list[list[object]] = []
+    other, once = CSVLogger(tmp_path), Once()
+    quiet(logger=[other, once]).fit(Classifier(), loader(16))
+    assert asked == [[other]]
+    with refused(ValueError, says="one is enough"):
+        quiet(logger=[once, other, Once()]).fit(Classifier(), loader(16))
 
 
 def test_a_row_belongs_to_one_logger_alone() -> None:

@@ -245,6 +245,25 @@ def test_a_removed_callback_a_patched_hook_and_another_interval_count_from_that_
     assert [step for step, _ in logger.rows] == [4, 5, 7, 9]
 
 
+def test_a_hook_patched_on_a_class_counts_once_another_is_assigned_on_an_instance() -> None:
+    seen: list[str] = []
+
+    class Patched(Steps):
+        pass
+
+    class Watches(L.Callback):
+        pass
+
+    def change(trainer: Any, module: Any) -> None:
+        setattr(Patched, "on_train_batch_start", lambda *_: seen.append("module"))  # noqa: B010
+        setattr(Watches, "on_before_zero_grad", lambda *_: seen.append("callback"))  # noqa: B010
+        module.on_after_backward = lambda: seen.append("instance")
+
+    quiet(callbacks=[Watches(), At(change)]).fit(Patched(), loader())
+    # The first of them is called before the change in batch 5, the others after it.
+    assert {name: seen.count(name) for name in seen} == {"module": 4, "callback": 5, "instance": 5}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "after"),
     [("val_check_interval", 3, [6, 9]), ("val_check_interval", 0.25, [6, 8, 10]), ("check_val_every_n_epoch", 2, [])],

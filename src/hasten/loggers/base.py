@@ -8,7 +8,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -106,6 +106,9 @@ class Logger(ABC):
     def finalize(self, status: str) -> None:
         """Close; called when a run ends, with "success", "failed" or "aborted"."""
         self.save()
+
+    def check_beside(self, others: Sequence[object]) -> None:  # noqa: B027 - optional
+        """Raise if this logger cannot write beside ``others``; called when a run begins, with the loggers before it."""
 
     def after_save_checkpoint(self, checkpoint_callback: Checkpoint) -> None:  # noqa: B027 - optional
         """Called after a checkpoint was written, with the callback that wrote it."""

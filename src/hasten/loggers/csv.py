@@ -305,28 +305,21 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
             self.experiment.save()
             self.experiment.table.keep(state["rows"])
 
+    def check_beside(self, others: Sequence[object]) -> None:
+        """Check that no other CSVLogger writes the same files; under Lightning's names this is a warning.
 
-def check_files(loggers: Iterable[object]) -> None:
-    """Check that no two CSVLoggers write the same files; under Lightning's names this is a warning.
+        Raises:
+            MisconfigurationException: one does.
 
-    Raises:
-        MisconfigurationException: two of them do.
-
-    """
-    seen: set[str] = set()
-    for logger in loggers:
-        if not isinstance(logger, CSVLogger):
-            continue
-        folder = _place(logger.log_dir)
-        if folder in seen:
-            what = (
-                f"Two CSVLoggers write the same files in {logger.log_dir!r}, whose metrics.csv would have rows of both."
-            )
-            fix = "Give one of them another name= or version=, or leave it out."
-            if not conventions.current().mistakes_are_warnings:
-                raise MisconfigurationException(what, fix=fix, argument="logger")
-            rank_zero_warn(what, fix=fix)
-        seen.add(folder)
+        """
+        folders = {_place(other.log_dir) for other in others if isinstance(other, CSVLogger)}
+        if not folders or _place(self.log_dir) not in folders:
+            return
+        what = f"Two CSVLoggers write the same files in {self.log_dir!r}, whose metrics.csv would have rows of both."
+        fix = "Give one of them another name= or version=, or leave it out."
+        if not conventions.current().mistakes_are_warnings:
+            raise MisconfigurationException(what, fix=fix, argument="logger")
+        rank_zero_warn(what, fix=fix)
 
 
 def _place(path: str) -> str:

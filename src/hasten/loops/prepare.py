@@ -26,7 +26,7 @@ from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
 from hasten.extend.origin import names_in
 from hasten.hooks import nothing, overrides, redefines
-from hasten.loggers.csv import check_files
+from hasten.loggers.base import Logger
 from hasten.loops import micro_batches
 from hasten.loops.processes import check_module, check_optimizers
 from hasten.loops.progress import TrainerFn
@@ -122,9 +122,11 @@ def _find_data_and_loggers(run: Run) -> None:
         warn_about_missing_parts(run.data.validation, run.module, wanted=run.arguments.limit_val_batches != 0)
     assert run.state.fn is not None
     run.data.of(run.state.fn)[0].require()
-    if len(run.logged.loggers) > 1:
-        check_files(run.logged.loggers)
-    for logger in sorted(run.logged.loggers, key=lambda each: not getattr(each, "starts_first", False)):
+    loggers = list(run.logged.loggers)
+    for place, logger in enumerate(loggers[1:], start=1):
+        if isinstance(logger, Logger):
+            logger.check_beside(loggers[:place])
+    for logger in sorted(loggers, key=lambda each: not getattr(each, "starts_first", False)):
         # A logger that cannot write raises its error now, and paths that contain its version are known from here on.
         getattr(logger, "experiment", None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,7 +14,13 @@ from hasten.types import PathLike, Tensors
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 
 
-class FabricCSVLogger(loggers.CSVLogger):
+class _WithRootDir:
+    """What the loggers here have in common: the folder of all runs is their ``root_dir``."""
+
+    root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
+
+
+class FabricCSVLogger(_WithRootDir, loggers.CSVLogger):
     """``hasten.loggers.CSVLogger``, whose first argument is called ``root_dir`` here.
 
     Args:
@@ -45,16 +49,8 @@ class FabricCSVLogger(loggers.CSVLogger):
     ) -> None:
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
 
-    root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
 
-    def log_hyperparams(
-        self, params: dict[str, Any] | Namespace | None = None, metrics: Mapping[str, float] | float | None = None
-    ) -> None:
-        """Write hyper-parameters to ``hparams.yaml``."""
-        super().log_hyperparams(params, metrics)
-
-
-class FabricTensorBoardLogger(loggers.TensorBoardLogger):
+class FabricTensorBoardLogger(_WithRootDir, loggers.TensorBoardLogger):
     """``hasten.loggers.TensorBoardLogger``, whose first argument is called ``root_dir`` here.
 
     Args:
@@ -87,8 +83,6 @@ class FabricTensorBoardLogger(loggers.TensorBoardLogger):
     ) -> None:
         options: dict[str, Any] = {"default_hp_metric": default_hp_metric, "prefix": prefix, "sub_dir": sub_dir}
         super().__init__(root_dir, name, version, **options, **kwargs)
-
-    root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
 
     def log_graph(self, model: nn.Module, input_array: Tensors | None = None) -> None:
         """Write the graph of ``model``; the input is its ``example_input_array`` by default."""
