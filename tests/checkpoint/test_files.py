@@ -282,9 +282,9 @@ def test_a_changed_byte_of_a_large_tensor_is_found_while_it_is_read(
     written = bytearray(path.read_bytes())
     written[len(written) // 2] ^= 1
     path.write_bytes(written)
-    with pytest.raises(CheckpointDamaged, match="the record 'archive/data/0' differs"):
+    with refused(CheckpointDamaged, says="archive/data/0"):
         files.load(path)
-    with pytest.raises(CheckpointDamaged, match="the record 'archive/data/0' differs"):
+    with refused(CheckpointDamaged, says="archive/data/0"):
         files.verify(path)
 
 
@@ -295,7 +295,7 @@ def test_nothing_is_unpickled_before_it_is_checked(tmp_path: Path, monkeypatch: 
     written[len(written) // 2] ^= 1
     path.write_bytes(written)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
-    with pytest.raises(CheckpointDamaged, match=r"the record 'archive/data\.pkl' differs"):
+    with refused(CheckpointDamaged, says="archive/data.pkl"):
         files.load(path, weights_only=False)
 
 

@@ -18,12 +18,13 @@ import shutil
 import struct
 import sys
 import tempfile
+import types
 import warnings
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -33,6 +34,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from hasten._lib import torch_private
 from hasten._lib.errors import CheckpointDamaged as CheckpointDamaged
 from hasten._lib.errors import CheckpointRefused as CheckpointRefused
 from hasten._lib.errors import make_error
@@ -57,6 +59,7 @@ from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
 from hasten.elsewhere import conventions
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.background import BackgroundWriter
     from hasten.types import MapLocation, PathLike, StorageOptions
 
 
@@ -405,8 +408,15 @@ class _CheckpointPickler(pickle.Pickler):
         of_torch: Any = cls
         ask_torch = of_torch.persistent_id
 
+        locations = _locations.get()
+
         def persistent_id(self: pickle.Pickler, value: Any) -> Any:
-            return ask_torch(self, value) if isinstance(value, _STORAGES) else None
+            if not isinstance(value, _STORAGES):
+                return None
+            if not locations:
+                return ask_torch(self, value)
+            *begin, location, count = ask_torch(self, value)
+            return (*begin, locations.get(torch_private.identity_of(value), location), count)
 
         of_torch.persistent_id = persistent_id
 
@@ -415,6 +425,19 @@ class _PickleModule:
     """What ``torch.save`` takes from the module ``pickle``."""
 
     Pickler = _CheckpointPickler
+
+
+_locations: ContextVar[Mapping[int, str]] = ContextVar("locations", default=types.MappingProxyType({}))
+
+
+@contextmanager
+def located_as(locations: Mapping[int, str]) -> Iterator[None]:
+    """Write storages as if they were elsewhere: ``torch_private.identity_of(storage)`` -> ``location_tag``."""
+    token = _locations.set(locations)
+    try:
+        yield
+    finally:
+        _locations.reset(token)
 
 
 _BUFFER_BYTES = 1 << 16
@@ -1032,3 +1055,46 @@ class TorchCheckpointIO(CheckpointIO):
     def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None) -> None:
         """Write ``checkpoint`` as a folder; the previous one stays whole until the new one is. See ``save_folder``."""
         save_folder(checkpoint, path, storage_options=storage_options)
+
+
+class DefaultCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints where a program names nothing else.
+
+    Files are written at once, but for large ones of a ModelCheckpoint, which its ``writer`` may still be writing.
+    """
+
+    # Made by ``writer_of`` in background.py.
+    writer: BackgroundWriter | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
+    ) -> None:
+        """Write ``checkpoint``, or copy it for the writer; the previous file stays whole until the new one is."""
+        if self.writer is None or self.writer.is_idle:
+            save(checkpoint, path, storage_options=storage_options)
+        else:
+            self.writer.save(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint in ``path``, after everything is written."""
+        if self.writer is not None and not self.writer.is_idle:
+            self.writer.wait()
+        return super().load_checkpoint(path, map_location, weights_only)
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove ``path``, after everything is written."""
+        if self.writer is None or self.writer.is_idle:
+            remove(path)
+        else:
+            self.writer.remove(remove, path)
+
+    @property
+    def writes_folders(self) -> bool:
+        return True
+
+    def teardown(self) -> None:
+        """Wait for files that are still being written."""
+        if self.writer is not None:
+            self.writer.close()

@@ -708,6 +708,7 @@ class Trainer(TrainerView):
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
         try:
+            self._runtime.finish_saves(failed=True)
             self._runtime.strategy.on_exception(error)
             run.hooks.on_exception(error)
         finally:
