@@ -172,6 +172,15 @@ def test_what_cannot_be_copied_to_the_last_bit_is_not(what: object) -> None:
     assert background.HostCopies().of({"weight": torch.ones(2), "what": what}) is None
 
 
+def test_where_memory_is_short_files_are_written_at_once(
+    tmp_path: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "available_memory_bytes", lambda: 100)
+    fit(ModelCheckpoint(tmp_path, "{step}"))
+    assert writes.seen == []
+    assert files.load(tmp_path / "step=4.ckpt")["global_step"] == 4
+
+
 def test_tensors_of_other_devices_keep_their_place_in_the_file(tmp_path: Path) -> None:
     copied = background.HostCopies().of({"there": torch.ones(2), "here": torch.zeros(2)})
     assert copied is not None
@@ -341,6 +350,8 @@ def test_an_error_of_the_last_save_ends_the_fit(tmp_path: Path, plugin: Any) -> 
     import resource
 
     def limited() -> None:
+        while not (tmp_path / "step=4.ckpt").exists():
+            time.sleep(0.01)
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000_000, before[1]))
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

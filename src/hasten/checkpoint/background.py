@@ -28,12 +28,15 @@ from hasten.checkpoint.files import (
     save,
     save_unchecked,
 )
+from hasten.machine.host import available_memory_bytes
 
 if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike, StorageOptions
 
 # ModelCheckpoint saves in the background if there are at least so many bytes of tensors.
 LARGE_BYTES = 50_000_000
+# Copies take at most this part of the memory that is left.
+_SHARE_OF_MEMORY = 0.5
 
 
 class BackgroundWriter:
@@ -238,17 +241,18 @@ class HostCopies:
     @torch.inference_mode(False)
     @torch.no_grad()
     def of(self, contents: dict[str, Any]) -> Copy | None:
-        """Return a copy; None if ``contents`` has something that is not copied to the last bit."""
+        """Return a copy; None if something cannot be copied to the last bit, or there is too little memory for it."""
         tensors = _tensors_in(contents)
         if not is_plain(contents) or not all(map(_is_copied_exactly, tensors)):
             return None
         numbers = [torch_private.identity_of(tensor.untyped_storage()) for tensor in tensors]
         storages = {number: tensor.untyped_storage() for number, tensor in zip(numbers, tensors, strict=True)}
-        # All are on the host, or the others will be there after one wait.
-        from_device = any(not is_host(storage.device) for storage in storages.values())
-        self._copy([number for number in storages if number not in self._copied], storages, pinned=from_device)
-        if from_device:
-            torch.accelerator.synchronize()
+        new = {number: storage for number, storage in storages.items() if number not in self._copied}
+        devices = {storage.device for storage in new.values() if not is_host(storage.device)}
+        if not self._copy(new, pinned=bool(devices)):
+            return None
+        for device in devices:
+            torch.accelerator.synchronize(device)
         copies = [self._copied[number][1] for number in numbers]
         memo: dict[int, Any] = {
             id(tensor): _on_storage(tensor, one) for tensor, one in zip(tensors, copies, strict=True)
@@ -260,20 +264,22 @@ class HostCopies:
         }
         return Copy(copy.deepcopy(contents, memo), locations)
 
-    def _copy(self, new: list[int], storages: dict[int, torch.UntypedStorage], *, pinned: bool) -> None:
-        """Copy storages side by side into one piece of memory."""
-        starts = [0, *itertools.accumulate(_aligned(storages[number].nbytes()) for number in new)]
+    def _copy(self, storages: dict[int, torch.UntypedStorage], *, pinned: bool) -> bool:
+        """Copy storages side by side into one piece of memory; return whether there is enough."""
+        starts = [0, *itertools.accumulate(_aligned(storage.nbytes()) for storage in storages.values())]
         memory = self._take(starts[-1], pinned=pinned)
-        for number, start in zip(new, starts, strict=False):
-            storage = storages[number]
+        if memory is None:
+            return False
+        for (number, storage), start in zip(storages.items(), starts, strict=False):
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             memory[start : start + storage.nbytes()].copy_(source, non_blocking=True)
             # An empty one has no address that it could share with the next.
             place = memory.untyped_storage()[start : start + storage.nbytes()]
             self._copied[number] = storage, place if storage.nbytes() else torch.UntypedStorage(0)
+        return True
 
-    def _take(self, size: int, *, pinned: bool) -> Tensor:
-        """Return the smallest free piece of memory that is large enough, or a new one."""
+    def _take(self, size: int, *, pinned: bool) -> Tensor | None:
+        """Return the smallest free piece of memory that is large enough, or a new one; None if that takes too much."""
         fitting = [piece for piece in self._free if piece.numel() >= size]
         if fitting:
             piece = min(fitting, key=Tensor.numel)
@@ -282,7 +288,10 @@ class HostCopies:
         # What was free was too small, and will be.
         self._memory = [other for other in self._memory if all(other is not small for small in self._free)]
         self._free = []
-        self._memory.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+        available = available_memory_bytes()
+        if available is not None and size > _SHARE_OF_MEMORY * available:
+            return None
+        self._memory.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned))
         return self._memory[-1]
 
 
@@ -317,7 +326,7 @@ def _is_copied_exactly(tensor: Tensor) -> bool:
 
 def _on_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """Return a tensor like ``tensor`` that has its values in ``storage``."""
-    data = torch.empty(0, dtype=tensor.dtype)
+    data = torch.empty(0, dtype=tensor.dtype, device="cpu")
     data.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
