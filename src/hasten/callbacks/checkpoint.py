@@ -107,7 +107,8 @@ class ModelCheckpoint(Checkpoint):
 
     A file is written under a temporary name and renamed when it is complete; only then is a file that is no
     longer among the best removed. ``last`` is saved whenever saving is due, whatever the monitored value.
-    Large files are written in the background while training continues; see ``docs/checkpoints.md``.
+    Large files are written in the background while training continues; reading ``best_model_path`` and the other
+    names of files waits for them. See ``docs/checkpoints.md``.
     On Ctrl-C and SIGTERM the state after the last complete batch is saved as ``last.ckpt``.
 
     Args:
