@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 
 import hasten as L
+import hasten_lightning
 from hasten.callbacks import LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import background, files
 from hasten.loggers import CSVLogger
@@ -322,6 +325,34 @@ def test_a_program_that_may_expect_the_file_gets_it_at_once(tmp_path: Path, writ
     assert writes.seen == ["begins step=4.ckpt", "ends step=4.ckpt"]
 
 
+@pytest.mark.world_size(2)
+def test_several_processes_write_at_once(tmp_path: Path, writes: Writes) -> None:
+    found: list[bool] = []
+    looks = LambdaCallback(
+        on_train_epoch_start=lambda trainer, module: found.append((tmp_path / "step=4.ckpt").exists())
+    )
+    fit(looks, ModelCheckpoint(tmp_path, "{step}"), max_epochs=2, devices=2, strategy="ddp")
+    assert writes.seen == []
+    assert found == [False, True]
+
+
+def test_programs_with_the_names_of_lightning_are_saved_alike(tmp_path: Path, writes: Writes) -> None:
+    with mock.patch.dict(sys.modules):
+        hasten_lightning.install()
+        try:
+            from lightning.pytorch import Trainer
+            from lightning.pytorch.callbacks import ModelCheckpoint as Saves
+
+            quietly: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+            trainer = Trainer(accelerator="cpu", max_epochs=2, callbacks=[Saves(tmp_path, "{step}")], **quietly)
+            trainer.fit(Large(10), [torch.ones(1, 2)] * 4)
+        finally:
+            hasten_lightning.uninstall()
+    assert names(tmp_path) == ["step=8.ckpt"]
+    assert writes.seen == ["begins step=4.ckpt", "ends step=4.ckpt", "begins step=8.ckpt", "ends step=8.ckpt"]
+    assert sorted(files.load(tmp_path / "step=8.ckpt")["loops"]) != ["fit"]
+
+
 # -- errors
 
 
@@ -329,15 +360,30 @@ def full_disk() -> OSError:
     return OSError(28, "No space left on device")
 
 
-def test_an_error_ends_the_run_at_the_next_step_and_the_files_are_as_before(tmp_path: Path, writes: Writes) -> None:
-    writes.fails["step=8.ckpt"] = full_disk()
-    ended: list[int] = []
-    checkpoint = ModelCheckpoint(tmp_path, "{step}", "val_loss", save_last=True)
-    waits = at_step(9, lambda: writes.seen.append("step 9"))
-    hears = LambdaCallback(on_exception=lambda trainer, module, error: ended.append(trainer.global_step))
+def test_an_error_ends_the_run_at_the_next_step(tmp_path: Path, writes: Writes) -> None:
+    writes.fails["step=100.ckpt"] = full_disk()
+    held, ended = writes.hold("step=100.ckpt"), list[int]()
+
+    def slow(trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step > 100:
+            held.set()
+            time.sleep(0.01)  # The thread needs a moment, and the next save is far.
+
+    hears = LambdaCallback(
+        on_train_batch_end=slow, on_exception=lambda trainer, module, error: ended.append(trainer.global_step)
+    )
     with refused(OSError, says="No space left"):
-        fit(checkpoint, waits, hears, max_epochs=100)
-    assert ended[0] in (8, 9, 10)
+        fit(ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=100), hears, max_epochs=-1)
+    assert 100 < ended[0] < 200
+    assert names(tmp_path) == []
+
+
+def test_an_error_leaves_the_files_and_the_ranking_as_they_were(tmp_path: Path, writes: Writes) -> None:
+    writes.fails["step=8.ckpt"] = full_disk()
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", "val_loss", save_last=True)
+    with refused(OSError, says="No space left"):
+        fit(checkpoint, max_epochs=100)
+    assert "begins step=12.ckpt" not in writes.seen
     assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
     assert os.path.basename(checkpoint.best_model_path) == "step=4.ckpt"
     assert list(map(os.path.basename, checkpoint.best_k_models)) == ["step=4.ckpt"]
