@@ -96,7 +96,7 @@ class _NamesFiles(Generic[T]):
     def __get__(self, callback: ModelCheckpoint | None, owner: type[ModelCheckpoint]) -> T:
         if callback is None:
             return self._default
-        if "_hidden" in vars(callback):
+        if "_names_aside" in vars(callback):
             callback._show_names()
         value: T = vars(callback).get(self._name, self._default)
         return value
@@ -166,7 +166,7 @@ class ModelCheckpoint(Checkpoint):
     _deferred: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
     _writer: BackgroundWriter | None = None
-    _hidden: dict[str, Any]
+    _names_aside: dict[str, Any]
 
     def __init__(
         self,
@@ -581,20 +581,21 @@ class ModelCheckpoint(Checkpoint):
         return {name: getattr(self, name) for name in _SAVED}
 
     def _set_ranking(self, ranking: dict[str, Any]) -> None:
-        vars(self).pop("_hidden", None)
+        vars(self).pop("_names_aside", None)
         vars(self).update(ranking)
 
     def _hide_names(self) -> None:
         """Have those who ask for the names of files wait while these are being written."""
         if self._writer is not None and self._writer.paths:
             own = vars(self)
-            own["_hidden"] = {name: own.pop(name) for name in _NAMES if name in own}
+            # A logger that failed may have left some there.
+            own.setdefault("_names_aside", {}).update({name: own.pop(name) for name in _NAMES if name in own})
 
     def _show_names(self, *, wait: bool = True) -> None:
         """Undo ``_hide_names``; wait for the files."""
-        hidden = vars(self).pop("_hidden", None)
-        if hidden is not None:
-            vars(self).update(hidden)
+        names = vars(self).pop("_names_aside", None)
+        if names is not None:
+            vars(self).update(names)
             if wait and self._writer is not None:
                 self._writer.settle()
 

@@ -110,9 +110,9 @@ class BackgroundWriter:
             OSError: it could not be written, or a file before.
 
         """
-        copied = self.copy(contents) if self._is_open and _size_bytes(contents) >= LARGE_BYTES else None
-        if copied is not None:
-            self.write(functools.partial(save_unchecked, storage_options=storage_options), copied, path)
+        snapshot = self.copy(contents) if self._is_open and _size_bytes(contents) >= LARGE_BYTES else None
+        if snapshot is not None:
+            self.write(functools.partial(save_unchecked, storage_options=storage_options), snapshot, path)
             return
         # The older state first, if both have the same name.
         self.settle()
@@ -122,10 +122,10 @@ class BackgroundWriter:
             if self._error is not None:
                 self.wait()
 
-    def write(self, save: Callable[[dict[str, Any], PathLike], object], copied: Copy, path: PathLike) -> None:
+    def write(self, save: Callable[[dict[str, Any], PathLike], object], snapshot: Copy, path: PathLike) -> None:
         """Have the thread call ``save(contents, path)``, unless what comes before it fails."""
         self.paths.add(os.fspath(path))
-        self._submit(_write, save, copied, path)
+        self._submit(_write, save, snapshot, path)
 
     def _submit(self, function: Callable[..., object], *args: object) -> None:
         if self._executor is None:
@@ -230,12 +230,12 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory: list[Tensor] = []
         self._free: list[Tensor] = []
-        # A storage that was copied, which keeps its number its own, and its copy.
-        self._copied: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        # The number of a storage -> the storage, so that no other gets the number, and its copy.
+        self._copy_of: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def forget_sources(self) -> None:
         """Copy everything next time, into the same memory: what is copied must be written by then."""
-        self._copied.clear()
+        self._copy_of.clear()
         self._free = list(self._memory)
 
     @torch.inference_mode(False)
@@ -247,18 +247,18 @@ class HostCopies:
             return None
         numbers = [torch_private.identity_of(tensor.untyped_storage()) for tensor in tensors]
         storages = {number: tensor.untyped_storage() for number, tensor in zip(numbers, tensors, strict=True)}
-        new = {number: storage for number, storage in storages.items() if number not in self._copied}
+        new = {number: storage for number, storage in storages.items() if number not in self._copy_of}
         devices = {storage.device for storage in new.values() if not is_host(storage.device)}
         if not self._copy(new, pinned=bool(devices)):
             return None
         for device in devices:
             torch.accelerator.synchronize(device)
-        copies = [self._copied[number][1] for number in numbers]
+        copies = [self._copy_of[number][1] for number in numbers]
         memo: dict[int, Any] = {
             id(tensor): _on_storage(tensor, one) for tensor, one in zip(tensors, copies, strict=True)
         }
         locations = {
-            torch_private.identity_of(self._copied[number][1]): location_tag(storage)
+            torch_private.identity_of(self._copy_of[number][1]): location_tag(storage)
             for number, storage in storages.items()
             if not is_host(storage.device)
         }
@@ -275,14 +275,14 @@ class HostCopies:
             memory[start : start + storage.nbytes()].copy_(source, non_blocking=True)
             # An empty one has no address that it could share with the next.
             place = memory.untyped_storage()[start : start + storage.nbytes()]
-            self._copied[number] = storage, place if storage.nbytes() else torch.UntypedStorage(0)
+            self._copy_of[number] = storage, place if storage.nbytes() else torch.UntypedStorage(0)
         return True
 
     def _take(self, size: int, *, pinned: bool) -> Tensor | None:
         """Return the smallest free piece of memory that is large enough, or a new one; None if that takes too much."""
-        fitting = [piece for piece in self._free if piece.numel() >= size]
-        if fitting:
-            piece = min(fitting, key=Tensor.numel)
+        pieces = [piece for piece in self._free if piece.numel() >= size]
+        if pieces:
+            piece = min(pieces, key=Tensor.numel)
             self._free = [other for other in self._free if other is not piece]
             return piece
         # What was free was too small, and will be.
@@ -301,17 +301,17 @@ def _aligned(size: int) -> int:
 
 def _tensors_in(contents: object) -> list[Tensor]:
     """Return the tensors in plain data, each once."""
-    found: dict[int, Tensor] = {}
-    waiting = [contents]
-    while waiting:
-        value = waiting.pop()
+    tensors: dict[int, Tensor] = {}
+    stack = [contents]
+    while stack:
+        value = stack.pop()
         if isinstance(value, Tensor):
-            found[id(value)] = value
+            tensors[id(value)] = value
         elif isinstance(value, dict):
-            waiting.extend(value.values())
+            stack.extend(value.values())
         elif isinstance(value, (list, tuple, set)):
-            waiting.extend(value)
-    return list(found.values())
+            stack.extend(value)
+    return list(tensors.values())
 
 
 def _size_bytes(contents: object) -> int:
@@ -367,12 +367,12 @@ class AsyncCheckpointIO(CheckpointIO):
             OSError: an earlier write failed.
 
         """
-        copied = self.writer.copy(checkpoint)
-        if copied is None:
-            host = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), checkpoint)
-            copied = Copy(host, {})
+        snapshot = self.writer.copy(checkpoint)
+        if snapshot is None:
+            contents = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), checkpoint)
+            snapshot = Copy(contents, {})
         save = functools.partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
-        self.writer.write(save, copied, path)
+        self.writer.write(save, snapshot, path)
 
     @property
     def writes_folders(self) -> bool:
@@ -421,9 +421,9 @@ class AsyncCheckpointIO(CheckpointIO):
             self.checkpoint_io.teardown()
 
 
-def _write(save: Callable[[dict[str, Any], PathLike], object], copied: Copy, path: PathLike) -> None:
-    with located_as(copied.locations):
-        save(copied.contents, path)
+def _write(save: Callable[[dict[str, Any], PathLike], object], snapshot: Copy, path: PathLike) -> None:
+    with located_as(snapshot.locations):
+        save(snapshot.contents, path)
 
 
 def _remove(remove: Callable[[PathLike], object], path: PathLike) -> None:
