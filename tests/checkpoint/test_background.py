@@ -29,6 +29,7 @@ from hasten.loggers import CSVLogger
 from hasten.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from hasten.record import history
 from tests.callbacks.scripted import names
+from tests.loggers.test_several import Uploads
 from tests.models import quiet
 from tests.programs import run_python
 from tests.refusals import refused, warned
@@ -283,6 +284,15 @@ def test_a_link_is_made_when_its_target_is_complete(tmp_path: Path, writes: Writ
     fit(ModelCheckpoint(tmp_path, "{step}", save_last="link"), at_step(9, look), max_epochs=3)
     assert seen == ["step=4.ckpt"]
     assert os.readlink(tmp_path / "last.ckpt") == "step=12.ckpt"
+
+
+def test_a_logger_that_uploads_gets_whole_files(tmp_path: Path, writes: Writes) -> None:
+    writes.delay = 0.05
+    uploads = Uploads("all")
+    fit(ModelCheckpoint(tmp_path, "{step}", save_last=True), logger=uploads, max_epochs=2)
+    sent = [os.path.basename(one.path) for one in uploads.sent]
+    assert sent == ["step=4.ckpt", "last.ckpt", "step=8.ckpt", "last.ckpt"]
+    assert len(writes.seen) == 8
 
 
 def test_a_program_that_may_expect_the_file_gets_it_at_once(tmp_path: Path, writes: Writes) -> None:
