@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import itertools
+import operator
 import os
 import pickle
 import pickletools
@@ -934,7 +935,7 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
 def _checksums(file: IO[bytes], size: int) -> tuple[bytes, list[_Record]]:
     """Return the sha256 of the file without large records, and (name, start, length, CRC-32) of each of those."""
     with zipfile.ZipFile(file) as archive:
-        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        records = sorted(archive.infolist(), key=operator.attrgetter("header_offset"))
     digest, place = hashlib.sha256(), 0
     large: list[_Record] = []
     for record in records:
