@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
-from hasten.checkpoint import files
+from hasten.checkpoint import background, files
 from hasten.machine.watchdog import write_flight_record
-from hasten.plugins import AsyncCheckpointIO
+from hasten.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from hasten.resolve import runtime as resolve_runtime
 from hasten.strategies import FSDPStrategy
 from tests.models import Classifier, loader, quiet, same_weights
@@ -126,6 +126,26 @@ def test_one_process_saves_its_shards_from_the_device_and_resumes(tmp_path: Path
     for index, entries in whole["optimizer_states"][0]["state"].items():
         for name, value in entries.items():
             assert torch.equal(resumed["optimizer_states"][0]["state"][index][name], value)
+
+
+def test_a_checkpoint_written_in_the_background_is_the_one_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "LARGE_BYTES", 0)
+
+    def saved(**arguments: Any) -> Any:
+        L.seed_everything(1)
+        callbacks = [L.callbacks.ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=3)]
+        on_gpu(enable_checkpointing=True, callbacks=callbacks, **arguments).fit(Classifier(), loader(), loader())
+        (path,) = (tmp_path / "saved").iterdir()
+        return path.name, torch.load(path.rename(tmp_path / path.name))
+
+    (name, at_once), (same_name, later) = saved(plugins=TorchCheckpointIO()), saved()
+    assert name == same_name
+    for key, value in at_once["state_dict"].items():
+        assert value.is_cuda
+        assert later["state_dict"][key].device == value.device
+        torch.testing.assert_close(later["state_dict"][key], value)
 
 
 def test_where_memory_really_runs_out_batches_are_split() -> None:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from hasten._lib.device import copies_in_background, is_host
 from hasten._lib.names import defined_by_program
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
+from hasten.checkpoint.background import writer_of
 from hasten.extend.origin import is_builtin
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.precision.base import Precision
@@ -19,6 +21,7 @@ from hasten.precision.empty_init import NoInit, fill_empty, left_out
 from hasten.strategies.program import detect_overrides, with_overrides
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.background import BackgroundWriter
     from hasten.checkpoint.files import CheckpointIO
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
@@ -103,6 +106,8 @@ class Runtime:
         if checkpoint_io is not None:
             strategy.checkpoint_io = checkpoint_io
         strategy.state.check_checkpoint_io()
+        # Writes checkpoints while the fit goes on, where it may; set by ``follow_saves``.
+        self.writer: BackgroundWriter | None = None
         self.device_ids = device_ids if device_ids is not None else list(range(strategy.num_processes))
         self._choose_functions()
 
@@ -341,6 +346,34 @@ class Runtime:
         if self._loaded_by_program and self.strategy.lightning_module is not None:
             return self.strategy.load_checkpoint(path, weights_only=weights_only)
         return self.strategy.state.read(path, map_location, weights_only)
+
+    def follow_saves(self, notify: Callable[[], object]) -> None:
+        """Raise the error of a checkpoint that could not be written in the background.
+
+        Args:
+            notify: called in the thread that writes if that happens later.
+
+        """
+        # Where other processes wait for the file, an error has to be theirs too.
+        self.writer = None if self.several_processes else writer_of(self.checkpoint_io)
+        if self.writer is not None:
+            self.writer.follow(notify)
+
+    def finish_saves(self, *, failed: bool = False) -> None:
+        """Wait until checkpoints are complete that are written in the background.
+
+        Args:
+            failed: whether an exception ends the run: it is not replaced, and the error of a save is a warning.
+
+        """
+        if self.writer is None or self.writer.is_idle:
+            return
+        try:
+            self.writer.wait()
+        except Exception as error:
+            if not failed:
+                raise
+            rank_zero_warn(f"The last checkpoint could not be written: {error}")
 
     def teardown(self) -> None:
         """Release what the run holds; the process group stays until the program ends."""

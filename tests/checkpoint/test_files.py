@@ -267,6 +267,38 @@ def test_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- damage
 
 
+@pytest.mark.parametrize("same_file", [True, False])
+def test_a_changed_byte_of_a_large_tensor_is_found_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_file: bool
+) -> None:
+    """Also if another file takes the path while it is opened: the one that is read is checked."""
+    path = tmp_path / "large.ckpt"
+    contents = {"weight": torch.arange(500_000.0), "name": "large"}
+    files.save(contents, path)
+    monkeypatch.setattr(os.path, "samestat", lambda *_: same_file)
+    loaded = files.load(path)
+    assert torch.equal(loaded["weight"], contents["weight"])
+    assert loaded["name"] == "large"
+    written = bytearray(path.read_bytes())
+    written[len(written) // 2] ^= 1
+    path.write_bytes(written)
+    with refused(CheckpointDamaged, says="archive/data/0"):
+        files.load(path)
+    with refused(CheckpointDamaged, says="archive/data/0"):
+        files.verify(path)
+
+
+def test_nothing_is_unpickled_before_it_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.ckpt"
+    files.save({str(number): number for number in range(5000)}, path)
+    written = bytearray(path.read_bytes())
+    written[len(written) // 2] ^= 1
+    path.write_bytes(written)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
+    with refused(CheckpointDamaged, says="archive/data.pkl"):
+        files.load(path, weights_only=False)
+
+
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     weight = torch.randn(1500)

@@ -115,6 +115,15 @@ def test_a_page_says_what_is_known_and_what_to_do(tmp_path: Path, capsys: pytest
     assert any(curve["name"] == EVIL for panel in data["panels"] for curve in panel["curves"])
 
 
+def test_a_checkpoint_that_was_still_being_written_when_it_was_noted_has_its_size(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    (folder / "a.ckpt").write_bytes(bytes(3 * 2**20))
+    line = {"kind": "checkpoint", "time": 1041, "step": 39, "epoch": 1, "path": str(folder / "a.ckpt"), "seconds": 0.1}
+    with (folder / "run.jsonl").open("a") as lines:
+        lines.write(json.dumps({**line, "bytes": None, "monitor": None, "best": False}) + "\n")
+    assert "3 MiB" in text_of(page.render([read_run(folder)]))
+
+
 def test_runs_side_by_side_say_what_changed(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a" / "version_0"), write(tmp_path / "b" / "version_0", lr=0.3, reason="failed")]
     text = text_of(page.render([read_run(path) for path in paths]))

@@ -23,7 +23,7 @@ AT_MOST = {
     "Strategy": 35,
     "Run": 25,
     "batch loop": 10,
-    "complex": 55,
+    "complex": 54,
     "very complex": 0,
     "type: ignore": 83,
     "any value": 211,

@@ -94,7 +94,7 @@ def attention_block(layer: type[nn.Module]) -> Any:
     return own._sa_block
 
 
-def identity_of(storage: torch.UntypedStorage) -> int:
+def identity_of(storage: torch.UntypedStorage | torch.TypedStorage) -> int:
     """Return a number that all tensors on the same memory share while it lives."""
     return int(storage._cdata)
 

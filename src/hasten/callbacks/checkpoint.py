@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from weakref import proxy
 
 import torch
@@ -29,9 +30,13 @@ from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.background import BackgroundWriter
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
+
+
+T = TypeVar("T")
 
 
 class Checkpoint(Callback):
@@ -69,8 +74,32 @@ _RANKING = (
     "unwanted",
 )
 
+_SAVED = (*_SCORES, *(f"_{key}" for key in _RANKING))
+_NAMES = ("best_k_models", "best_model_path", "kth_best_model_path", "last_model_path")
+
 
 _COUNTERS = ("epoch", "step")
+
+
+class _NamesFiles(Generic[T]):
+    """The default of an attribute that names files.
+
+    While these are being written the attribute is not in ``vars(callback)``, so that who asks for it comes here.
+    """
+
+    def __init__(self, default: T) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type[ModelCheckpoint], name: str) -> None:
+        self._name = name
+
+    def __get__(self, callback: ModelCheckpoint | None, owner: type[ModelCheckpoint]) -> T:
+        if callback is None:
+            return self._default
+        if "_names_aside" in vars(callback):
+            callback._show_names()
+        value: T = vars(callback).get(self._name, self._default)
+        return value
 
 
 class ModelCheckpoint(Checkpoint):
@@ -78,6 +107,8 @@ class ModelCheckpoint(Checkpoint):
 
     A file is written under a temporary name and renamed when it is complete; only then is a file that is no
     longer among the best removed. ``last`` is saved whenever saving is due, whatever the monitored value.
+    Large files are written in the background while training continues; reading ``best_model_path`` and the other
+    names of files waits for them. See ``docs/checkpoints.md``.
     On Ctrl-C and SIGTERM the state after the last complete batch is saved as ``last.ckpt``.
 
     Args:
@@ -116,13 +147,13 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION: str = ".ckpt"
     STARTING_VERSION: ClassVar[int] = 1
 
-    best_k_models: dict[str, Tensor] = {}  # noqa: RUF012 - replaced, never changed in place
-    best_model_path: str = ""
+    best_k_models = _NamesFiles[dict[str, Tensor]]({})
+    best_model_path = _NamesFiles("")
     best_model_score: Tensor | None = None
     current_score: Tensor | None = None
-    kth_best_model_path: str = ""
+    kth_best_model_path = _NamesFiles("")
     kth_value: Tensor = torch.tensor(torch.inf)
-    last_model_path: str = ""
+    last_model_path = _NamesFiles("")
     _last_checkpoint_saved: str = ""
     _last_global_step_saved: int = 0
     _ranked_step: int = 0
@@ -133,6 +164,9 @@ class ModelCheckpoint(Checkpoint):
     _unwanted: list[str] = []  # noqa: RUF012 - replaced, never changed in place
     # Whether a ranked save is due and waits for a new value of the monitored metric.
     _deferred: bool = False
+    # What may still be writing the last save, and names of its files until they are complete.
+    _writer: BackgroundWriter | None = None
+    _names_aside: dict[str, Any]
 
     def __init__(
         self,
@@ -186,7 +220,7 @@ class ModelCheckpoint(Checkpoint):
         self._enable_version_counter = enable_version_counter
         self._default_folder = self.dirpath is None
 
-        self.best_k_models = {}
+        vars(self).update(best_k_models={}, best_model_path="", kth_best_model_path="", last_model_path="")
         self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
         self._found_as_last: str | None = None
         self._resumed = False
@@ -336,7 +370,7 @@ class ModelCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make sure that ``last`` exists."""
         if self.save_last and self._last_at is None and not self._should_skip_saving_checkpoint(trainer):
-            self._save(trainer, ranked=False)
+            self._save(trainer, ranked=False, at_once=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove files that a killed run had replaced, also if the resumed run had nothing left to train."""
@@ -399,8 +433,23 @@ class ModelCheckpoint(Checkpoint):
 
     # -- what to save
 
-    def _save(self, trainer: Trainer, *, ranked: bool) -> None:
+    def _save(self, trainer: Trainer, *, ranked: bool, at_once: bool = False) -> None:
         """Save the ranked file if it is good enough, then ``last``; then remove what they replace."""
+        writer = trainer.runtime.writer
+        if at_once or writer is None or type(self) is not ModelCheckpoint or checkpoint_files.is_followed(trainer):
+            self._save_files(trainer, ranked=ranked)
+            return
+        # Large files are written after this, while training continues.
+        self._writer = writer
+        self._show_names()
+        writer.begin(undo=functools.partial(self._set_ranking, self._ranking()))
+        try:
+            self._save_files(trainer, ranked=ranked)
+        finally:
+            writer.end()
+            self._hide_names()
+
+    def _save_files(self, trainer: Trainer, *, ranked: bool) -> None:
         candidates = self._monitor_candidates(trainer)
         if ranked:
             self._save_topk_checkpoint(trainer, candidates)
@@ -498,7 +547,8 @@ class ModelCheckpoint(Checkpoint):
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
         if trainer.is_global_zero:
-            checkpoint_files.link(filepath, linkpath)
+            link = functools.partial(checkpoint_files.link, filepath, linkpath)
+            link() if trainer.runtime.writer is None else trainer.runtime.writer.after(link)
         trainer.strategy.barrier()
 
     def _save_stopped(self, trainer: Trainer) -> None:
@@ -519,12 +569,35 @@ class ModelCheckpoint(Checkpoint):
     @contextmanager
     def _undo_on_failure(self) -> Iterator[None]:
         """Restore the ranking if the file that it describes cannot be saved."""
-        before = {name: getattr(self, name) for name in (*_SCORES, *(f"_{key}" for key in _RANKING))}
+        before = self._ranking()
         try:
             yield
         except BaseException:
-            vars(self).update(before)
+            self._set_ranking(before)
             raise
+
+    def _ranking(self) -> dict[str, Any]:
+        """Return the attributes that say what is saved."""
+        return {name: getattr(self, name) for name in _SAVED}
+
+    def _set_ranking(self, ranking: dict[str, Any]) -> None:
+        vars(self).pop("_names_aside", None)
+        vars(self).update(ranking)
+
+    def _hide_names(self) -> None:
+        """Have those who ask for the names of files wait while these are being written."""
+        if self._writer is not None and self._writer.paths:
+            own = vars(self)
+            # A logger that failed may have left some there.
+            own.setdefault("_names_aside", {}).update({name: own.pop(name) for name in _NAMES if name in own})
+
+    def _show_names(self, *, wait: bool = True) -> None:
+        """Undo ``_hide_names``; wait for the files."""
+        names = vars(self).pop("_names_aside", None)
+        if names is not None:
+            vars(self).update(names)
+            if wait and self._writer is not None:
+                self._writer.settle()
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         self._last_global_step_saved = trainer.global_step
@@ -532,8 +605,10 @@ class ModelCheckpoint(Checkpoint):
         self._saved_at = _position(trainer)
         trainer.save_checkpoint(filepath, self.save_weights_only)
         if trainer.is_global_zero:
+            self._hide_names()
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self))
+            self._show_names(wait=False)
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return everything logged, on the host, with ``epoch`` and ``step``; equal on all processes."""
@@ -605,7 +680,9 @@ class ModelCheckpoint(Checkpoint):
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
         """Return whether a file exists, according to the first process."""
-        return bool(trainer.strategy.broadcast(trainer.is_global_zero and exists(os.fspath(filepath))))
+        path, writer = os.fspath(filepath), trainer.runtime.writer
+        is_coming = writer is not None and path in writer.paths
+        return bool(trainer.strategy.broadcast(trainer.is_global_zero and (is_coming or exists(path))))
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
         """Write the kept files with their scores as YAML.

@@ -15,7 +15,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, set_aside
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import defined_by_program, did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
 from hasten.checkpoint.background import AsyncCheckpointIO
@@ -244,6 +244,13 @@ def clean(folder: str) -> None:
     if not is_url(folder):
         for subfolder, _ in _subfolders(folder):
             files.clean(subfolder)
+
+
+def is_followed(trainer: Trainer) -> bool:
+    """Return whether methods of the program run as soon as a ModelCheckpoint has saved, and may expect its file."""
+    if defined_by_program(trainer, "save_checkpoint") or defined_by_program(trainer.strategy, "save_checkpoint"):
+        return True
+    return True in [defined_by_program(logger, "after_save_checkpoint") for logger in trainer.loggers]
 
 
 def link(target: str, path: str) -> None:

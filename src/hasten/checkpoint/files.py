@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import itertools
+import operator
 import os
 import pickle
 import pickletools
@@ -18,13 +19,15 @@ import shutil
 import struct
 import sys
 import tempfile
+import types
 import warnings
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -32,6 +35,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from hasten._lib import torch_private
 from hasten._lib.errors import CheckpointDamaged as CheckpointDamaged
 from hasten._lib.errors import CheckpointRefused as CheckpointRefused
 from hasten._lib.errors import make_error
@@ -56,6 +60,7 @@ from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
 from hasten.elsewhere import conventions
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.background import BackgroundWriter
     from hasten.types import MapLocation, PathLike, StorageOptions
 
 
@@ -213,9 +218,7 @@ def _folder_at(path: str | os.PathLike[str]) -> Place | None:
 
 
 def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weights_only: bool) -> dict[str, Any]:
-    with _opened(path) as file:
-        check_whole(file, path)
-        file.seek(0)
+    with _opened(path) as file, _checked_meanwhile(file, path):
         is_mapped = _mapped.get() and not is_url(path) and zipfile.is_zipfile(file)
         file.seek(0)
         try:
@@ -406,8 +409,15 @@ class _CheckpointPickler(pickle.Pickler):
         of_torch: Any = cls
         ask_torch = of_torch.persistent_id
 
+        locations = _locations.get()
+
         def persistent_id(self: pickle.Pickler, value: Any) -> Any:
-            return ask_torch(self, value) if isinstance(value, _STORAGES) else None
+            if not isinstance(value, _STORAGES):
+                return None
+            if not locations:
+                return ask_torch(self, value)
+            *begin, location, count = ask_torch(self, value)
+            return (*begin, locations.get(torch_private.identity_of(value), location), count)
 
         of_torch.persistent_id = persistent_id
 
@@ -416,6 +426,19 @@ class _PickleModule:
     """What ``torch.save`` takes from the module ``pickle``."""
 
     Pickler = _CheckpointPickler
+
+
+_locations: ContextVar[Mapping[int, str]] = ContextVar("locations", default=types.MappingProxyType({}))
+
+
+@contextmanager
+def located_as(locations: Mapping[int, str]) -> Iterator[None]:
+    """Write storages as if they were elsewhere: ``torch_private.identity_of(storage)`` -> ``location_tag``."""
+    token = _locations.set(locations)
+    try:
+        yield
+    finally:
+        _locations.reset(token)
 
 
 _BUFFER_BYTES = 1 << 16
@@ -771,6 +794,10 @@ _END_BYTES = 22  # the record that ends a zip archive, without its comment
 # Records of at least this size are checked by the CRC-32 that torch.save computes anyway; the sha256 covers the rest:
 # headers, directory, padding and small records. So saving has little to hash, and every byte is covered.
 _LARGE_BYTES = 4096
+# In the name of a record that holds the bytes of a tensor, and nothing that is unpickled.
+_STORAGE = "/data/"
+# With fewer bytes of tensors, starting a thread takes longer than it saves.
+_THREAD_BYTES = 1 << 20
 
 
 def add_checksum(file: IO[bytes]) -> None:
@@ -785,8 +812,72 @@ def add_checksum(file: IO[bytes]) -> None:
     file.write(digest)
 
 
+# A record of an archive that has a checksum of its own: a name for messages, its start, length and CRC-32.
+_Record = tuple[str, int, int, int]
+
+
 def check_whole(file: IO[bytes], path: str | os.PathLike[str]) -> None:
     """Raise CheckpointDamaged if a byte of the file has changed, as far as its checksums cover it."""
+    _check_records(file, path, _check_all_but_large_records(file, path))
+
+
+@contextmanager
+def _checked_meanwhile(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[None]:
+    """Check the file for the body, which reads it from its beginning: tensors in a thread, all else before.
+
+    Raises:
+        CheckpointDamaged: as ``check_whole``; at the end in place of an error of the body.
+
+    """
+    records = _check_all_but_large_records(file, path)
+    # What is unpickled is checked before; storages are bytes.
+    storages = [record for record in records if _STORAGE in record[0]]
+    _check_records(file, path, [record for record in records if _STORAGE not in record[0]])
+    with ExitStack() as stack:
+        is_large = not is_url(path) and sum(record[2] for record in storages) >= _THREAD_BYTES
+        other = _second_handle(stack, file, path) if is_large else None
+        if other is None:
+            _check_records(file, path, storages)
+            file.seek(0)
+            yield
+            return
+        thread = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums"))
+        checked = thread.submit(_check_records, other, path, storages)
+        file.seek(0)
+        try:
+            yield
+        finally:
+            checked.result()
+
+
+def _second_handle(stack: ExitStack, file: IO[bytes], path: str | os.PathLike[str]) -> IO[bytes] | None:
+    """Open a file once more, for reads at another place; None if another file has its path by now."""
+    try:
+        other = stack.enter_context(open(_local(path), "rb"))  # noqa: SIM115  (the stack closes it)
+    except OSError:
+        return None
+    return other if os.path.samestat(os.fstat(file.fileno()), os.fstat(other.fileno())) else None
+
+
+def _check_records(file: IO[bytes], path: str | os.PathLike[str], records: list[_Record]) -> None:
+    try:
+        damaged = next((name for name, *place, crc in records if _crc32(file, *place) != crc), None)
+    except _NOT_AN_ARCHIVE as error:
+        raise _cut_off(path, file.seek(0, os.SEEK_END), error) from None
+    if damaged is not None:
+        raise _differs(path, damaged)
+
+
+def _cut_off(path: str | os.PathLike[str], size: int, error: Exception) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{path} is damaged or cut off at {size} bytes: {first_line(error)}")
+
+
+def _differs(path: str | os.PathLike[str], damaged: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{path} is damaged: {damaged} differs from what was written, by its checksum.")
+
+
+def _check_all_but_large_records(file: IO[bytes], path: str | os.PathLike[str]) -> list[_Record]:
+    """Check what is in none of the large records; return these."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _LINE_BYTES - _END_BYTES))
     end, line = file.read(_END_BYTES), file.read()
@@ -796,16 +887,13 @@ def check_whole(file: IO[bytes], path: str | os.PathLike[str]) -> None:
     expects_line = end[:4] == b"PK\x05\x06" and end[-2:] == _LINE_BYTES.to_bytes(2, "little")
     if not has_line and not expects_line and begin != b"PK\x03\x04":
         _check_pickle(begin, path)
-        return
+        return []
+    large: list[_Record] = []
     try:
         if has_line or expects_line:
             digest, large = _checksums(file, size - _LINE_BYTES)
             whole = has_line and expects_line and digest == line[len(_MARK) :]
             damaged = None if whole else "its headers"
-            for name, start, length, checksum in large if whole else ():
-                if _crc32(file, start, length) != checksum:
-                    damaged = name
-                    break
         elif _ends_elsewhere(file, size):
             damaged = "its end"
         else:
@@ -813,9 +901,10 @@ def check_whole(file: IO[bytes], path: str | os.PathLike[str]) -> None:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
     except _NOT_AN_ARCHIVE as error:
-        raise CheckpointDamaged(f"{path} is damaged or cut off at {size} bytes: {first_line(error)}") from None
+        raise _cut_off(path, size, error) from None
     if damaged is not None:
-        raise CheckpointDamaged(f"{path} is damaged: {damaged} differs from what was written, by its checksum.")
+        raise _differs(path, damaged)
+    return large
 
 
 def _ends_elsewhere(file: IO[bytes], size: int) -> bool:
@@ -843,12 +932,12 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
         )
 
 
-def _checksums(file: IO[bytes], size: int) -> tuple[bytes, list[tuple[str, int, int, int]]]:
+def _checksums(file: IO[bytes], size: int) -> tuple[bytes, list[_Record]]:
     """Return the sha256 of the file without large records, and (name, start, length, CRC-32) of each of those."""
     with zipfile.ZipFile(file) as archive:
-        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        records = sorted(archive.infolist(), key=operator.attrgetter("header_offset"))
     digest, place = hashlib.sha256(), 0
-    large: list[tuple[str, int, int, int]] = []
+    large: list[_Record] = []
     for record in records:
         if record.compress_size < _LARGE_BYTES or record.compress_type != zipfile.ZIP_STORED:
             continue
@@ -967,3 +1056,46 @@ class TorchCheckpointIO(CheckpointIO):
     def save_folder(self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None) -> None:
         """Write ``checkpoint`` as a folder; the previous one stays whole until the new one is. See ``save_folder``."""
         save_folder(checkpoint, path, storage_options=storage_options)
+
+
+class DefaultCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints where a program names nothing else.
+
+    Files are written at once, but for large ones of a ModelCheckpoint, which its ``writer`` may still be writing.
+    """
+
+    # Made by ``writer_of`` in background.py.
+    writer: BackgroundWriter | None = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: StorageOptions = None
+    ) -> None:
+        """Write ``checkpoint``, or copy it for the writer; the previous file stays whole until the new one is."""
+        if self.writer is None or self.writer.is_idle:
+            save(checkpoint, path, storage_options=storage_options)
+        else:
+            self.writer.save(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint in ``path``, after everything is written."""
+        if self.writer is not None and not self.writer.is_idle:
+            self.writer.wait()
+        return super().load_checkpoint(path, map_location, weights_only)
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove ``path``, after everything is written."""
+        if self.writer is None or self.writer.is_idle:
+            remove(path)
+        else:
+            self.writer.remove(remove, path)
+
+    @property
+    def writes_folders(self) -> bool:
+        return True
+
+    def teardown(self) -> None:
+        """Wait for files that are still being written."""
+        if self.writer is not None:
+            self.writer.close()

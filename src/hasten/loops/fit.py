@@ -115,6 +115,8 @@ def fit(run: Run) -> None:
     check_steps(run)
     _say_why_finished(run)
     run.averages.keep_averaged()
+    # Hooks find the files of all saves before.
+    run.runtime.finish_saves()
     run.hooks.on_train_end()
 
 
@@ -364,6 +366,7 @@ class EpochSettings:
         """Choose the functions of a step and read the limits, for the present state of the run."""
         run = self.run
         run.changed = False
+        run.runtime.follow_saves(functools.partial(setattr, run, "changed", True))
         run.observers.pace.drop_sample()
         # A zero_grad of the user may keep gradients, or set them to zeros, and the optimizer steps with zeros too.
         cleared_by_user = not run.module.automatic_optimization or overrides(

@@ -26,7 +26,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of, sharded_parameter
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
-from hasten.checkpoint.files import TorchCheckpointIO
+from hasten.checkpoint.files import DefaultCheckpointIO
 from hasten.checkpoint.snapshots import snapshot_optimizer
 from hasten.checkpoint.stored import StoredCheckpoint, StoredTensor
 from hasten.optim import fast_step
@@ -234,7 +234,7 @@ class Strategy(ProgramMethods, ABC):
     def checkpoint_io(self) -> CheckpointIO:
         """Writes and reads checkpoints."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = TorchCheckpointIO()
+            self._checkpoint_io = DefaultCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter

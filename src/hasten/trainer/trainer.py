@@ -469,6 +469,8 @@ class Trainer(TrainerView):
     ) -> None:
         """Save everything needed to continue exactly from here; all processes must call it.
 
+        The file is complete when this returns, unless ``plugins=AsyncCheckpointIO()`` writes it.
+
         Inside a batch (for instance in ``training_step``) the checkpoint holds the state at the beginning of the batch,
         and a resumed run computes the batch again. States of callbacks are the current ones.
 
@@ -708,6 +710,7 @@ class Trainer(TrainerView):
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
         try:
+            self._runtime.finish_saves(failed=True)
             self._runtime.strategy.on_exception(error)
             run.hooks.on_exception(error)
         finally:

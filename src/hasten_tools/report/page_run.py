@@ -473,6 +473,9 @@ def _checkpoints(run: RecordedRun) -> list[dict[str, Any]]:
             for name, value in monitor.items()
         )
         size = line.get("bytes")
+        if size is None and run.folder.is_dir() and Path(path).is_file():
+            # It was still being written when it was noted.
+            size = Path(path).stat().st_size
         shown.append(
             {
                 "name": Path(path).name, "path": path, "step": _steps_done(line), "epoch": _counted(line.get("epoch")),
