@@ -479,7 +479,7 @@ class CountingSampler:
 # About 5 KB each. A loader whose draws go further back than these cannot be replayed.
 _KEPT_NOTES = 1000
 # Stop watching a loader for this epoch after this many batches without a draw. Most loaders draw nothing at all, and
-# reading the generators costs some 20 us a batch.
+# reading the generators twice costs some 15 us a batch.
 _QUIET = 64
 
 

@@ -234,7 +234,7 @@ class Stream:
         position.fetching = number + 1
         if position.prefetched_state is None:
             # A run that resumes here has to fetch that batch again, under the present random state. To
-            # read the generators costs 20 us, and is needed only if fetching draws from them.
+            # read the generators costs 8 us, and is needed only if fetching draws from them.
             state = self._random_state(reads=self._replays and self._source.draws())
             position.prefetched_state = {**state, "source": self._source.state(number)}
             position.prefetched = next(iterator, _END)
