@@ -174,6 +174,7 @@ class Stream:
         iterator = self._current = self._begin()
         position, exhausts = self._position, certain is not None and end == certain
         length = self.length if certain is None else certain
+        may_end_at = self._may_end_at(length)
         batch, position.repeated = position.repeated, _END
         # A batch that is yielded again was counted already.
         number = position.fetching = position.consumed + (batch is _END)
@@ -187,13 +188,14 @@ class Stream:
                         batch = self._first_of(iterator)
                         # Which part of a stream this process reads, its first samples have shown.
                         end, length = self._last_of_epoch(limit, certain), self.length
+                        may_end_at = self._may_end_at(length)
                     else:
                         batch = next(iterator, _END)
                     if batch is _END:
                         position.exhausted = True
                         break
                 is_last = number == end
-                if certain is None and not is_last:
+                if certain is None and not is_last and number >= may_end_at:
                     is_last = self._ends_with(number, length, iterator)
                 elif is_last and exhausts:
                     self._end_data(number, iterator)
@@ -224,11 +226,13 @@ class Stream:
         self._draws = self._watch.state() != before
         return batch
 
+    def _may_end_at(self, length: int | None) -> int:
+        """Return the number of the first batch that may be the last, as far as the length is trusted."""
+        trusts_length = self._draws or self._ends_at_length or not self._marks_last
+        return (length or 0) if trusts_length else 0
+
     def _ends_with(self, number: int, length: int | None, iterator: Iterator[Any]) -> bool:
         """Return whether batch ``number`` is the last of a loader that may end anywhere."""
-        trusts_length = self._draws or self._ends_at_length or not self._marks_last
-        if trusts_length and number < (length or 0):
-            return False
         # Only the end of the data shows which batch is the last.
         position = self._position
         position.fetching = number + 1

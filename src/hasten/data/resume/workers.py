@@ -49,11 +49,11 @@ class RngWatch:
     def _python_state(self) -> list[Any]:
         # getstate, and comparing what it returns, take 15 us. Comparing the memory of the generator takes half of one;
         # only a normal deviate that is held back is an attribute, and could be used up without changing it.
-        generator = getattr(random.getstate, "__self__", None)
+        generator: Any = getattr(random.getstate, "__self__", None)
         if type(generator) is not random.Random or _PYTHON_BYTES < _TWISTER_BYTES:
             return python_state()
         memory = ctypes.string_at(id(generator) + object.__basicsize__, _PYTHON_BYTES)
-        if self._python is None or self._python[2] != generator.gauss_next or memory != self._python_memory:
+        if self._python is None or self._python[2] != vars(generator)["gauss_next"] or memory != self._python_memory:
             self._python, self._python_memory = python_state(), memory
         return self._python
 
