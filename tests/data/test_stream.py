@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from hasten.data.loader_parts import has_state
 from hasten.data.resume.stream import Stream
-from hasten.data.resume.workers import RngWatch
-from hasten.seed import collect_rng_state, isolate_rng
 from tests.refusals import refused, warned
 
 
@@ -384,28 +380,3 @@ def test_a_dataset_with_a_shuffle_buffer_of_hugging_face_is_read_again_instead_o
         dataset = kind()
         dataset._ex_iterable = examples
         assert has_state(dataset) is exact
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        random.random,
-        lambda: random.gauss(0, 1),
-        lambda: random.seed(5),
-        lambda: random.shuffle([1, 2, 3]),
-        lambda: torch.rand(1),
-        lambda: torch.manual_seed(5),
-        lambda: np.random.rand(),
-        lambda: np.random.normal(),
-        lambda: None,
-    ],
-)
-def test_a_watch_of_the_random_generators_returns_their_states_after_every_way_to_draw(draw: Any) -> None:
-    with isolate_rng():
-        random.seed(1)
-        watch = RngWatch()
-        assert watch.state() == collect_rng_state(cuda=False)
-        # The second call of gauss takes the value that the first held back, and draws nothing.
-        for _ in range(3):
-            draw()
-            assert watch.state() == collect_rng_state(cuda=False)

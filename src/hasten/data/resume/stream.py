@@ -37,10 +37,9 @@ from hasten.data.loader_parts import (
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of, state_of_rest
 from hasten.data.resume.sources import BatchSource, source_of
-from hasten.data.resume.workers import RngWatch
 from hasten.data.worker_count import with_workers_of
 from hasten.extend.origin import ROOTS, comes_from, package_of
-from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
+from hasten.seed import collect_rng_state, generator_state, isolate_rng, restore_rng_state, set_generator_state
 
 _END: Any = object()
 
@@ -96,7 +95,6 @@ class Stream:
         self._replays, self._marks_last, self._ends_at_length = replays, marks_last, ends_at_length
         self._source: BatchSource = self._source_of(loader)
         self._generators = generators_of(loader)
-        self._watch = RngWatch()
         # A loaded state to continue from, and the random state in which its epoch began.
         self._loaded: dict[str, Any] | None = None
         self._start: dict[str, Any] | None = None
@@ -221,9 +219,9 @@ class Stream:
 
     def _first_of(self, iterator: Iterator[Any]) -> Any:
         """Return the first batch, and find out whether fetching it draws from the generators of training."""
-        before = self._watch.state()
+        before = collect_rng_state(cuda=False)
         batch = next(iterator, _END)
-        self._draws = self._watch.state() != before
+        self._draws = collect_rng_state(cuda=False) != before
         return batch
 
     def _may_end_at(self, length: int | None) -> int:
@@ -290,7 +288,7 @@ class Stream:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
             self._source.continue_with(self._rest)
-            rest = _RestOfEpoch(self._source, self._generators, self._watch)
+            rest = _RestOfEpoch(self._source, self._generators)
             rest.load_state_dict(state)
             iterator, self._start = rest.batches, rest.start
             position.prefetched, position.prefetched_state = rest.prefetched, rest.prefetched_state
@@ -537,7 +535,7 @@ class Stream:
         }
 
     def _random_state(self, *, reads: bool = True) -> dict[str, Any]:
-        return {"rng": self._watch.state() if reads else None, "generators": self._generator_states()}
+        return {"rng": collect_rng_state(cuda=False) if reads else None, "generators": self._generator_states()}
 
     def _generator_states(self) -> list[bytes]:
         return [generator_state(generator) for generator in self._generators]
@@ -583,7 +581,6 @@ class _RestOfEpoch:
 
     source: BatchSource
     generators: list[torch.Generator]
-    watch: RngWatch
     # The random state in which the epoch began, and the rest of its batches.
     start: dict[str, Any] | None = None
     batches: Iterator[Any] = field(init=False)
@@ -595,7 +592,7 @@ class _RestOfEpoch:
         """Fetch the batches up to the position again, if necessary; random generators keep their states."""
         generators, source = self.generators, self.source
         self.start = state["start"] or {
-            "rng": self.watch.state(),
+            "rng": collect_rng_state(cuda=False),
             "generators": [generator_state(each) for each in generators],
         }
         with isolate_rng(include_cuda=False):

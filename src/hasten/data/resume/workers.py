@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import multiprocessing
 import os
 import random
 import sys
-from _random import Random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,53 +18,9 @@ from torch.utils.data import get_worker_info
 from hasten._lib import torch_private
 from hasten.data.loader_parts import has_state, state_between
 from hasten.extend.origin import module_of
-from hasten.seed import collect_rng_state, generator_state, numpy_state, python_state, restore_rng_state
+from hasten.seed import collect_rng_state, restore_rng_state
 
 State = dict[str, Any]
-
-# The bytes of 624 numbers of 32 bits and the position among them: the state of a Mersenne Twister.
-_TWISTER_BYTES = 625 * 4
-# The bytes of Python's generator, which follow the head that every object has. The state is among them.
-_PYTHON_BYTES = Random.__basicsize__ - object.__basicsize__
-
-
-class RngWatch:
-    """Reads the states of this process's random generators repeatedly, converting only what has changed."""
-
-    def __init__(self) -> None:
-        self._python_memory = b""
-        self._python: list[Any] | None = None
-        self._numpy_memory = b""
-        self._numpy: State | None = None
-
-    def state(self) -> State:
-        """Return what ``collect_rng_state(cuda=False)`` returns."""
-        state: State = {"python": self._python_state(), "torch": generator_state(torch.default_generator)}
-        if "numpy" in sys.modules:
-            state["numpy"] = self._numpy_state()
-        return state
-
-    def _python_state(self) -> list[Any]:
-        # getstate, and comparing what it returns, take 15 us. Comparing the memory of the generator takes half of one;
-        # only a normal deviate that is held back is an attribute, and could be used up without changing it.
-        generator: Any = getattr(random.getstate, "__self__", None)
-        if type(generator) is not random.Random or _PYTHON_BYTES < _TWISTER_BYTES:
-            return python_state()
-        memory = ctypes.string_at(id(generator) + object.__basicsize__, _PYTHON_BYTES)
-        if self._python is None or self._python[2] != vars(generator)["gauss_next"] or memory != self._python_memory:
-            self._python, self._python_memory = python_state(), memory
-        return self._python
-
-    def _numpy_state(self) -> State:
-        # get_state takes 60 us. Comparing the memory that numpy documents takes one; only a normal deviate
-        # that is held back (has_gauss) could be used up without changing it.
-        generator = sys.modules["numpy"].random.get_bit_generator()
-        if type(generator).__name__ != "MT19937":
-            return numpy_state()
-        memory = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
-        if self._numpy is None or self._numpy["has_gauss"] or memory != self._numpy_memory:
-            self._numpy, self._numpy_memory = numpy_state(), memory
-        return self._numpy
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +48,6 @@ class StateCollate:
     rng: bool
     dataset_state: bool
     batch_size: int | None
-    _watch: RngWatch = field(default_factory=RngWatch)
     _last: State = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> BatchWithState:
@@ -104,7 +57,7 @@ class StateCollate:
         # Each state is sent once.
         state: State = {name: _to_send.pop(name) for name in list(_to_send)}
         if self.rng:
-            rng = self._watch.state()
+            rng = collect_rng_state(cuda=False)
             changed = {kind: each for kind, each in rng.items() if each != self._last.get(kind)}
             if changed:
                 self._last = rng
