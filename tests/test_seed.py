@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import io
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,65 @@ def test_generators_of_every_kind_return_to_a_state() -> None:
         before.restore()
         assert draw(generator) == first
     assert not is_generator(random.SystemRandom())
+
+
+def state_read_anew() -> list[Any]:
+    version, words, held = random.getstate()
+    kind, keys, position, has_held, also_held = np.random.get_state()
+    return [version, array.array("I", words).tobytes(), held, kind, keys.tobytes(), position, has_held, also_held]
+
+
+def state_collected() -> list[Any]:
+    state = collect_rng_state(cuda=False)
+    numpy = state["numpy"]
+    of_numpy = numpy["bit_generator"], numpy["state"]["key"]["bytes"], numpy["state"]["pos"]
+    return [*state["python"], *of_numpy, numpy["has_gauss"], numpy["gauss"]]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: random.seed(5),
+        lambda: random.shuffle([1, 2, 3]),
+        np.random.rand,
+        np.random.normal,
+        np.random.standard_normal,
+        lambda: np.random.seed(5),
+        lambda: np.random.permutation(3),
+        lambda: None,
+    ],
+)
+def test_collected_states_are_the_present_ones_after_every_way_to_draw(draw: Callable[[], object]) -> None:
+    with isolate_rng():
+        seed_everything(1, verbose=False)
+        assert state_collected() == state_read_anew()
+        # The second normal deviate is the one that the first call held back: it draws nothing.
+        for _ in range(3):
+            draw()
+            assert state_collected() == state_read_anew()
+
+
+def test_a_normal_deviate_that_is_held_back_again_is_collected() -> None:
+    with isolate_rng():
+        random.gauss(0, 1)
+        np.random.normal()
+        held, expected = collect_rng_state(cuda=False), state_read_anew()
+        random.gauss(0, 1)
+        np.random.normal()
+        assert state_collected() == state_read_anew() != expected
+        restore_rng_state(held)
+        assert state_collected() == state_read_anew() == expected
+
+
+def test_the_state_of_another_generator_behind_numpys_functions_is_collected() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        state = collect_rng_state(cuda=False)
+        assert state["numpy"]["bit_generator"] == "PCG64"
+        np.random.rand()
+        assert collect_rng_state(cuda=False) != state
+    finally:
+        np.random.set_bit_generator(before)

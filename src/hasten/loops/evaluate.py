@@ -190,53 +190,62 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
 
 def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: bool) -> int:
     """Evaluate on every batch of a loader; return how many this process had."""
-    hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
+    hooks, logged, progress, stage, stop = run.hooks, run.logged, run.progress, source.stage, run.limits.stop
     testing = stage == "test"
     name = STEP_OF[stage]
-    step = _step(run, name, loader_idx if several else None)
+    step, context = _step(run, name, loader_idx if several else None), logged.context_of(STEPS[name])
     transfer = make_transfer(run, source, loader_idx)
     suffix = (loader_idx,) if several else ()
     if several:
-        logged.context_of(STEPS[name]).enter_loader(loader_idx)
+        context.enter_loader(loader_idx)
     steps = run.runtime.steps
-    count = 0
+    batch_idx = -1
     for batch_idx, (batch, is_last) in enumerate(in_step(run, source.batches(loader_idx))):
-        count += 1
         if transfer is not None:
             batch = transfer(batch)
         logged.batch, logged.batch_size = batch, 0
-        (hooks.on_test_batch_start if testing else hooks.on_validation_batch_start)(batch, batch_idx, *suffix)
-        output = step(batch, batch_idx)
+        start = hooks.on_test_batch_start if testing else hooks.on_validation_batch_start
+        if start is not nothing:
+            start(batch, batch_idx, *suffix)
+        logged.context = context
+        try:
+            output = step(batch, batch_idx)
+        except Exception as error:
+            annotate(error, name, run.module, batch, batch_idx)
+            raise
+        # Looked up after the step, which may append a callback.
         end = hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
-        end(output, batch, batch_idx, *suffix)
+        if end is not nothing:
+            end(output, batch, batch_idx, *suffix)
         if steps is not None:
             steps.end_step(stage, batch, is_last)
         if logged.logs_evaluation_steps:
             logged.publish_evaluation_step(stage, batch_idx)
         progress.evaluated += 1
-        _leave_if_stopped(run)
-    return count
+        if stop.signal is not None:
+            _leave_if_stopped(run)
+    return batch_idx + 1
 
 
 def _evaluate_fetched(run: Run, source: StageData, keep: Callable[[Any, int], None]) -> list[int]:
     """Evaluate with a step that fetches its batches from ``dataloader_iter``; return how many each loader had."""
     hooks, logged, stage, count = run.hooks, run.logged, source.stage, len(source.load())
     several, loader_indices = count > 1, [index for index in range(count) if source.limits[index] > 0]
-    batches = [0] * count
+    batches, name = [0] * count, STEP_OF[stage]
 
     def fetch() -> Iterator[tuple[Any, bool, int, int]]:
         for loader_idx in loader_indices:
             if stage != "predict":
                 logged.enter_loader(stage, loader_idx if several else None)
             if several:
-                logged.context_of(STEPS[STEP_OF[stage]]).enter_loader(loader_idx)
+                logged.context_of(STEPS[name]).enter_loader(loader_idx)
             for index, (batch, is_last) in enumerate(in_step(run, source.batches(loader_idx))):
                 batches[loader_idx] += 1
                 yield batch, is_last and loader_idx == loader_indices[-1], index, loader_idx
 
     fetched = DataloaderIterator(run, fetch(), is_empty=not loader_indices)
-    step = _step(run, STEP_OF[stage], None)
-    start, end = (f"on_{STEP_OF[stage].removesuffix('_step')}_batch_{when}" for when in ("start", "end"))
+    step = _watched_step(run, name, None)
+    start, end = (f"on_{name.removesuffix('_step')}_batch_{when}" for when in ("start", "end"))
     for _ in fetched.steps():
         suffix = (fetched.dataloader_idx,) if several else ()
         getattr(hooks, start)(fetched.batch, fetched.batch_idx, *suffix)
@@ -260,15 +269,27 @@ def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], A
     """Return a step of the user's for batch and index; it is given ``loader_idx`` too, unless that is None."""
     user_step = step_of(run, name)
     step = run.runtime.bind(compiled_step(run, name, user_step), module=run.module)
+    graphs = recorded_steps(run.compiled, run.module)
     arguments = 3 if loader_idx is not None else 2 if takes(user_step, "batch_idx", at=2) else 1
-    logged, context, graphs = run.logged, run.logged.context_of(STEPS[name]), recorded_steps(run.compiled, run.module)
+    if arguments == 2 and graphs is None:
+        return step
+
+    def compute(batch: Any, batch_idx: int) -> Any:
+        if graphs is not None:
+            graphs.begin()
+        return step(*(batch, batch_idx, loader_idx)[:arguments])
+
+    return compute
+
+
+def _watched_step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], Any]:
+    """Return what ``_step`` returns, with ``self.log`` meaning the step, and notes at its errors."""
+    step, logged, context = _step(run, name, loader_idx), run.logged, run.logged.context_of(STEPS[name])
 
     def compute(batch: Any, batch_idx: int) -> Any:
         logged.context = context
         try:
-            if graphs is not None:
-                graphs.begin()
-            return step(*(batch, batch_idx, loader_idx)[:arguments])
+            return step(batch, batch_idx)
         except Exception as error:
             annotate(error, name, run.module, batch, batch_idx)
             raise
@@ -414,7 +435,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
 def _predict_loader(run: Run, loader_idx: int, several: bool, outputs: list[Any] | None) -> None:
     hooks = run.hooks
     takes_loader = several and takes(run.module.predict_step, "dataloader_idx", at=3)
-    step = _step(run, "predict_step", loader_idx if takes_loader else None)
+    step = _watched_step(run, "predict_step", loader_idx if takes_loader else None)
     transfer = make_transfer(run, run.data.predict, loader_idx)
     suffix = (loader_idx,) if several else ()
     # The predictions for a whole data set rarely fit on a device.

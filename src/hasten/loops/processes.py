@@ -242,23 +242,28 @@ def _compare(run: Run, batches: Batches, state: int) -> None:
 
 
 def in_step(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-    """Yield the batches of an evaluation; stop early if a signal arrived at any process, before ``leave_evaluation``.
+    """Return the batches of an evaluation, up to a signal at any process: see ``leave_evaluation``.
 
     If a forward needs all processes, a process without batches takes part until all are done.
     """
-    strategy = run.runtime.strategy
     if not run.runtime.several_processes:
-        yield from batches
-        return
-    stop = run.limits.stop
-    if strategy.engine.computes_alone:
-        begun = watchdog.collectives_begun()
-        for item in batches:
-            yield item
-            # Steps that exchange something themselves need all processes, up to the last batch.
-            if stop.heard is not None and watchdog.collectives_begun() == begun:
-                return
-        return
+        return iter(batches)
+    return _alone(run, batches) if run.runtime.strategy.engine.computes_alone else _together(run, batches)
+
+
+def _alone(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
+    """Yield the batches; end early if a signal has arrived, unless their steps need the other processes."""
+    stop, begun = run.limits.stop, watchdog.collectives_begun()
+    for item in batches:
+        yield item
+        # Steps that exchange something themselves need all processes, up to the last batch.
+        if stop.heard is not None and watchdog.collectives_begun() == begun:
+            return
+
+
+def _together(run: Run, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
+    """Yield the batches, and take part in the forward of other processes until all are done or a signal arrived."""
+    strategy, stop = run.runtime.strategy, run.limits.stop
     strategy.sharding.begin_epoch()
     group, first = host_group(run), True
     batches = strategy.sharding.checked(iter(batches), itemgetter(0))

@@ -21,9 +21,8 @@ from hasten._lib.errors import make_error
 from hasten._lib.optional import installed
 from hasten.data.loader_parts import has_state, samples_at, unchanged
 from hasten.data.memory.dataset_parts import own_generators, preserve
-from hasten.data.resume.workers import RngWatch
 from hasten.machine.host import available_memory_bytes, total_memory_bytes
-from hasten.seed import isolate_rng
+from hasten.seed import collect_rng_state, isolate_rng
 
 if TYPE_CHECKING:
     from hasten.types import Batch
@@ -367,13 +366,13 @@ class _RandomWatch:
     """Detects random numbers drawn from the program's or the dataset's generators."""
 
     def __init__(self, dataset: object) -> None:
-        self._dataset, self._rng = dataset, RngWatch()
-        self._last = self._rng.state()
+        self._dataset = dataset
+        self._last = collect_rng_state(cuda=False)
         self._own = own_generators(dataset)
 
     def drawn(self) -> bool:
         """Return whether numbers were drawn since the last call."""
-        before, self._last = self._last, self._rng.state()
+        before, self._last = self._last, collect_rng_state(cuda=False)
         # Searched each time: some datasets make their generator with the first sample.
         own, self._own = self._own, own_generators(self._dataset)
         return before != self._last or any(own.get(key) != state for key, state in self._own.items())

@@ -37,10 +37,9 @@ from hasten.data.loader_parts import (
 from hasten.data.memory.resident import is_resident
 from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of, state_of_rest
 from hasten.data.resume.sources import BatchSource, source_of
-from hasten.data.resume.workers import RngWatch
 from hasten.data.worker_count import with_workers_of
 from hasten.extend.origin import ROOTS, comes_from, package_of
-from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
+from hasten.seed import collect_rng_state, generator_state, isolate_rng, restore_rng_state, set_generator_state
 
 _END: Any = object()
 
@@ -96,7 +95,6 @@ class Stream:
         self._replays, self._marks_last, self._ends_at_length = replays, marks_last, ends_at_length
         self._source: BatchSource = self._source_of(loader)
         self._generators = generators_of(loader)
-        self._watch = RngWatch()
         # A loaded state to continue from, and the random state in which its epoch began.
         self._loaded: dict[str, Any] | None = None
         self._start: dict[str, Any] | None = None
@@ -174,6 +172,7 @@ class Stream:
         iterator = self._current = self._begin()
         position, exhausts = self._position, certain is not None and end == certain
         length = self.length if certain is None else certain
+        may_end_at = self._may_end_at(length)
         batch, position.repeated = position.repeated, _END
         # A batch that is yielded again was counted already.
         number = position.fetching = position.consumed + (batch is _END)
@@ -187,13 +186,14 @@ class Stream:
                         batch = self._first_of(iterator)
                         # Which part of a stream this process reads, its first samples have shown.
                         end, length = self._last_of_epoch(limit, certain), self.length
+                        may_end_at = self._may_end_at(length)
                     else:
                         batch = next(iterator, _END)
                     if batch is _END:
                         position.exhausted = True
                         break
                 is_last = number == end
-                if certain is None and not is_last:
+                if certain is None and not is_last and number >= may_end_at:
                     is_last = self._ends_with(number, length, iterator)
                 elif is_last and exhausts:
                     self._end_data(number, iterator)
@@ -219,22 +219,24 @@ class Stream:
 
     def _first_of(self, iterator: Iterator[Any]) -> Any:
         """Return the first batch, and find out whether fetching it draws from the generators of training."""
-        before = self._watch.state()
+        before = collect_rng_state(cuda=False)
         batch = next(iterator, _END)
-        self._draws = self._watch.state() != before
+        self._draws = collect_rng_state(cuda=False) != before
         return batch
+
+    def _may_end_at(self, length: int | None) -> int:
+        """Return the number of the first batch that may be the last, as far as the length is trusted."""
+        trusts_length = self._draws or self._ends_at_length or not self._marks_last
+        return (length or 0) if trusts_length else 0
 
     def _ends_with(self, number: int, length: int | None, iterator: Iterator[Any]) -> bool:
         """Return whether batch ``number`` is the last of a loader that may end anywhere."""
-        trusts_length = self._draws or self._ends_at_length or not self._marks_last
-        if trusts_length and number < (length or 0):
-            return False
         # Only the end of the data shows which batch is the last.
         position = self._position
         position.fetching = number + 1
         if position.prefetched_state is None:
             # A run that resumes here has to fetch that batch again, under the present random state. To
-            # read the generators costs 20 us, and is needed only if fetching draws from them.
+            # read the generators costs 8 us, and is needed only if fetching draws from them.
             state = self._random_state(reads=self._replays and self._source.draws())
             position.prefetched_state = {**state, "source": self._source.state(number)}
             position.prefetched = next(iterator, _END)
@@ -286,7 +288,7 @@ class Stream:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
             self._source.continue_with(self._rest)
-            rest = _RestOfEpoch(self._source, self._generators, self._watch)
+            rest = _RestOfEpoch(self._source, self._generators)
             rest.load_state_dict(state)
             iterator, self._start = rest.batches, rest.start
             position.prefetched, position.prefetched_state = rest.prefetched, rest.prefetched_state
@@ -533,7 +535,7 @@ class Stream:
         }
 
     def _random_state(self, *, reads: bool = True) -> dict[str, Any]:
-        return {"rng": self._watch.state() if reads else None, "generators": self._generator_states()}
+        return {"rng": collect_rng_state(cuda=False) if reads else None, "generators": self._generator_states()}
 
     def _generator_states(self) -> list[bytes]:
         return [generator_state(generator) for generator in self._generators]
@@ -579,7 +581,6 @@ class _RestOfEpoch:
 
     source: BatchSource
     generators: list[torch.Generator]
-    watch: RngWatch
     # The random state in which the epoch began, and the rest of its batches.
     start: dict[str, Any] | None = None
     batches: Iterator[Any] = field(init=False)
@@ -591,7 +592,7 @@ class _RestOfEpoch:
         """Fetch the batches up to the position again, if necessary; random generators keep their states."""
         generators, source = self.generators, self.source
         self.start = state["start"] or {
-            "rng": self.watch.state(),
+            "rng": collect_rng_state(cuda=False),
             "generators": [generator_state(each) for each in generators],
         }
         with isolate_rng(include_cuda=False):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import array
 import copy
-import ctypes
 import multiprocessing
 import os
 import random
@@ -20,41 +18,9 @@ from torch.utils.data import get_worker_info
 from hasten._lib import torch_private
 from hasten.data.loader_parts import has_state, state_between
 from hasten.extend.origin import module_of
-from hasten.seed import collect_rng_state, generator_state, numpy_state, restore_rng_state
+from hasten.seed import collect_rng_state, restore_rng_state
 
 State = dict[str, Any]
-
-
-class RngWatch:
-    """Reads the states of this process's random generators repeatedly, converting only what has changed."""
-
-    def __init__(self) -> None:
-        self._python_raw: Any = None
-        self._python: list[Any] = []
-        self._numpy_memory = b""
-        self._numpy: State | None = None
-
-    def state(self) -> State:
-        """Return what ``collect_rng_state(cuda=False)`` returns."""
-        raw = random.getstate()
-        if raw != self._python_raw:
-            self._python_raw = raw
-            self._python = [raw[0], array.array("I", raw[1]).tobytes(), raw[2]]
-        state: State = {"python": self._python, "torch": generator_state(torch.default_generator)}
-        if "numpy" in sys.modules:
-            state["numpy"] = self._numpy_state()
-        return state
-
-    def _numpy_state(self) -> State:
-        # get_state takes 60 us. Comparing the memory that numpy documents takes one; only a normal deviate
-        # that is held back (has_gauss) could be used up without changing it.
-        generator = sys.modules["numpy"].random.get_bit_generator()
-        if type(generator).__name__ != "MT19937":
-            return numpy_state()
-        memory = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
-        if self._numpy is None or self._numpy["has_gauss"] or memory != self._numpy_memory:
-            self._numpy, self._numpy_memory = numpy_state(), memory
-        return self._numpy
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +48,6 @@ class StateCollate:
     rng: bool
     dataset_state: bool
     batch_size: int | None
-    _watch: RngWatch = field(default_factory=RngWatch)
     _last: State = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> BatchWithState:
@@ -92,7 +57,7 @@ class StateCollate:
         # Each state is sent once.
         state: State = {name: _to_send.pop(name) for name in list(_to_send)}
         if self.rng:
-            rng = self._watch.state()
+            rng = collect_rng_state(cuda=False)
             changed = {kind: each for kind, each in rng.items() if each != self._last.get(kind)}
             if changed:
                 self._last = rng
