@@ -15,7 +15,10 @@ from torch._dynamo.utils import counters
 from torch.optim import SGD, Adam, AdamW, Optimizer, Rprop
 
 import hasten as L
+from hasten._lib import torch_private
+from hasten.compile.settings import CompileSettings
 from hasten.compile.whole_step import Clipping
+from hasten.loops import prepare
 from tests.compile.test_compile import Losses, Net, graphs
 from tests.models import loader, quiet, same_weights
 from tests.refusals import refused, warned
@@ -288,6 +291,22 @@ def test_clipping_is_that_of_torch(by_value: bool) -> None:
         clip(weights, 0.7)
         assert clipped[2] is None
         torch.testing.assert_close(clipped[:2], [weights[0].grad, weights[1].grad])
+
+
+def test_recorded_steps_begin_once_each_and_their_tensors_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[int] = []
+    marked: list[Tensor] = []
+    monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
+    monkeypatch.setattr(prepare, "check_possible", lambda *_: None)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    monkeypatch.setattr(torch_private, "mark_address_as_static", marked.append)
+    module, _ = trained_alike(max_epochs=1, limit_train_batches=8, limit_val_batches=0)
+    # The first step is computed in parts, of which each begins one.
+    assert len(begun) == 8 + 1
+    state = module.optimizers().optimizer.state[module.net[0].weight]
+    assert {id(tensor) for tensor in state.values()} <= {id(tensor) for tensor in marked}
 
 
 @pytest.mark.gpu
