@@ -178,6 +178,7 @@ COLUMNS: dict[str, Callable[[Workload, Clock], None]] = {
     "defaults": hasten(False, lambda workload: {}),
     "auto": hasten(True, lambda workload: {"speed": "auto"}),
     "best": hasten(True, lambda workload: workload.best),
+    "step": hasten(True, lambda workload: {**workload.best, "compile": "step"}),
     "consent": hasten(True, lambda workload: {**workload.best, **workload.consent}),
 }
 LOWER_PRECISION = ("engineer-bf16", "consent")
@@ -186,7 +187,7 @@ QUICK = ("tutorial", "engineer", "engineer-bf16", "auto", "best", "consent")
 
 def columns_of(workload: type[Workload]) -> list[str]:
     """Return the columns that apply to a workload."""
-    other = {"transformers", "accelerate"} - {workload.hugging_face}
+    other = {"transformers", "accelerate"} - {workload.hugging_face} | (set() if workload.is_small else {"step"})
     return [name for name in COLUMNS if name not in other]
 
 

@@ -56,6 +56,7 @@ class Tabular(Workload):
     goal, goal_text, smaller_is_better = 0.42, "log loss 0.42 on other rows", True
     batch_size, learning_rate = 256, 1e-3
     max_steps, turn_steps, quick_steps = 7_000, 500, 200
+    is_small = True
     best: ClassVar[Mapping[str, Any]] = {"resident": True, "allocator": "keep", "fused_optimizer": True}
 
     def __init__(self, device: torch.device) -> None:

@@ -41,6 +41,8 @@ class Workload(ABC):
     consent: ClassVar[Mapping[str, Any]] = {"precision": "bf16-mixed"}
     # The library of Hugging Face that people train such a model with: "transformers" or "accelerate".
     hugging_face: ClassVar[str] = "accelerate"
+    # Whether its operations are so small that a whole step in one graph is worth its compiling.
+    is_small: ClassVar[bool] = False
     train_data: Any
 
     def __init__(self, device: torch.device) -> None:

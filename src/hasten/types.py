@@ -59,8 +59,9 @@ Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment | LayerSync
 LoggerLike: TypeAlias = Logger | Iterable[Logger] | bool
 """One logger, several, True for the default one, or False for none."""
 
-CompileLike: TypeAlias = bool | Literal["regional"] | dict[str, Any]
-"""True for the whole model, "regional" for its repeated blocks, or options of ``torch.compile``."""
+CompileLike: TypeAlias = bool | Literal["regional", "step"] | dict[str, Any]
+"""True for the whole model, "regional" for its repeated blocks, "step" for all that a step
+computes, or options of ``torch.compile``."""
 
 SpeedName: TypeAlias = Literal[
     "auto", "exact", "same bits", "same maths up to rounding", "other random draws", "same samples in other batches",

@@ -312,6 +312,11 @@ def test_the_compiler() -> None:
     assert "max-autotune" in torch_private.compile_modes()
     torch_private.check_compiler_supported()
     torch_private.mark_dynamic(torch.ones(2, 2), 0)
+    fixed = torch.ones(2)
+    torch_private.mark_address_as_static(fixed)
+    assert hasattr(fixed, "_dynamo_static_input_type")
+    with torch_private.gradients_in_graphs():
+        assert torch._dynamo.config.trace_autograd_ops
     assert not torch_private.is_error_of_compiler(RuntimeError())
     assert torch_private.is_error_of_compiler(torch._dynamo.exc.TorchDynamoException())
     counters = torch_private.compile_counters()

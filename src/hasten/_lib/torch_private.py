@@ -431,6 +431,19 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def gradients_in_graphs() -> Any:
+    """Return a context in which the compiler traces ``torch.autograd.grad``; None where this torch cannot."""
+    from torch._dynamo import config
+
+    return config.patch(trace_autograd_ops=True) if hasattr(config, "trace_autograd_ops") else None
+
+
+def mark_address_as_static(tensor: Tensor) -> None:
+    """Tell CUDA graphs that a tensor stays where it is: a graph that changes it is recorded, and nothing is copied."""
+    if not hasattr(tensor, "_dynamo_static_input_type"):
+        torch._dynamo.mark_static_address(tensor)
+
+
 def is_error_of_compiler(error: BaseException) -> bool:
     """Return whether the compiler itself, not the model, raised this."""
     from torch._dynamo.exc import TorchDynamoException

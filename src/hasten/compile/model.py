@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hasten._lib.errors import make_error
 from hasten.compile.cache import ColdSeconds, keep_torchs_cache
@@ -17,6 +18,7 @@ from hasten.compile.regions import CompiledParts, alike_blocks
 from hasten.compile.report import CompileCounters, CompileReport
 from hasten.compile.settings import CompileSettings
 from hasten.compile.steps import Step
+from hasten.compile.whole_step import Clipping, WholeStep
 
 if TYPE_CHECKING:
     from hasten.strategies.base import Strategy
@@ -49,6 +51,7 @@ class CompiledModel:
         self.settings = settings
         self._counters = CompileCounters(self.report)
         self._steps: dict[str, tuple[Any, Step]] = {}
+        self._whole_step: tuple[Any, WholeStep] | None = None
         self._parts = CompiledParts(module, settings, self._counters, dims, packed)
         # Steps are compiled whole unless the user asked for blocks or compiled the model with torch.compile.
         self._compiles_steps = not self._parts.blocks and settings.context is None
@@ -107,6 +110,25 @@ class CompiledModel:
         if known is None or known[0] is not source:
             step = Step(name, function, module, self.settings, self._counters, self.dims)
             known = self._steps[name] = (source, step)
+        return known[1]
+
+    def whole_step(
+        self, function: Callable[..., Any], module: nn.Module, kind: type[Optimizer], clipping: Clipping
+    ) -> WholeStep:
+        """Return ``training_step``, backward, clipping and the optimizer's step as one.
+
+        Args:
+            function: ``training_step``.
+            module: the module it belongs to.
+            kind: of its optimizer.
+            clipping: of its gradients.
+
+        """
+        key = getattr(module.training_step, "__func__", module.training_step), kind, clipping
+        known = self._whole_step
+        if known is None or known[0] != key:
+            step = WholeStep(function, module, kind, clipping, self.settings, self._counters, self.dims)
+            known = self._whole_step = (key, step)
         return known[1]
 
     def report(self) -> CompileReport:

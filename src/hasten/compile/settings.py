@@ -19,7 +19,7 @@ from hasten._lib.names import did_you_mean, unknown_word
 _Model = TypeVar("_Model")
 
 # Options of hasten, and options of torch.compile that the run does not decide.
-_OWN = ("regional", "cache")
+_OWN = ("regional", "step", "cache")
 _KEYS = ("mode", "options", "backend", "dynamic", *_OWN)
 
 
@@ -29,6 +29,7 @@ class CompileSettings:
 
     Args:
         regional: compile the repeated blocks of the model once, and nothing else.
+        step: compile backward, clipping and the optimizer's step together with ``training_step``.
         cache: keep compiled code for the next run of the program.
         options: for ``torch.compile``.
         context: from the user's own ``torch.compile(model)``; used instead of ``options``.
@@ -37,6 +38,7 @@ class CompileSettings:
     """
 
     regional: bool = False
+    step: bool = False
     cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     context: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
@@ -88,7 +90,7 @@ class CompileSettings:
     def recipe(self) -> str:
         """Everything that decides the compiled code, as text."""
         options = {name: value for name, value in self.options.items() if name != "backend"}
-        return f"regional={self.regional} backend={self.backend} {sorted(options.items(), key=str)}"
+        return f"regional={self.regional} step={self.step} backend={self.backend} {sorted(options.items(), key=str)}"
 
     def compile(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
         """Return ``function``, compiled when it is called for the first time.
@@ -108,8 +110,8 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
 
     Args:
         owner: "Trainer" or "Fabric", for messages.
-        value: None or False, True, "regional", or a dict of options of ``torch.compile``, which may also hold
-            ``"regional"`` and ``"cache"`` (True or False).
+        value: None or False, True, "regional", "step", or a dict of options of ``torch.compile``, which may also hold
+            ``"regional"``, ``"step"`` and ``"cache"`` (True or False).
 
     Returns:
         the settings, or None.
@@ -130,10 +132,10 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
         return None
     if isinstance(value, CompileSettings):
         return value
-    if value is True or value == "regional":
-        return CompileSettings(regional=value == "regional")
+    if value is True or value in ("regional", "step"):
+        return _checked(owner, CompileSettings(regional=value == "regional", step=value == "step"))
     if isinstance(value, Mapping):
-        return _from_options(owner, dict(value))
+        return _checked(owner, _from_options(owner, dict(value)))
     if isinstance(value, str) and value in _modes():
         raise make_error(
             ValueError,
@@ -141,12 +143,27 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
             fix=f"Write compile={{'mode': {value!r}}}.",
             argument="compile",
         )
-    allowed = "True, False, 'regional', or a dict of torch.compile's options"
+    allowed = "True, False, 'regional', 'step', or a dict of torch.compile's options"
     if isinstance(value, str):
-        raise check.wrong(owner, "compile", value, allowed, hint=did_you_mean(value, ("regional", "True")))
+        raise check.wrong(owner, "compile", value, allowed, hint=did_you_mean(value, ("regional", "step", "True")))
     raise make_error(
         TypeError, f"{owner}(compile={value!r}):", fix=f"use {allowed}, not {type(value).__name__}.", argument="compile"
     )
+
+
+def _checked(owner: str, settings: CompileSettings) -> CompileSettings:
+    """Return settings for whole steps if ``owner`` and this torch have them; others unchanged."""
+    if not settings.step:
+        return settings
+    if owner == "Fabric":
+        why, fix = "your loop has the steps, not Fabric.", "Use compile=True."
+    elif settings.regional:
+        why, fix = "repeated blocks are compiled instead of steps.", "Use 'step' or 'regional'."
+    elif torch_private.gradients_in_graphs() is None:
+        why, fix = f"torch {torch.__version__} cannot trace torch.autograd.grad.", "Use compile=True."
+    else:
+        return settings
+    raise make_error(ValueError, f"{owner}(compile='step'): {why}", fix=fix, argument="compile")
 
 
 def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:

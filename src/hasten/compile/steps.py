@@ -38,6 +38,9 @@ class Step(Compiled):
 
     """
 
+    # What else is in the graph, for reports.
+    _and_more = ""
+
     def __init__(
         self,
         name: str,
@@ -47,7 +50,7 @@ class Step(Compiled):
         counters: CompileCounters,
         dims: int,
     ) -> None:
-        super().__init__(f"{type(module).__name__}.{name}", settings, counters, dims)
+        super().__init__(f"{type(module).__name__}.{name}{self._and_more}", settings, counters, dims)
         self._function = function
         self._code_name = name
         self._loggers = [(part, _collect(part)) for part in module.modules() if callable(getattr(part, "log", None))]
@@ -55,18 +58,24 @@ class Step(Compiled):
         self._hooks = InstalledHooks(module)
         if (reason := _python_only(getattr(module, name, function))) is not None:
             self._leave_to_python(reason)
+            self._failed(reason)
 
     def _compile(self) -> Callable[..., Any]:
         return self._settings.compile(own_code(_calling(self._function), self._code_name), whole=True)
 
     def __call__(self, *args: object) -> object:
         """Run the step."""
-        if self._stays_python or must_stay_python():
+        if self._stays_python or self._counters.paused or must_stay_python():
             return self._function(*args)
+        return self._computed(args, lambda: self._function(*args))[0]
+
+    def _computed(self, args: tuple[object, ...], python: Callable[[], Any]) -> tuple[Any, bool]:
+        """Return the output of the graph and True, or that of ``python`` and False; values are logged."""
         if not self._graphs:
             if (reason := _not_only_tensors(args[0])) is not None:
                 self._leave_to_python(reason)
-                return self._function(*args)
+                self._failed(reason)
+                return python(), False
             settle_lazily(self._parts, args[0])
         _logged.clear()
         # A graph for each number of arguments: with several loaders, the index of the loader is passed too.
@@ -75,10 +84,10 @@ class Step(Compiled):
             self._hooks,
             args[0],
             lambda compiled: self._collecting(compiled, args),
-            lambda: self._function(*args),
+            python,
         )
         if graph is None:
-            return output
+            return output, False
         _log_all(copy=self._settings.cuda_graphs)
         if graph.compiled > _MAX_COMPILES:
             self._leave_to_python(
@@ -89,7 +98,7 @@ class Step(Compiled):
                 f"compile: {self.name} stays Python from here on: each call would be compiled again.",
                 fix="See the causes in trainer.compile_report.recompiles; its forward stays compiled.",
             )
-        return output
+        return output, True
 
     def _failed(self, reason: str) -> None:
         """Do not warn: the parts of the step stay compiled, and the report has the reason."""

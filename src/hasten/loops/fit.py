@@ -47,6 +47,7 @@ from hasten.loops.user_code import (
     step_of,
     takes_iterator,
     weighed,
+    whole_step,
     with_batch_idx_if_taken,
 )
 from hasten.module import LightningModule
@@ -443,7 +444,11 @@ def _step_of_kind(run: Run) -> Step:
     if not run.optimizers:
         return _step_without_optimizer(run)
     follow_arguments(run)  # A callback may have changed them.
-    return _closure_step(run) if _needs_closure(run) else _automatic_step(run)
+    if _needs_closure(run):
+        return _closure_step(run)
+    step = _automatic_step(run)
+    whole = whole_step(run, step)
+    return step if whole is None else _whole_step(run, whole)
 
 
 def _needs_closure(run: Run) -> bool:
@@ -471,6 +476,31 @@ def _automatic_step(run: Run) -> Step:
             step(None)
             progress.global_step += 1
         return outputs
+
+    return train_step
+
+
+def _whole_step(run: Run, whole: Callable[[Any, int], tuple[Any, bool]]) -> Step:
+    """Forward, backward, clipping and the optimizer's step as one graph, which returns what ``training_step`` does."""
+    progress, window, hooks, graphs = run.progress, run.window, run.hooks, recorded_steps(run.compiled, run.module)
+    logged, context = run.logged, run.logged.context_of(STEPS["training_step"])
+
+    def train_step(batch: Any, batch_idx: int) -> Any:
+        logged.context = context
+        try:
+            if graphs is not None:
+                graphs.begin()
+            output, in_graph = whole(batch, batch_idx)
+        except Exception as error:
+            annotate(error, "training_step", run.module, batch, batch_idx)
+            raise
+        if not in_graph:
+            return output
+        loss = window.loss = output if type(output) is Tensor else output["loss"]
+        progress.global_step += 1
+        if hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
+            return None
+        return _outputs(output, loss)
 
     return train_step
 

@@ -39,6 +39,7 @@ from hasten.loops.user_code import (
     check_parameters,
     check_pipeline,
     warn_about_missing_parts,
+    why_not_whole_step,
 )
 from hasten.machine import allocator
 from hasten.module import LightningModule
@@ -527,6 +528,12 @@ def compile_module(run: Run) -> None:
         return
     from hasten.compile.model import compiled_model, for_strategy
 
+    if settings.step and run.state.fn == TrainerFn.FITTING:
+        if (reason := why_not_whole_step(run)) is not None:
+            raise MisconfigurationException(
+                f"Trainer(compile='step'): {reason.what}", fix=reason.fix, argument="compile"
+            )
+        run.undo.enter_context(torch_private.gradients_in_graphs())
     settings = for_strategy("Trainer", settings, run.module, run.runtime.strategy)
 
     speed, runtime = run.arguments.speed, run.runtime

@@ -34,7 +34,7 @@ from hasten._lib.tree import call_own_train, left_in_eval_mode, parameters_of, w
 from hasten.arguments import Arguments
 from hasten.elsewhere import conventions
 from hasten.extend.origin import comes_from, is_builtin, module_of
-from hasten.hooks import overridden, overrides
+from hasten.hooks import nothing, overridden, overrides
 from hasten.loops.schedule import on_host
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -42,6 +42,7 @@ from hasten.module.datamodule import DataHooks, LightningDataModule
 from hasten.module.hook_defaults import ModelHooks
 from hasten.optim import check_accumulation, no_accumulation
 from hasten.optim.backward import InBackward
+from hasten.optim.fast_step import is_watched
 from hasten.strategies.parallel import PIPELINE_IN_FABRIC, is_of_pipeline
 
 if TYPE_CHECKING:
@@ -852,6 +853,94 @@ def step_of(run: Run, name: str) -> Callable[..., Any]:
 def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``step`` compiled where the run compiles steps; else ``step`` itself, which costs nothing."""
     return step if run.compiled is None else run.compiled.step(name, step, run.module)
+
+
+# What runs between the calls of a step.
+_WITHIN_STEP = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_PARTS_OF_STEP = (
+    "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients",
+)  # fmt: skip
+
+
+def why_not_whole_step(run: Run) -> Parts | None:
+    """Return why forward, backward and the optimizer's step of a run cannot be one graph; None if they can."""
+    # Only where it is asked for: it imports what compiles steps.
+    from hasten.compile.whole_step import why_not_in_graph
+
+    module, arguments, runtime, engine = run.module, run.arguments, run.runtime, run.runtime.engine
+    owner, speed, in_parts = type(module).__name__, run.arguments.speed, "Use compile=True."
+    own = [name for name in _PARTS_OF_STEP if overrides(module, LightningModule, name)]
+    own += [name for name in _WITHIN_STEP if getattr(run.hooks, name) is not nothing and not own]
+    step = step_of(run, "training_step")
+    bound = runtime.bind(step, module=module, wrapped=run.wrapped, training=True)
+    by_program = engine.steps_by_program or engine.clips_by_program
+    problems = (
+        (not module.automatic_optimization, f"{owner} optimizes manually.", in_parts),
+        (len(run.optimizers) != 1, f"{owner}.configure_optimizers() returned no optimizer.", in_parts),
+        (bool(own), f"{', '.join(own)}() runs within a step.", f"Use compile=True, or leave {', '.join(own)} out."),
+        (
+            by_program or runtime.several_processes or run.wrapped is not module,
+            f"strategy={runtime.strategy.name!r} takes part in a step.",
+            in_parts,
+        ),
+        (
+            bound is not step or runtime.precision.precision != "32-true" or engine.scaler is not None,
+            f"precision={runtime.precision.precision!r} takes part in a step.",
+            "Use precision='32-true', or compile=True.",
+        ),
+        (
+            run.window.accumulate_grad_batches > 1,
+            f"accumulate_grad_batches={run.window.accumulate_grad_batches} has batches without a step.",
+            in_parts,
+        ),
+        (bool(speed.micro_batch), f"micro_batch={speed.micro_batch!r} computes parts of a batch.", in_parts),
+        (speed.memory == "auto", "memory='auto' repeats a step.", "Use memory='selective', or compile=True."),
+        (bool(speed.packed), f"packed={speed.packed!r} compiles parts of the model.", in_parts),
+        (
+            arguments.on_bad_loss != "warn",
+            f"on_bad_loss={arguments.on_bad_loss!r} looks at the gradients of a step.",
+            "Use on_bad_loss='warn', or compile=True.",
+        ),
+        (arguments.detect_anomaly, "detect_anomaly=True looks at each backward.", "Leave one of them out."),
+    )
+    found = next((Parts(what, fix) for holds, what, fix in problems if holds), None)
+    return why_not_in_graph(run.optimizers[0]) if found is None else found
+
+
+def whole_step(run: Run, in_parts: Callable[[Any, int], Any]) -> Callable[[Any, int], tuple[Any, bool]] | None:
+    """Return what trains on a batch by one graph, as ``WholeStep.train`` does; None where the run has no such graph.
+
+    Args:
+        run: the run.
+        in_parts: trains on a batch without that graph.
+
+    """
+    compiled = run.compiled
+    if compiled is None or not compiled.settings.step or why_not_whole_step(run) is not None:
+        return None
+    from hasten.compile.whole_step import Clipping, Update
+
+    hooks, window, arguments, optimizer = run.hooks, run.window, run.arguments, run.optimizers[0]
+    clipping = Clipping(arguments.gradient_clip_val or 0.0, by_value=arguments.gradient_clip_algorithm == "value")
+    training_step = with_batch_idx_if_taken(step_of(run, "training_step"))
+    train = compiled.whole_step(training_step, run.module, type(optimizer), clipping).train
+    update = Update(optimizer, records=compiled.settings.cuda_graphs)
+
+    def train_whole(batch: Any, batch_idx: int) -> tuple[Any, bool]:
+        # A checkpoint may have left an accumulation open, and a callback may have brought a hook.
+        within = not (
+            hooks.on_before_zero_grad
+            is hooks.on_before_backward
+            is hooks.on_after_backward
+            is hooks.on_before_optimizer_step
+            is nothing
+        )
+        if within or not (window.is_start and window.is_end) or is_watched(optimizer):
+            update.has_gradients = True
+            return in_parts(batch, batch_idx), False
+        return train(update, in_parts, batch, batch_idx)
+
+    return train_whole
 
 
 def with_batch_idx_if_taken(step: Callable[..., Any]) -> Callable[..., Any]:

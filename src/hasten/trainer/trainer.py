@@ -137,7 +137,7 @@ class Trainer(TrainerView):
             rounding at most, "auto" for other random draws as well (as if from another seed), "same samples in other
             batches" or "lower precision" to go further; "same bits" for nothing that changes a number. Choosing takes
             at most 3 % of the expected training, and is remembered; see docs/speed.md.
-        compile: True, "regional" or a dict of ``torch.compile`` options.
+        compile: True, "regional", "step" (with the optimizer's step) or a dict of ``torch.compile`` options.
         batching: "length" to put samples of similar length in one batch, "tokens:4096" for batches of at most that many
             tokens, or a ``hasten.data.LengthBatching``.
         packed: True to skip padding in transformer blocks; "first_token" to also compute the last block for the first

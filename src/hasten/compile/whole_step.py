@@ -1,0 +1,293 @@
+"""One graph for a whole step of training: forward, loss, backward, clipping and the update of the weights.
+
+The graph uses up its gradients: ``parameter.grad`` stays None. The arithmetic of the optimizers is that of
+``torch.optim``, and so is their state: it is read from the optimizer before each step and changed in place, as are the
+weights. A learning rate is a tensor, so that a schedule needs no other graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from hasten._lib import torch_private
+from hasten._lib.device import is_cuda
+from hasten._lib.errors import Parts
+from hasten._lib.rank_zero import warn_once
+from hasten._lib.tree import map_tensors, parameters_of
+from hasten.compile.regions import must_stay_python, own_code
+from hasten.compile.report import CompileCounters
+from hasten.compile.settings import CompileSettings
+from hasten.compile.steps import Step
+from hasten.optim.fast_step import is_watched
+from hasten.optim.fused import unwrapped
+
+# What a graph gets of a group: its weights, their states, weights without state, the learning rate, and options.
+Group = tuple[list[Tensor], list[list[Tensor]], list[Tensor], Tensor, dict[str, Any]]
+
+# The weights without state at the last step: where they are the same again, the loss does not use them.
+_without_state: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped in the graph.
+
+    Args:
+        max_value: the largest norm of all gradients together, or the largest element; 0 for no clipping.
+        by_value: limit each element, not the norm.
+
+    """
+
+    max_value: float = 0.0
+    by_value: bool = False
+
+    def of(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients, clipped as ``torch.nn.utils`` does it; None stays None."""
+        given = [gradient for gradient in gradients if gradient is not None]
+        if self.max_value <= 0 or not given:
+            return list(gradients)
+        limit = self.max_value
+        if self.by_value:
+            return [None if gradient is None else gradient.clamp(-limit, limit) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in given]))
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        return [None if gradient is None else gradient * scale for gradient in gradients]
+
+
+def why_not_in_graph(optimizer: Optimizer) -> Parts | None:
+    """Return why the step of an optimizer cannot be a part of a graph, and what to write; None if it can.
+
+    Args:
+        optimizer: that of the run.
+
+    Example::
+
+        >>> why_not_in_graph(torch.optim.Rprop([nn.Parameter(torch.zeros(2))])).what
+        'Rprop cannot be a part of the graph; Adam, AdamW and SGD can.'
+
+    """
+    kind, name, instead = type(optimizer), type(optimizer).__name__, "Use compile=True."
+    base = next((each for each in (AdamW, Adam, SGD) if isinstance(optimizer, each)), None)
+    if base is None or unwrapped(kind.step) is not unwrapped(base.step):
+        return Parts(f"{name} cannot be a part of the graph; Adam, AdamW and SGD can.", instead)
+    if is_watched(optimizer):
+        return Parts(f"there are hooks around the step of {name}, or another step in its place.", instead)
+    for group in optimizer.param_groups:
+        if group["differentiable"]:
+            return Parts(f"{name}(differentiable=True) cannot be a part of the graph.", "Leave differentiable out.")
+        on_host = not (base is SGD or group["fused"] or group["capturable"])
+        if on_host and any(is_cuda(parameter.device) for parameter in group["params"]):
+            return Parts(f"{name} counts its steps on the host.", "Use fused_optimizer=True too.")
+    if any(torch_private.has_gradient_hooks(parameter) for parameter in parameters_of(optimizer)):
+        return Parts("there are hooks on the gradients of parameters.", instead)
+    return None
+
+
+class Update:
+    """The tensors of one optimizer that a graph changes.
+
+    Args:
+        optimizer: Adam, AdamW or SGD.
+        records: whether CUDA graphs are recorded, which need to know that these tensors stay where they are.
+
+    """
+
+    def __init__(self, optimizer: Optimizer, *, records: bool) -> None:
+        self.optimizer = optimizer
+        # Whether gradients may be left from a step without the graph.
+        self.has_gradients = True
+        self._records = records
+        self._is_sgd = isinstance(optimizer, SGD)
+        # The learning rate of each group: as it was when it was last read, and as a tensor.
+        self._rates: list[tuple[float, Tensor]] = []
+
+    def inputs(self) -> list[Group] | None:
+        """Return what the graph needs; None where the optimizer may make states in its next step."""
+        groups: list[Group] = []
+        without_state: list[Tensor] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            weights = [parameter for parameter in group["params"] if parameter.requires_grad]
+            names = self._names(group)
+            states = self.optimizer.state
+            idle = [weight for weight in weights if names and not self._has_state(weight, names)]
+            if idle:
+                without_state += idle
+                weights = [weight for weight in weights if self._has_state(weight, names)]
+            lists = [[states[weight][name] for weight in weights] for name in names]
+            rate = self._rate(index, group["lr"], group["params"])
+            if self._records:
+                for tensor in (rate, *(tensor for each in lists for tensor in each)):
+                    torch_private.mark_address_as_static(tensor)
+            groups.append((weights, lists, idle, rate, self._options(group)))
+        return None if without_state and self._may_make_state(groups, without_state) else groups
+
+    def _names(self, group: dict[str, Any]) -> list[str]:
+        """Return what the optimizer keeps for each weight."""
+        if self._is_sgd:
+            return ["momentum_buffer"] if group["momentum"] else []
+        return ["exp_avg", "exp_avg_sq", "step", *(["max_exp_avg_sq"] if group["amsgrad"] else ())]
+
+    def _has_state(self, weight: Tensor, names: list[str]) -> bool:
+        state = self.optimizer.state.get(weight, {})
+        return all(isinstance(state.get(name), Tensor) for name in names)
+
+    def _may_make_state(self, groups: list[Group], without_state: list[Tensor]) -> bool:
+        """Return whether one of these weights may get its first gradient now; the loss may not use the others."""
+        known = _without_state.get(self.optimizer)
+        found = _without_state[self.optimizer] = {id(weight) for weight in without_state}
+        if known is None and any(weights for weights, *_ in groups):
+            return False  # A resumed run continues as the one before it.
+        return not found <= (known or set())
+
+    def _rate(self, index: int, rate: float | Tensor, parameters: list[Tensor]) -> Tensor:
+        if isinstance(rate, Tensor):
+            return rate
+        if index == len(self._rates):
+            device = parameters[0].device if parameters else torch.device("cpu")
+            # In 64 bits, as torch computes with a number.
+            self._rates.append((rate, torch.tensor(rate, dtype=torch.float64, device=device)))
+        known, tensor = self._rates[index]
+        if known != rate:
+            tensor.fill_(rate)
+            self._rates[index] = rate, tensor
+        return tensor
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        if self._is_sgd:
+            return {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+        beta1, beta2 = group["betas"]
+        options = {name: group[name] for name in ("weight_decay", "eps", "amsgrad", "maximize")}
+        decoupled = isinstance(self.optimizer, AdamW) or group.get("decoupled_weight_decay", False)
+        return {"beta1": beta1, "beta2": beta2, "decoupled_weight_decay": decoupled, **options}
+
+
+def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: bool) -> None:
+    """Change weights and state with the arithmetic of ``torch.optim``."""
+    remaining = iter(gradients)
+    for weights, states, _, rate, options in groups:
+        given = [next(remaining) for _ in weights]
+        # As torch does, weights are left alone to which the loss has no connection.
+        used = [index for index, gradient in enumerate(given) if gradient is not None]
+        if not used:
+            continue
+        changed: list[Tensor] = [weights[index] for index in used]
+        with_gradient: list[Any] = [given[index] for index in used]
+        lists: list[list[Any]] = [[each[index] for index in used] for each in states]
+        # Few kernels on a GPU; loops over one parameter each on a CPU.
+        foreach = is_cuda(changed[0].device)
+        if is_sgd:
+            buffers: list[Any] = lists[0] if lists else [None] * len(used)
+            # Of any type: the compiler takes a rate that is a tensor.
+            lr: Any = rate
+            sgd(changed, with_gradient, buffers, lr=lr, foreach=foreach, fused=False, **options)
+        else:
+            averages, squares, steps, *largest = lists
+            adam(
+                changed, with_gradient, averages, squares, largest[0] if largest else [], steps,
+                lr=rate, foreach=foreach, fused=False, capturable=True, **options,
+            )  # fmt: skip
+
+
+class WholeStep(Step):
+    """``training_step``, backward, clipping and the optimizer's step as one graph.
+
+    Steps that the graph cannot compute are computed in parts: until the optimizer has its state, a last batch of one
+    sample, and all of them where the compiler fails.
+
+    Args:
+        function: ``training_step``.
+        module: the module it belongs to.
+        kind: of the optimizer.
+        clipping: what happens to gradients before the optimizer steps.
+        settings: how it is compiled.
+        counters: gets what happens.
+        dims: how many leading dimensions of a batch may change from batch to batch.
+
+    """
+
+    _and_more = ", backward and step"
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        kind: type[Optimizer],
+        clipping: Clipping,
+        settings: CompileSettings,
+        counters: CompileCounters,
+        dims: int,
+    ) -> None:
+        super().__init__("training_step", function, module, settings, counters, dims)
+        self._is_sgd = issubclass(kind, SGD)
+        self._clipping = clipping
+
+    def _compile(self) -> Callable[..., Any]:
+        training_step, clipping, is_sgd = self._function, self._clipping, self._is_sgd
+
+        def step(batch: Any, batch_idx: int, groups: list[Group]) -> Any:
+            output = training_step(batch, batch_idx)
+            loss = output
+            if isinstance(output, Mapping):
+                if "loss_weight" in output:
+                    raise TypeError("loss_weight may be 0, which is known after the step only.")
+                loss = output["loss"]
+            weights = [weight for group in groups for weight in group[0]]
+            idle = [weight for group in groups for weight in group[2]]
+            gradients = torch.autograd.grad(loss, [*weights, *idle], allow_unused=True)
+            if any(gradient is not None for gradient in gradients[len(weights) :]):
+                raise TypeError("a parameter has a gradient for the first time, and the optimizer no state for it yet.")
+            gradients = gradients[: len(weights)]
+            with torch.no_grad():
+                _update(groups, clipping.of(gradients), is_sgd=is_sgd)
+            # An output with a graph of its own would need another backward.
+            return map_tensors(Tensor.detach, output)
+
+        return self._settings.compile(own_code(step, self.name), whole=True)
+
+    def train(self, update: Update, in_parts: Callable[..., Any], *args: object) -> tuple[Any, bool]:
+        """Train on a batch.
+
+        Args:
+            update: of the optimizer.
+            in_parts: trains on the batch without this graph.
+            args: the batch and its index, for both.
+
+        Returns:
+            the output of ``training_step`` and True, or that of ``in_parts`` and False.
+
+        """
+
+        def without_graph() -> Any:
+            update.has_gradients = True
+            return in_parts(*args)
+
+        if self._stays_python or must_stay_python():
+            return without_graph(), False
+        groups = update.inputs()
+        if groups is None:
+            # One step is not worth the graphs of its parts.
+            with self._counters.pause():
+                return without_graph(), False
+        if update.has_gradients:
+            update.optimizer.zero_grad()
+            update.has_gradients = False
+        output, in_graph = self._computed((*args, groups), without_graph)
+        if in_graph and "step" in vars(update.optimizer):
+            torch_private.note_step(update.optimizer)
+        return output, in_graph
+
+    def _failed(self, reason: str) -> None:
+        warn_once(
+            f"compile {self.name} {reason}",
+            f"Trainer(compile='step'): {self.name} cannot be one graph, and is computed as with compile=True. {reason}",
+            fix="Use compile=True.",
+        )

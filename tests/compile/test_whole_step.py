@@ -1,0 +1,318 @@
+"""``Trainer(compile="step")``: one graph from the batch to the new weights, and the training of the plain loop."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.optim import SGD, Adam, AdamW, Optimizer, Rprop
+
+import hasten as L
+from hasten._lib import torch_private
+from hasten.compile.settings import CompileSettings
+from hasten.compile.whole_step import Clipping
+from hasten.loops import prepare
+from tests.compile.test_compile import Losses, Net, graphs
+from tests.models import loader, quiet, same_weights
+from tests.refusals import refused, warned
+
+# Traces as every backend does, and computes with torch's own operations.
+WHOLE = {"backend": "eager", "step": True}
+Make = Callable[[list[Tensor]], Optimizer]
+
+
+class Model(Net):
+    """Without dropout, whose draws a compiled run may change; one layer is never used."""
+
+    def __init__(self, make: Make = lambda weights: AdamW(weights, lr=0.01), *, schedule: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.unused = nn.Linear(2, 2)
+        self.make, self.schedule = make, schedule
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(list(self.parameters()))
+        if not self.schedule:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fitted(make: Callable[[], Net] = Model, **arguments: Any) -> tuple[Any, Any, list[float]]:
+    """Train over two epochs with a short last batch and a validation."""
+    L.seed_everything(1, verbose=False)
+    module, losses = make(), Losses()
+    more = arguments.pop("callbacks", [])
+    trainer = quiet(**{"max_epochs": 2, "callbacks": [losses, *more], "log_every_n_steps": 2, **arguments})
+    trainer.fit(module, loader(42), loader(18))
+    return module, trainer, losses.values
+
+
+def assert_close(one: nn.Module, other: nn.Module) -> None:
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def trained_alike(make: Callable[[], Net] = Model, **arguments: Any) -> tuple[Any, Any]:
+    """Train plainly and in whole steps, to the same losses and weights; return module and Trainer of the latter."""
+    compile = arguments.pop("compile", WHOLE)
+    plain, before, plain_losses = fitted(make, **arguments)
+    module, trainer, losses = fitted(make, compile=compile, **arguments)
+    assert losses == pytest.approx(plain_losses, rel=1e-4)
+    assert_close(module, plain)
+    assert trainer.global_step == before.global_step
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == pytest.approx(
+        {name: value.item() for name, value in before.callback_metrics.items()}, rel=1e-3, abs=1e-5
+    )
+    return module, trainer
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (lambda weights: SGD(weights, lr=0.1), {}),
+        (
+            lambda weights: SGD(weights, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+            {"gradient_clip_val": 0.2},
+        ),
+        (lambda weights: AdamW(weights, lr=0.01), {"fused_optimizer": True}),
+        (
+            lambda weights: Adam(weights, lr=0.01, amsgrad=True, weight_decay=0.1, maximize=True),
+            {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        ),
+        (
+            lambda weights: AdamW([{"params": weights[:2], "lr": 0.1}, {"params": weights[2:], "betas": (0.5, 0.9)}]),
+            {"resident": True},
+        ),
+    ],
+)
+def test_losses_weights_and_logged_values_are_those_of_the_plain_loop(make: Make, arguments: dict[str, Any]) -> None:
+    module, trainer = trained_alike(lambda: Model(make, schedule=True), **arguments)
+    # The learning rate changed in each step.
+    assert graphs() == 2
+    report = trainer.compile_report
+    assert (report.graph_breaks, report.recompiles, report.left) == ({}, (), {})
+    assert sorted(report.compiled) == ["Model.training_step, backward and step", "Model.validation_step"]
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_changes_in_place_survive_the_tracing_of_backward() -> None:
+    compile = {"backend": "aot_eager", "step": True}
+    trained_alike(lambda: Model(schedule=True), compile=compile, gradient_clip_val=0.5)
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 8:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    whole, _, losses = fitted(lambda: Model(schedule=True), compile=WHOLE, callbacks=[Save()])
+    L.seed_everything(5, verbose=False)
+    module, rest = Model(schedule=True), Losses()
+    trainer = quiet(max_epochs=2, callbacks=[rest], log_every_n_steps=2, compile=WHOLE)
+    trainer.fit(module, loader(42), loader(18), ckpt_path=tmp_path / "middle.ckpt")
+    assert rest.values == losses[8:]
+    assert same_weights(module, whole)
+
+
+def test_a_second_fit_compiles_nothing_again_and_keeps_nothing_alive() -> None:
+    module, trainer, _ = fitted(compile=WHOLE)
+    assert graphs() == 2
+    quiet(max_epochs=1, compile=WHOLE).fit(module, loader(42), loader(18))
+    assert graphs() == 2
+    kept = weakref.ref(trainer.optimizers[0])
+    module.trainer = None
+    del trainer
+    gc.collect()
+    assert kept() is None
+
+
+# -- steps that are computed in parts
+
+
+class Indexed(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch, "train") * (1 + batch_idx % 2)
+
+
+class Reading(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch, "train")
+        assert loss.item() > 0
+        return loss
+
+
+class Weighing(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch, "train"), "loss_weight": 1}
+
+
+@pytest.mark.parametrize("make", [Indexed, Reading, Weighing])
+def test_a_step_that_cannot_be_one_graph_trains_as_with_compile_true_and_says_so(make: type[Net]) -> None:
+    with warned(UserWarning, says="cannot be one graph"):
+        _, trainer = trained_alike(make)
+    assert f"{make.__name__}.training_step, backward and step" in trainer.compile_report.left
+
+
+def test_a_hook_between_backward_and_step_that_comes_later_is_called() -> None:
+    class Norms(L.Callback):
+        def __init__(self) -> None:
+            self.norms: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            self.norms.append(module.net[0].weight.grad.norm().item())
+
+    class Late(L.Callback):
+        def __init__(self) -> None:
+            self.late = Norms()
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 5:
+                trainer.callbacks.append(self.late)
+
+    plain, compiled = Late(), Late()
+    one, _, _ = fitted(callbacks=[plain])
+    other, _, _ = fitted(callbacks=[compiled], compile=WHOLE)
+    assert len(compiled.late.norms) == len(plain.late.norms) > 0
+    assert compiled.late.norms == pytest.approx(plain.late.norms, rel=1e-3)
+    assert_close(other, one)
+
+
+def test_layers_that_are_thawed_later_are_trained() -> None:
+    class Thaw(L.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            module.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.net[0].requires_grad_(trainer.current_epoch > 0)
+
+    before = Model().net[0].weight.detach().clone()
+    module, trainer = trained_alike(callbacks=[Thaw()])
+    assert trainer.compile_report.left == {}
+    assert not torch.equal(module.net[0].weight, before)
+    assert len(module.optimizers().optimizer.state) == 6
+
+
+def test_options_that_change_each_step_are_left_to_python_or_traced() -> None:
+    class Cycle(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            trainer.optimizers[0].param_groups[0]["betas"] = (0.8 + 0.01 * batch_idx, 0.999)
+
+    trained_alike(callbacks=[Cycle()])
+
+
+def test_an_error_of_the_step_is_shown_as_its_own() -> None:
+    class Wrong(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0][:, :3]).mean()
+
+    with pytest.raises(RuntimeError) as caught:
+        fitted(Wrong, compile=WHOLE)
+    assert "shapes cannot be multiplied" in str(caught.value)
+
+
+# -- refused before training
+
+
+class Untouched(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("too late")
+
+
+class ByHand(Untouched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Clips(Untouched):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class Looks(L.Callback):
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        return None
+
+
+def hooked(weights: list[Tensor]) -> Optimizer:
+    optimizer = SGD(weights, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (ByHand, {}),
+        (Clips, {"gradient_clip_val": 1.0}),
+        (Untouched, {"callbacks": [Looks()]}),
+        (Untouched, {"accumulate_grad_batches": 2}),
+        (Untouched, {"micro_batch": 2}),
+        (Untouched, {"precision": "bf16-mixed"}),
+        (Untouched, {"on_bad_loss": "skip"}),
+        (Untouched, {"detect_anomaly": True}),
+        (lambda: Untouched(lambda weights: Rprop(weights)), {}),
+        (lambda: Untouched(hooked), {}),
+        (lambda: Untouched(lambda weights: SGD(weights, lr=0.1, differentiable=True)), {}),
+    ],
+)
+def test_steps_with_code_within_are_refused_before_training(make: Any, arguments: dict[str, Any]) -> None:
+    with refused(ValueError, "compile"):
+        quiet(compile=WHOLE, max_epochs=1, **arguments).fit(make(), loader())
+
+
+def test_the_word_is_checked_at_once() -> None:
+    with refused(ValueError, "compile"):
+        L.Fabric(accelerator="cpu", compile="step")
+    with refused(ValueError, "compile"):
+        quiet(compile={"step": True, "regional": True})
+    with refused(TypeError, "compile['step']"):
+        quiet(compile={"step": "yes"})
+    # Evaluations have no such step.
+    quiet(compile=WHOLE).validate(ByHand(), loader(18), verbose=False)
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_clipping_is_that_of_torch(by_value: bool) -> None:
+    weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
+    for factor in (0.01, 10.0):
+        weights[0].grad, weights[1].grad = torch.arange(3.0) * factor, torch.arange(2.0) * factor
+        clipped = Clipping(0.7, by_value=by_value).of([each.grad for each in weights])
+        clip = nn.utils.clip_grad_value_ if by_value else nn.utils.clip_grad_norm_
+        clip(weights, 0.7)
+        assert clipped[2] is None
+        torch.testing.assert_close(clipped[:2], [weights[0].grad, weights[1].grad])
+
+
+def test_recorded_steps_begin_once_each_and_their_tensors_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[int] = []
+    marked: list[Tensor] = []
+    monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
+    monkeypatch.setattr(prepare, "check_possible", lambda *_: None)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    monkeypatch.setattr(torch_private, "mark_address_as_static", marked.append)
+    module, _ = trained_alike(max_epochs=1, limit_train_batches=8, limit_val_batches=0)
+    # The first step is computed in parts, of which each begins one.
+    assert len(begun) == 8 + 1
+    state = module.optimizers().optimizer.state[module.net[0].weight]
+    assert {id(tensor) for tensor in state.values()} <= {id(tensor) for tensor in marked}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", ["step", {"mode": "reduce-overhead", "step": True}])
+def test_whole_steps_on_a_gpu_train_to_the_weights_of_the_plain_loop(compile: Any) -> None:
+    trained_alike(
+        lambda: Model(schedule=True), compile=compile, fused_optimizer=True, accelerator="gpu", gradient_clip_val=0.5
+    )
+    assert not counters["inductor"]["cudagraph_skips"]
