@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from hasten.data.loader_parts import has_state
 from hasten.data.resume.stream import Stream
+from hasten.seed import collect_rng_state, isolate_rng, restore_rng_state
 from tests.refusals import refused, warned
 
 
@@ -380,3 +382,45 @@ def test_a_dataset_with_a_shuffle_buffer_of_hugging_face_is_read_again_instead_o
         dataset = kind()
         dataset._ex_iterable = examples
         assert has_state(dataset) is exact
+
+
+class Drawing:
+    """Eight batches, each the sum of the random numbers drawn so far; some draw one."""
+
+    def __init__(self, draws: set[int]) -> None:
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[float]:
+        total = 0.0
+        for number in range(8):
+            total += random.random() if number in self.draws else 0
+            yield total
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_epoch_goes_on_exactly_whichever_batches_and_steps_draw_random_numbers(seed: int) -> None:
+    chosen = random.Random(seed)
+    of_loader, of_training = ({number for number in range(8) if chosen.random() < 0.25} for _ in range(2))
+    with isolate_rng():
+        random.seed(seed)
+        stream = Stream(Drawing(of_loader))
+        seen, states = [], []
+        for number, (batch, _) in enumerate(stream.batches()):
+            seen.append(batch)
+            if number in of_training:
+                seen.append(random.random())
+            states.append((len(seen), stream.state_dict(number + 1), collect_rng_state(cuda=False)))
+        for place, state, rng in states[:-1]:
+            again, resumed = Stream(Drawing(of_loader)), list(seen[:place])
+            again.load_state_dict(state)
+            random.seed(0)
+            again.open()
+            restore_rng_state(rng)
+            for number, (batch, _) in enumerate(again.batches(), again.consumed):
+                resumed.append(batch)
+                if number in of_training:
+                    resumed.append(random.random())
+            assert resumed == seen

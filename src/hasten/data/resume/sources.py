@@ -479,7 +479,7 @@ class CountingSampler:
 # About 5 KB each. A loader whose draws go further back than these cannot be replayed.
 _KEPT_NOTES = 1000
 # Stop watching a loader for this epoch after this many batches without a draw. Most loaders draw nothing at all, and
-# reading the generators twice costs some 15 us a batch.
+# reading the generators costs some 15 us.
 _QUIET = 64
 
 
@@ -497,6 +497,8 @@ class Replay:
         self._moved: set[str] = set()
         self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
         self._quiet = 0
+        # Whether nothing has drawn lately, neither the loader nor anything else.
+        self._still = False
 
     def __iter__(self) -> Replay:
         return self
@@ -513,11 +515,21 @@ class Replay:
         before = collect_rng_state(cuda=False)
         if before != self._expected:
             self._moved.update(kind for kind in before if before[kind] != self._expected.get(kind))
+            if self._still:
+                # Perhaps the batch before was not quiet.
+                self._quiet, self._still = 0, False
+        self._quiet += self._still
         batch = next(self._batches)
         self._number += 1
+        if self._still:
+            # If this batch draws, its numbers follow from earlier ones: nothing has to be restored for it, and the next
+            # reading shows it.
+            return batch
         self._expected = after = collect_rng_state(cuda=False)
         if after == before:
-            self._quiet += 1
+            # While all is still, a batch counts as quiet when the next one begins.
+            self._still = not self._moved
+            self._quiet += not self._still
             return batch
         self._quiet = 0
         drawn = [kind for kind in before if after[kind] != before[kind] and kind in self._moved]
