@@ -38,7 +38,7 @@ class Workload(ABC):
     quick_steps: ClassVar[int]
     # Arguments of hasten's Trainer: the fastest that do the same maths, and what else a user can agree to.
     best: ClassVar[Mapping[str, Any]]
-    consent: ClassVar[Mapping[str, Any]] = {"precision": "bf16-mixed"}
+    consent: Mapping[str, Any] = {"precision": "bf16-mixed"}
     # The library of Hugging Face that people train such a model with: "transformers" or "accelerate".
     hugging_face: ClassVar[str] = "accelerate"
     # Whether its operations are so small that a whole step in one graph is worth its compiling.

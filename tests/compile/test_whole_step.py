@@ -316,3 +316,17 @@ def test_whole_steps_on_a_gpu_train_to_the_weights_of_the_plain_loop(compile: An
         lambda: Model(schedule=True), compile=compile, fused_optimizer=True, accelerator="gpu", gradient_clip_val=0.5
     )
     assert not counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights: SGD(weights, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01),
+        lambda weights: Adam(weights, lr=0.01, weight_decay=0.01),
+    ],
+    ids=["SGD", "Adam"],
+)
+def test_weight_decay_is_what_was_written_in_compiled_code(make: Make) -> None:
+    # Not with another backend: torch's compiler makes one operation of a gradient and its decay, and loses the factor.
+    trained_alike(lambda: Model(make), compile="step")

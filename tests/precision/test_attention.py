@@ -1,4 +1,4 @@
-"""Under bfloat16 autocast on a CPU without AMX, hasten computes attention of short sequences in 32 bits."""
+"""MixedPrecision(attention_in_32_bits=True): on a CPU without AMX, attention of short sequences in 32 bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
 from hasten._lib import torch_private
+from hasten.plugins import MixedPrecision
 from hasten.precision.attention import LONGEST, attention_32
 
 
@@ -105,7 +106,8 @@ class Encoder(L.LightningModule):
 def trained(loader: DataLoader[Any], **arguments: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     module = Encoder()
-    quiet(precision="bf16-mixed", max_epochs=1, **arguments).fit(module, loader)
+    precision = MixedPrecision("bf16-mixed", "cpu", attention_in_32_bits=True)
+    quiet(plugins=precision, max_epochs=1, **arguments).fit(module, loader)
     return module.state_dict()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,8 +31,8 @@ from hasten.compile.steps import Step
 from hasten.optim.fast_step import is_watched
 from hasten.optim.fused import unwrapped
 
-# What a graph gets of a group: its weights, their states, weights without state, the learning rate, and options.
-Group = tuple[list[Tensor], list[list[Tensor]], list[Tensor], Tensor, dict[str, Any]]
+# What a graph gets of a group: its weights, their states, weights without state, the learning rate, 1, and options.
+Group = tuple[list[Tensor], list[list[Tensor]], list[Tensor], Tensor, Tensor, dict[str, Any]]
 
 # The weights without state at the last step: where they are the same again, the loss does not use them.
 _without_state: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
@@ -109,6 +110,8 @@ class Update:
         self._is_sgd = isinstance(optimizer, SGD)
         # The learning rate of each group: as it was when it was last read, and as a tensor.
         self._rates: list[tuple[float, Tensor]] = []
+        # 1 on each device that has parameters: see ``_update``.
+        self._ones: dict[torch.device, Tensor] = {}
 
     def inputs(self) -> list[Group] | None:
         """Return what the graph needs; None where the optimizer may make states in its next step."""
@@ -127,7 +130,7 @@ class Update:
             if self._records:
                 for tensor in (rate, *(tensor for each in lists for tensor in each)):
                     torch_private.mark_address_as_static(tensor)
-            groups.append((weights, lists, idle, rate, self._options(group)))
+            groups.append((weights, lists, idle, rate, self._one(rate.device), self._options(group)))
         return None if without_state and self._may_make_state(groups, without_state) else groups
 
     def _names(self, group: dict[str, Any]) -> list[str]:
@@ -161,6 +164,11 @@ class Update:
             self._rates[index] = rate, tensor
         return tensor
 
+    def _one(self, device: torch.device) -> Tensor:
+        if device not in self._ones:
+            self._ones[device] = torch.ones((), device=device)
+        return self._ones[device]
+
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         if self._is_sgd:
             return {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
@@ -173,8 +181,13 @@ class Update:
 def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: bool) -> None:
     """Change weights and state with the arithmetic of ``torch.optim``."""
     remaining = iter(gradients)
-    for weights, states, _, rate, options in groups:
-        given = [next(remaining) for _ in weights]
+    for weights, states, _, rate, one, options in groups:
+        # The compiler loses alpha where it makes one operation of a product of matrices and add(..., alpha=...), which
+        # is how torch adds weight decay. Times one, a number that it does not know, a gradient is no product.
+        given = [
+            None if gradient is None else gradient * one.to(gradient.dtype)
+            for gradient in islice(remaining, len(weights))
+        ]
         # As torch does, weights are left alone to which the loss has no connection.
         used = [index for index, gradient in enumerate(given) if gradient is not None]
         if not used:
