@@ -188,3 +188,20 @@ def test_public_names_of_engines_stay_in_the_packages_of_the_core(package: str, 
     public = getattr(importlib.import_module(package), name)
     assert public is getattr(importlib.import_module(old), name)
     assert name in importlib.import_module(package).__all__
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("from hasten.pytorch.callbacks import ModelCheckpont", "from hasten.callbacks import ModelCheckpoint"),
+        (
+            "from hasten.pytorch.callbacks.model_checkpoint import ModelCheckpoint",
+            "from hasten.callbacks import ModelCheckpoint",
+        ),
+        ("from hasten.pytorch import Traner", "from hasten import Trainer"),
+        ("from hasten.pytorch.core import LightningModule", "from hasten;"),
+    ],
+)
+def test_what_lightning_has_elsewhere_is_answered_with_the_import_to_write(line: str, instead: str) -> None:
+    with refused(ModuleNotFoundError, fix=instead):
+        exec(line)

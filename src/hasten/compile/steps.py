@@ -184,7 +184,7 @@ def _python_only(step: Callable[..., Any]) -> str | None:
     used = arguments_read(function)
     for index in ("batch_idx", *[one.name for one in taken[2:]]):
         if index in used:
-            return f"it uses {index}, which is another number each time. Its forward is compiled."
+            return f"it uses {index}, or passes it on, which is another number each time. Its forward is compiled."
     return None
 
 

@@ -107,14 +107,7 @@ class OldNames:
                 raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name) from None
             from hasten._lib.errors import make_error  # ``import hasten`` does without it.
 
-            raise make_error(
-                ModuleNotFoundError,
-                f"hasten has no {spec.name}.",
-                fix=(
-                    f"Import what you need from {new.rpartition('.')[0]}; hasten migrate PROGRAM writes all imports of "
-                    "a program that imports lightning."
-                ),
-            ) from None
+            raise make_error(ModuleNotFoundError, f"hasten has no {spec.name}.", fix=_instead(new)) from None
         if hasattr(module, "__path__"):
             package = ModuleType(spec.name, module.__doc__)
             package.__dict__.update(__path__=[], __getattr__=module.__getattribute__, __dir__=module.__dir__)
@@ -133,3 +126,20 @@ class OldNames:
 def install() -> None:
     """Let old names be imported; before other finders, which take a folder that git has left behind for a package."""
     sys.meta_path.insert(0, OldNames())
+
+
+def _instead(module: str) -> str:
+    """Return the import to write in place of a module that hasten does not have."""
+    from hasten._lib.names import nearest
+
+    package, _, last = module.rpartition(".")
+    names = [name for name in dir(importlib.import_module(package)) if not name.startswith("_")]
+    # Lightning has ModelCheckpoint in a module of its own, model_checkpoint.
+    same = next((name for name in names if name.lower() == last.replace("_", "").lower()), None)
+    near = same or (nearest(last, names) if last[:1].isupper() else None)
+    if near is not None:
+        return f"Did you mean from {package} import {near}?"
+    return (
+        f"Import what you need from {package}; hasten migrate PROGRAM writes all imports of a program that imports "
+        "lightning."
+    )
