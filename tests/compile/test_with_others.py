@@ -268,6 +268,20 @@ def test_a_second_run_of_the_program_reuses_what_the_first_compiled(tmp_path: Pa
     assert second[3] == first[3]
 
 
+# -- a second backward
+
+
+def test_gradients_of_gradients_name_the_argument_to_leave_out() -> None:
+    class Penalty(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = batch[0].requires_grad_()
+            (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+            return slope.square().mean()
+
+    with refused(RuntimeError, says="compile="):
+        quiet(compile={"backend": "aot_eager"}, max_epochs=1).fit(Penalty(), loader(8))
+
+
 # -- CUDA graphs
 
 

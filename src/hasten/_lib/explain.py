@@ -631,6 +631,9 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "memory='selective' gives each block one backward, and create_graph=True and retain_graph=True need a second. Use "
      "memory='full'."),
     (r"don't yet support saved tensor hooks", _ANY, _with_torch_func),
+    (r"compiled with non-empty donated buffers|does not currently support double backward", _ANY,
+     "Leave compile=... out: compiled code has one backward, and create_graph=True and retain_graph=True need "
+     "a second."),
     (r"_fused_(\w+)` does not support sparse gradients|sparse gradients?.*fused|fused.*sparse gradient", _ANY,
      _sparse_gradients),
     # Devices.
