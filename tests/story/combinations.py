@@ -515,7 +515,8 @@ class Model(L.LightningModule):
         self.manual_backward(self.loss(batch) / self.c.accumulate)
         if (batch_idx + 1) % self.c.accumulate == 0:
             if self.c.clip == "norm":
-                self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+                # clip_gradients refuses another value than the Trainer's, which a change in mid-run may set.
+                nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
             optimizer.step()
             optimizer.zero_grad()
 
