@@ -812,7 +812,7 @@ def add_checksum(file: IO[bytes]) -> None:
     file.write(digest)
 
 
-# A record of an archive that has a checksum of its own: a name for messages, its start, length and CRC-32.
+# An archive record with its own checksum: its name for messages, start, length and CRC-32.
 _Record = tuple[str, int, int, int]
 
 

@@ -108,7 +108,7 @@ class Update:
         self.has_gradients = True
         self._records = records
         self._is_sgd = isinstance(optimizer, SGD)
-        # The learning rate of each group: as it was when it was last read, and as a tensor.
+        # For each group, the learning rate that was last read and the tensor that holds it.
         self._rates: list[tuple[float, Tensor]] = []
         # 1 on each device that has parameters: see ``_update``.
         self._ones: dict[torch.device, Tensor] = {}
@@ -182,8 +182,8 @@ def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: 
     """Change weights and state with the arithmetic of ``torch.optim``."""
     remaining = iter(gradients)
     for weights, states, _, rate, one, options in groups:
-        # The compiler loses alpha where it makes one operation of a product of matrices and add(..., alpha=...), which
-        # is how torch adds weight decay. Times one, a number that it does not know, a gradient is no product.
+        # The compiler drops alpha when it fuses a matrix product with add(..., alpha=...), which is how torch adds weight
+        # decay. Multiplying the gradient by a one that the compiler does not know prevents that fusion.
         given = [
             None if gradient is None else gradient * one.to(gradient.dtype)
             for gradient in islice(remaining, len(weights))
