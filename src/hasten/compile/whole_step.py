@@ -182,8 +182,8 @@ def _update(groups: list[Group], gradients: Sequence[Tensor | None], *, is_sgd: 
     """Change weights and state with the arithmetic of ``torch.optim``."""
     remaining = iter(gradients)
     for weights, states, _, rate, one, options in groups:
-        # The compiler drops alpha when it fuses a matrix product with add(..., alpha=...), which is how torch adds weight
-        # decay. Multiplying the gradient by a one that the compiler does not know prevents that fusion.
+        # The compiler drops alpha when it fuses a matrix product with add(..., alpha=...), which is how torch adds
+        # weight decay. Multiplying the gradient by a one that the compiler does not know prevents that fusion.
         given = [
             None if gradient is None else gradient * one.to(gradient.dtype)
             for gradient in islice(remaining, len(weights))
