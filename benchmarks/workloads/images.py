@@ -126,9 +126,9 @@ class ResNet(ImageWorkload):
 
     name = "resnet"
     title = "ResNet-18 with 16 to 128 channels (0.7 M parameters) on digits of 32 x 32, batches of 64"
-    goal, goal_text = 0.97, "accuracy 0.97 on other digits"
+    goal, goal_text = 0.95, "accuracy 0.95 on other digits"
     batch_size, learning_rate = 64, 2e-3
-    max_steps, turn_steps, quick_steps = 400, 20, 4
+    max_steps, turn_steps, quick_steps = 360, 20, 4
     memory_format = torch.channels_last
 
     def build(self, *, modern: bool) -> nn.Module:
@@ -148,9 +148,9 @@ class ViT(ImageWorkload):
 
     name = "vit"
     title = "Vision Transformer of 6 blocks of 192 (2.7 M parameters) on digits of 32 x 32, batches of 32"
-    goal, goal_text = 0.90, "accuracy 0.90 on other digits"
+    goal, goal_text = 0.60, "accuracy 0.60 on other digits"
     batch_size, learning_rate = 32, 5e-4
-    max_steps, turn_steps, quick_steps = 600, 25, 4
+    max_steps, turn_steps, quick_steps = 300, 25, 4
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

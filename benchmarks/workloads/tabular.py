@@ -55,7 +55,7 @@ class Tabular(Workload):
     title = "MLP with embeddings (0.1 M parameters) on 500,000 rows of 8 categories and 24 numbers, batches of 256"
     goal, goal_text, smaller_is_better = 0.42, "log loss 0.42 on other rows", True
     batch_size, learning_rate = 256, 1e-3
-    max_steps, turn_steps, quick_steps = 7_000, 500, 200
+    max_steps, turn_steps, quick_steps = 4_000, 500, 200
     is_small = True
     best: ClassVar[Mapping[str, Any]] = {"resident": True, "allocator": "keep", "fused_optimizer": True}
 

@@ -23,7 +23,7 @@ class Text(Workload):
     title = "MiniLM-L6 (22.7 M parameters) on docstrings of five libraries, batches of 8 texts"
     goal, goal_text = 0.70, "accuracy 0.70 on texts of other modules"
     batch_size, learning_rate = 8, 1e-4
-    max_steps, turn_steps, quick_steps = 120, 10, 2
+    max_steps, turn_steps, quick_steps = 80, 10, 2
     best: ClassVar[Mapping[str, Any]] = {"packed": "first_token", "allocator": "keep", "fused_optimizer": True}
     hugging_face = "transformers"
 
