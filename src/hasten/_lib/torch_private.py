@@ -266,6 +266,11 @@ def registered_groups(mesh: Any) -> dict[str, Any]:
     return groups
 
 
+def flattened(mesh: Any, names: tuple[str, ...]) -> Any:
+    """Return some dimensions of a ``DeviceMesh`` as one."""
+    return mesh[names]._flatten()
+
+
 def prepare_input_of_style(style: Any) -> Callable[..., Any]:
     """Return the function with which a ``ParallelStyle`` prepares the inputs of a module."""
     prepare: Callable[..., Any] = style._prepare_input_fn
