@@ -24,30 +24,25 @@ def mesh(replicate: Any = 1, shard: Any = "auto", tensor: Any = 1, **options: An
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)])
-def test_every_pair_of_axes_trains_as_one_process(sizes: tuple[int, int, int]) -> None:
-    how = mesh(*sizes)
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
-    batch_size = 8 // how._asked["replicate"] // how._asked["shard"]  # type: ignore[operator]
-    alone = trained(Net(), loader(48, batch_size=8), **options)
-    many = trained(Net(), loader(48, batch_size=batch_size), how, 4, **options)
-    same(alone, many)
-    assert (how.data_parallel_size, how.tensor_parallel_size) == (sizes[0] * sizes[1], sizes[2])
-    assert how.data_parallel_rank == dist.get_rank() // sizes[2]
-    held = sum(value.to_local().numel() for value in many.blocks[0].up.parameters())  # type: ignore[operator, union-attr]
-    assert held == 144 // (sizes[1] * sizes[2])
-    # 10 samples, which the processes cannot share equally: each counts once.
-    found = quiet(devices=4, strategy=mesh(*sizes)).validate(many, loader(10), verbose=False)
-    expected = quiet().validate(alone, loader(10), verbose=False)
-    assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
+def test_every_pair_of_axes_trains_as_one_process() -> None:
+    def batches(count: int) -> Any:
+        return loader(32, batch_size=8 // count)
 
-
-@pytest.mark.world_size(4)
-def test_a_language_model_trains_as_one_process_on_copies_of_a_group() -> None:
-    alone = trained(Llama(), tokens(4))
-    same(alone, trained(Llama(), tokens(2), MeshStrategy(2, 1, 2, plan="auto"), 4))
-    half = MeshStrategy(1, 2, 2, plan="auto", sequence_parallel=True, loss_parallel=True)
-    same(alone, trained(Llama(), tokens(2), half, 4))
+    alone = trained(Net(), batches(1), accumulate_grad_batches=2)
+    for replicate, shard, tensor in ((2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)):
+        how = mesh(replicate, shard, tensor)
+        many = trained(Net(), batches(replicate * shard), how, 4, accumulate_grad_batches=2)
+        same(alone, many)
+        assert (how.data_parallel_size, how.tensor_parallel_size) == (replicate * shard, tensor)
+        assert how.data_parallel_rank == dist.get_rank() // tensor
+        held = sum(value.to_local().numel() for value in many.blocks[0].up.parameters())  # type: ignore[operator, union-attr]
+        assert held == 144 // (shard * tensor)
+        # 10 samples, which the processes cannot share equally: each counts once.
+        found = quiet(devices=4, strategy=mesh(replicate, shard, tensor)).validate(many, loader(10), verbose=False)
+        expected = quiet().validate(alone, loader(10), verbose=False)
+        assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
+    language_model = trained(Llama(), tokens(4))
+    same(language_model, trained(Llama(), tokens(2), MeshStrategy(2, 1, 2, plan="auto"), 4))
 
 
 @pytest.mark.world_size(4)
@@ -56,25 +51,21 @@ def test_a_checkpoint_of_one_mesh_goes_on_bit_for_bit_and_is_read_on_others(tmp_
         torch.manual_seed(5)
         net = Net()
         trainer = quiet(devices=4, strategy=how, max_epochs=epochs)
-        trainer.fit(net, loader(), **options)
+        trainer.fit(net, loader(16), **options)
         if not options:
-            trainer.save_checkpoint(tmp_path / f"{how.state.saves_folders}{epochs}")
+            trainer.save_checkpoint(tmp_path / f"{epochs}")
         return net
 
-    for kind in ("full", "sharded"):
-        first = mesh(2, 1, 2, state_dict_type=kind)
-        fit(first, 1)
-        uninterrupted = weights(fit(mesh(2, 1, 2, state_dict_type=kind), 2))
-        name = f"{kind == 'sharded'}"
-        resumed = weights(fit(mesh(2, 1, 2, state_dict_type=kind), 2, ckpt_path=tmp_path / f"{name}1"))
-        for key, value in uninterrupted.items():
-            assert torch.equal(resumed[key], value), key
-        for how, devices in ((mesh(2, 2), 4), (mesh(1, 1, 4), 4), ("fsdp", 4), ("ddp", 4), ("auto", 1)):
-            net = Net()
-            trainer = quiet(devices=devices, strategy=how)
-            trainer.validate(net, loader(8), ckpt_path=tmp_path / f"{name}2", verbose=False)
-            for key, value in weights(net).items():
-                assert torch.equal(uninterrupted[key], value), key
+    fit(mesh(2, 1, 2, state_dict_type="sharded"), 1)
+    uninterrupted = weights(fit(mesh(2, 1, 2, state_dict_type="sharded"), 2))
+    resumed = weights(fit(mesh(2, 1, 2), 2, ckpt_path=tmp_path / "1"))
+    for key, value in uninterrupted.items():
+        assert torch.equal(resumed[key], value), key
+    for how, devices in ((mesh(2, 2), 4), (mesh(1, 1, 4), 4), ("fsdp", 4), ("auto", 1)):
+        net = Net()
+        quiet(devices=devices, strategy=how).validate(net, loader(8), ckpt_path=tmp_path / "2", verbose=False)
+        for key, value in weights(net).items():
+            assert torch.equal(uninterrupted[key], value), key
 
 
 def test_sizes_left_open_follow_from_the_others() -> None:

@@ -266,9 +266,10 @@ def registered_groups(mesh: Any) -> dict[str, Any]:
     return groups
 
 
-def flattened(mesh: Any, names: tuple[str, ...]) -> Any:
-    """Return some dimensions of a ``DeviceMesh`` as one."""
-    return mesh[names]._flatten()
+def group_over(mesh: Any, names: tuple[str, ...]) -> torch.distributed.ProcessGroup:
+    """Return the process group over some dimensions of a ``DeviceMesh`` together."""
+    group: torch.distributed.ProcessGroup = mesh[names]._flatten().get_group()
+    return group
 
 
 def prepare_input_of_style(style: Any) -> Callable[..., Any]:

@@ -333,7 +333,7 @@ class MeshStrategy(ParallelStrategy):
             return None
         if self.sizes.replicate == 1:
             return self._mesh.get_group(DATA)
-        return torch_private.flattened(self._mesh, (REPLICATE, DATA)).get_group()
+        return torch_private.group_over(self._mesh, (REPLICATE, DATA))
 
     def precision_of(self, name: str, device: str) -> Precision | None:
         return FSDPPrecision(name, device=device) if is_mixed(name) and not self.splits_layers else None
