@@ -15,9 +15,9 @@ from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten.precision.base import Precision
-from hasten.strategies.blocks import WrapPolicy, checked_policy
-from hasten.strategies.mesh import MeshStrategy
-from hasten.strategies.mesh_sizes import ShardLayout, Size
+from hasten.strategies.mesh.blocks import WrapPolicy, checked_policy
+from hasten.strategies.mesh.sizes import ShardLayout, Size
+from hasten.strategies.mesh.strategy import MeshStrategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,8 +10,8 @@ from torch import nn
 
 from hasten._lib import check
 from hasten._lib.errors import make_error
-from hasten.strategies.mesh import MeshStrategy
-from hasten.strategies.mesh_sizes import DATA, TENSOR, Size
+from hasten.strategies.mesh.sizes import DATA, TENSOR, Size
+from hasten.strategies.mesh.strategy import MeshStrategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

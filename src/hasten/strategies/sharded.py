@@ -24,7 +24,7 @@ from hasten.precision.base import to_floating
 from hasten.strategies.base import Sharding, StateIO, StepEngine
 
 if TYPE_CHECKING:
-    from hasten.strategies.mesh import MeshStrategy
+    from hasten.strategies.mesh.strategy import MeshStrategy
     from hasten.types import MapLocation, PathLike
 
 T = TypeVar("T")

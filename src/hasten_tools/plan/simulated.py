@@ -25,7 +25,7 @@ from hasten.machine import collectives, same_program
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
-from hasten.strategies.mesh import MeshStrategy
+from hasten.strategies.mesh.strategy import MeshStrategy
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -22,7 +22,7 @@ from hasten.loops.fit import make_step
 from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
-from hasten.strategies.mesh import MeshStrategy
+from hasten.strategies.mesh.strategy import MeshStrategy
 from hasten_tools.plan import simulated
 from hasten_tools.plan.ledger import (
     ACTIVATIONS,

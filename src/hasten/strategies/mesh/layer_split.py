@@ -12,8 +12,8 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import is_sharded
-from hasten.strategies.blocks import name_of
-from hasten.strategies.mesh_sizes import TENSOR, MeshSizes
+from hasten.strategies.mesh.blocks import name_of
+from hasten.strategies.mesh.sizes import TENSOR, MeshSizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -17,6 +17,7 @@ WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
 def name_of(module: nn.Module) -> str:
+    """Return the name of a module's class."""
     return type(module).__name__
 
 
@@ -83,12 +84,12 @@ def _users(module: nn.Module) -> dict[int, int]:
     return counts
 
 
-def checked_policy(owner: str, argument: str, policy: Any) -> Any:
+def checked_policy(owner: str, argument: str, policy: WrapPolicy | type[nn.Module] | None) -> Any:
     """Return a policy that chooses parts, after checking its type; classes as a frozenset."""
     # Some objects of torch.distributed.fsdp.wrap are not functions.
     if policy is None or torch_private.has_policy(policy) or (callable(policy) and not isinstance(policy, type)):
         return policy
-    given = [policy] if isinstance(policy, type) else policy
+    given: Any = [policy] if isinstance(policy, type) else policy
     is_listed = isinstance(given, (set, frozenset, list, tuple))
     if not is_listed or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in given):
         raise make_error(
@@ -103,8 +104,9 @@ def checked_policy(owner: str, argument: str, policy: Any) -> Any:
     return frozenset(given)
 
 
-def chosen(module: nn.Module, policy: Any, owner: str, argument: str) -> list[nn.Module]:
+def chosen(module: nn.Module, policy: WrapPolicy, owner: str, argument: str) -> list[nn.Module]:
     """Return the parts of ``module`` that a policy chooses."""
+    function: Any = policy
     classes = torch_private.classes_of_policy(policy)
     if isinstance(classes, (set, frozenset)):
         parts = [part for part in module.modules() if isinstance(part, tuple(classes)) and part is not module]
@@ -120,7 +122,7 @@ def chosen(module: nn.Module, policy: Any, owner: str, argument: str) -> list[nn
         return parts
     if torch_private.has_policy(policy):
         return [part for part in torch_private.run_policy(policy, module) if part is not module]
-    return _by_function(module, policy)
+    return _by_function(module, function)
 
 
 def _by_function(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 from hasten._lib import check, torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten.memory import recomputed_blocks, repeated_blocks
-from hasten.strategies.blocks import (
+from hasten.strategies.mesh.blocks import (
     WrapPolicy,
     checked_policy,
     children_apart,
@@ -23,7 +23,7 @@ from hasten.strategies.blocks import (
     is_manual,
     name_of,
 )
-from hasten.strategies.mesh_sizes import TENSOR, ShardLayout
+from hasten.strategies.mesh.sizes import TENSOR, ShardLayout
 from hasten.strategies.sharded import keep_class_name, sharded_parts
 
 if TYPE_CHECKING:

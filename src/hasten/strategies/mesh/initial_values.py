@@ -15,7 +15,7 @@ from hasten.seed import RandomGenerators
 from hasten.strategies.sharded import local_part, named_tensors, shard_like, user_class
 
 if TYPE_CHECKING:
-    from hasten.strategies.mesh import MeshStrategy
+    from hasten.strategies.mesh.strategy import MeshStrategy
 
 
 def fill(strategy: MeshStrategy, module: nn.Module, stored: Container[str]) -> None:

@@ -26,12 +26,12 @@ from hasten.precision.base import Precision
 from hasten.precision.builtin import HalfPrecision, MixedPrecision, is_mixed
 from hasten.precision.fsdp import FSDPPrecision
 from hasten.seed import RandomGenerators
-from hasten.strategies.blocks import WrapPolicy, name_of
-from hasten.strategies.initial_values import fill
-from hasten.strategies.layer_split import LayerSplit
-from hasten.strategies.mesh_sizes import DATA, REPLICATE, TENSOR, MeshSizes, ShardLayout, Size
+from hasten.strategies.mesh.blocks import WrapPolicy, name_of
+from hasten.strategies.mesh.initial_values import fill
+from hasten.strategies.mesh.layer_split import LayerSplit
+from hasten.strategies.mesh.parameter_shards import ParameterShards
+from hasten.strategies.mesh.sizes import DATA, REPLICATE, TENSOR, MeshSizes, ShardLayout, Size
 from hasten.strategies.parallel import CONTEXT_IN_FABRIC, PIPELINE_IN_FABRIC, ParallelStrategy
-from hasten.strategies.parameter_shards import ParameterShards
 from hasten.strategies.sharded import (
     DTensorEngine,
     DTensorSharding,
