@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 AT_MOST = {
     "capabilities": 15,
-    "world_size": 24,
+    "world_size": 21,
     "device": 33,
     "introspection": 14,
     "Strategy": 35,
     "Run": 25,
     "batch loop": 10,
-    "complex": 54,
+    "complex": 53,
     "very complex": 0,
     "type: ignore": 83,
     "any value": 211,

@@ -266,6 +266,12 @@ def registered_groups(mesh: Any) -> dict[str, Any]:
     return groups
 
 
+def group_over(mesh: Any, names: tuple[str, ...]) -> torch.distributed.ProcessGroup:
+    """Return the process group over some dimensions of a ``DeviceMesh`` together."""
+    group: torch.distributed.ProcessGroup = mesh[names]._flatten().get_group()
+    return group
+
+
 def prepare_input_of_style(style: Any) -> Callable[..., Any]:
     """Return the function with which a ``ParallelStyle`` prepares the inputs of a module."""
     prepare: Callable[..., Any] = style._prepare_input_fn

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.ddp import DDPStrategy as DDPStrategy
     from hasten.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from hasten.strategies.mesh.strategy import MeshStrategy as MeshStrategy
     from hasten.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from hasten.strategies.parallel import DataParallelStrategy as DataParallelStrategy
     from hasten.strategies.parallel import ParallelStrategy as ParallelStrategy
@@ -31,6 +32,7 @@ if not TYPE_CHECKING:
             "hasten.strategies.base": "Strategy",
             "hasten.strategies.ddp": "DDPStrategy",
             "hasten.strategies.fsdp": "FSDPStrategy",
+            "hasten.strategies.mesh.strategy": "MeshStrategy",
             "hasten.strategies.model_parallel": "ModelParallelStrategy",
             "hasten.strategies.parallel": "DataParallelStrategy ParallelStrategy",
             "hasten.strategies.single": "SingleDeviceStrategy",

@@ -4,8 +4,8 @@ The parts in this module belong to a strategy that adds nothing: parameters are 
 torch compute, a checkpoint is one file. Loops, Fabric and callbacks call the parts without asking which ones they are.
 
 The names of other parts say what a process holds of a parameter, and which part it is: ``DividedSharding`` and
-``DividedState`` for a piece of any kind, ``DTensorSharding``, ``DTensorEngine`` and ``DTensorState`` for a ``DTensor``
-(``GroupedDTensor...`` over groups of processes), and ``ZeroSharding`` and ``ZeroState`` for a piece of DeepSpeed's.
+``DividedState`` for a piece of any kind, ``DTensorSharding``, ``DTensorEngine`` and ``DTensorState`` for a ``DTensor``,
+and ``ZeroSharding`` and ``ZeroState`` for a piece of DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Strategy(ProgramMethods, ABC):
         raise make_error(
             ValueError,
             f"strategy={self.name!r} runs an engine of its own, which cannot be followed without data.",
-            fix="Plan with strategy='fsdp2', 'ddp_sharded' or 'ddp', or ModelParallelStrategy.",
+            fix="Plan with strategy='fsdp2', 'ddp_sharded' or 'ddp', MeshStrategy or ModelParallelStrategy.",
             argument="strategy",
         )
 
@@ -363,7 +363,7 @@ class Sharding(StrategyPart):
                 "part.",
                 fix=(
                     "After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
-                    "module whole. strategy='fsdp' and ModelParallelStrategy go on with shards."
+                    "module whole. strategy='fsdp' and MeshStrategy go on with shards."
                 ),
                 argument="strategy",
             )

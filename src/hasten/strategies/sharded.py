@@ -1,277 +1,36 @@
-"""Strategies under which each process holds a part of the parameters, as ``DTensor``."""
+"""The parts of strategies under which each process holds a part of the parameters, as ``DTensor``."""
 
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hasten._lib import check, torch_private
-from hasten._lib.errors import MisconfigurationException, add_note, make_error
+from hasten._lib import torch_private
+from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.torch_private import ShardedPart
-from hasten._lib.tree import as_bytes, by_kind, is_sharded, map_tensors, parameters_of
+from hasten._lib.tree import as_bytes, by_kind, is_sharded, leaves, map_tensors, parameters_of
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import mapped_tensors
 from hasten.extend.origin import comes_from, is_builtin
-from hasten.machine import collectives
+from hasten.optim.fused import on_several_meshes
 from hasten.precision.base import to_floating
-from hasten.seed import RandomGenerators
 from hasten.strategies.base import Sharding, StateIO, StepEngine
-from hasten.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
-    from hasten.checkpoint.files import CheckpointIO
-    from hasten.machine.cluster import ClusterEnvironment
-    from hasten.machine.devices import Accelerator
-    from hasten.precision.base import Precision
+    from hasten.strategies.mesh.strategy import MeshStrategy
     from hasten.types import MapLocation, PathLike
 
 T = TypeVar("T")
 
 # Optimizers of torch that compute with whole parameters, or with one of their dimensions.
 _NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "MuonAdamW", "Rprop", "SparseAdam")
-
-_ALL_CALL = (
-    "a process has ended, or the processes have called different things. What exchanges parameters, such as a forward, "
-    "full_tensor(), save_checkpoint() or fabric.save(), has to be called by all processes, not inside `if rank == 0:`."
-)
-ADVICE = {
-    "got mixed torch.Tensor and DTensor": (
-        "parameters are whole only inside the forward of the part that gathers them (trainer.strategy.plan names the "
-        "parts). Call a part itself, part(x), not a method of it and not the layers inside of it; or name the part "
-        "with FSDPStrategy(auto_wrap_policy={...}). For a term of the loss that reads parameters, such as a norm, use "
-        "weight_decay, or add its gradient in on_before_optimizer_step."
-    ),
-    "numpy() is not supported for tensor subclasses": (
-        "this process has a part of the tensor. Write tensor.full_tensor().detach().cpu().numpy(); all processes call "
-        "full_tensor()."
-    ),
-    "FSDP does not support deepcopy": (
-        "a divided module cannot be copied. Copy it in setup() or before, or save a checkpoint and load it into a new "
-        "module."
-    ),
-}
-
-
-class ShardedStrategy(ParallelStrategy):
-    """The base of strategies that replace parameters by shards of them.
-
-    A subclass divides the module in ``divide``. This class gives all processes the same weights at the start, fills
-    modules that were made on the meta device, clips gradients over several meshes, and converts weights and
-    optimizer states to and from shards for checkpoints.
-
-    Args:
-        state_dict_type: "full" writes checkpoints as one file with whole tensors, "sharded" as a folder to which each
-            process writes its shards.
-        process_group_backend: see ``ParallelStrategy``.
-        timeout: see ``ParallelStrategy``.
-
-    """
-
-    sharding: DTensorSharding
-    engine: DTensorEngine
-    # A part of torch's message, and the usual fix.
-    _advice: ClassVar[dict[str, str]] = ADVICE
-
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        *,
-        state_dict_type: str = "full",
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=10),
-    ) -> None:
-        super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
-            process_group_backend=process_group_backend, timeout=timeout,
-        )  # fmt: skip
-        check.one_of(type(self).__name__, "state_dict_type", state_dict_type, ("full", "sharded"))
-        # The type in which ``fully_shard`` gathers parameters; None for their own.
-        self.param_dtype: torch.dtype | None = None
-        # The parts that ``fully_shard`` was applied to, of all modules.
-        self._parts: list[Any] = []
-        self.state.saves_folders = state_dict_type == "sharded"
-
-    def _make_parts(self) -> tuple[DTensorSharding, DTensorEngine, DTensorState]:
-        return DTensorSharding(self), DTensorEngine(self), DTensorState(self)
-
-    # -- once
-
-    @abstractmethod
-    def divide(self, module: nn.Module) -> None:
-        """Replace parameters of ``module`` by this process's shards."""
-
-    def simulate_one_process(self) -> None:
-        this: Any = self
-        self._simulate_collectives()
-        # The first process would draw the values, and send the state of its random generators.
-        this._fill = lambda module, stored: module.to_empty(device=self._device_of_shards)
-        this.equal_generators = lambda: None
-        this.sharding.check_batch = lambda batch: None
-
-    def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
-        """Divide ``module``, with the first process's weights; fill what is on the meta device.
-
-        Args:
-            module: the user's module, changed in place.
-            stored: names of weights that a checkpoint is going to bring: they need no initial values.
-
-        Raises:
-            ValueError: a part on the meta device has no ``reset_parameters``, a layer is lazy, or a parameter has a
-                hook.
-
-        """
-        lazy = next((name for name, tensor in _tensors(module) if is_lazy(tensor)), None)
-        if lazy is not None:
-            raise make_error(
-                ValueError,
-                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided.",
-                fix="Write the layer with its input size, or run a batch through the module in configure_model().",
-                argument="strategy",
-            )
-        _refuse_hooks(module, self.name)
-        # ``fully_shard`` and ``parallelize_module`` make new parameters: attributes that the program has set on one are
-        # kept.
-        notes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
-        tensors = [*module.parameters(), *module.buffers()]
-        with torch.no_grad():
-            for tensor in tensors:
-                if not tensor.is_meta and not is_sharded(tensor):
-                    self._broadcast(tensor.data)
-        self.divide(module)
-        ids = set(map(id, self._parts))
-        self._parts += [part for part in _sharded_parts(module).values() if id(part) not in ids]
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            self._fill(module, stored)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not is_sharded(tensor) and tensor.device != self.root_device:
-                tensor.data = tensor.data.to(self.root_device)
-        for name, parameter in module.named_parameters():
-            for attribute, value in notes.get(name, {}).items():
-                vars(parameter).setdefault(attribute, value)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Add the usual fix to an error of torch, and let the module begin its next step from a clean state.
-
-        The exception may have ended a forward or backward half-way.
-        """
-        text = str(exception)
-        advice = next((advice for part, advice in self._advice.items() if part in text), None)
-        if advice is None and collectives.lost_partner(exception):
-            advice = _ALL_CALL
-        if advice is not None:
-            add_note(exception, f"strategy={self.name!r}:", fix=advice)
-        for part in self._parts:
-            state = ShardedPart(part)
-            if state.is_root:
-                state.begin_anew()
-
-    def teardown(self) -> None:
-        # Another run may continue with the same module.
-        self.engine.drop_all_held_gradients()
-        self._parts = []
-        super().teardown()
-
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """Return ``module``, which ``shard`` has divided."""
-        self.model = module
-        return module
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        """Give ``tensor`` the values that it has in the first process."""
-        if self.engine.exchanges:
-            device = self._collective_device
-            moved = tensor.to(device).contiguous()
-            torch.distributed.broadcast(moved, 0)
-            tensor.copy_(moved)
-
-    # -- modules made on the meta device
-
-    def _fill(self, module: nn.Module, stored: Container[str]) -> None:
-        """Give a divided module on the meta device memory, and initial values that no checkpoint provides.
-
-        The values are drawn in the first process, part by part and in the order in which the constructors draw them,
-        and sent to the others: ``reset_parameters`` on shards would draw other numbers than one process does.
-        """
-        missing = {
-            name
-            for name, tensor in _tensors(module)
-            if tensor.is_meta and (name not in stored or name not in module.state_dict())
-        }
-        present = {name: local_part(tensor).detach() for name, tensor in _tensors(module) if not tensor.is_meta}
-        module.to_empty(device=self._device_of_shards)
-        with torch.no_grad():
-            for name, tensor in _tensors(module):
-                if name in present:
-                    local_part(tensor).copy_(present[name])
-        digests = self.gather_objects(_digest())
-        with torch.no_grad():
-            for prefix, part in _units(module, missing):
-                self._fill_unit(prefix, part)
-        if len(set(digests)) == 1:
-            # The generators advance as if this process had drawn the values, too.
-            RandomGenerators().load_state_dict(self.broadcast(RandomGenerators().state_dict()))
-
-    def _fill_unit(self, prefix: str, part: nn.Module) -> None:
-        values: dict[str, Tensor] = {}
-        error: Exception | None = None
-        if self.is_global_zero:
-            try:
-                values = dict(_tensors(_initialized(part)))
-            except Exception as caught:
-                error = caught
-        failed = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
-        if failed is not None:
-            name = prefix.rstrip(".") or type(part).__name__
-            raise ValueError(f"{name} is on the meta device, and its reset_parameters() failed: {failed}") from error
-        for name, target in _tensors(part):
-            whole = values.get(name)
-            if whole is None:
-                whole = torch.empty(target.shape, dtype=target.dtype)
-            self._send(whole, target)
-
-    def _send(self, whole: Tensor, target: Tensor) -> None:
-        """Give ``target`` its part of the values that ``whole`` has in the first process."""
-        if not is_sharded(target):
-            target.copy_(whole)
-            self._broadcast(target)
-            return
-        moved = whole.to(device=self._collective_device, dtype=target.dtype)
-        self._broadcast(moved)
-        target.copy_(shard_like(moved, target))
-
-    @property
-    def _device_of_shards(self) -> torch.device:
-        """Where parameters are between the steps."""
-        return self.root_device
-
-    # -- a step
-
-    @contextmanager
-    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
-        """Leave gradients unreduced in backward; the next backward outside of this context reduces their sum."""
-        roots = _roots(wrapped)
-        for root in roots:
-            root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.engine.has_held_gradients = True
-            for root in roots:
-                root.set_requires_gradient_sync(True)
 
 
 class DividedSharding(Sharding):
@@ -348,9 +107,9 @@ class DividedState(StateIO):
 class DTensorSharding(DividedSharding):
     """Parameters are ``DTensor`` objects, of which each process has a part."""
 
-    strategy: ShardedStrategy
+    strategy: MeshStrategy
 
-    def __init__(self, strategy: ShardedStrategy) -> None:
+    def __init__(self, strategy: MeshStrategy) -> None:
         super().__init__(strategy)
         # Names of the parts that ``fully_shard`` was applied to, as their forwards began in the last step seen.
         self.order: tuple[str, ...] = ()
@@ -370,13 +129,55 @@ class DTensorSharding(DividedSharding):
 
     def forward_order(self, module: nn.Module) -> tuple[str, ...]:
         """Return the names of the parts in the order in which a step gathers them."""
-        return self.order or tuple(_sharded_parts(module))
+        return self.order or tuple(sharded_parts(module))
 
     def compute_along(self, module: nn.Module) -> None:
         """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
-        parts = _sharded_parts(module)
+        parts = sharded_parts(module)
         for name in self.forward_order(module):
             self.strategy.engine.make_forward(_nothing, parts[name])()
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether some processes must read the same batches."""
+        return self.strategy.sizes.alike > 1
+
+    def check_anomaly_mode(self) -> None:
+        if self.shares_batches:
+            raise MisconfigurationException(
+                f"Trainer(detect_anomaly=True, strategy={self.strategy.name!r}): torch's anomaly mode does not know "
+                "tensors that are split over processes.",
+                fix="Leave it out, or use on_bad_loss='stop'.",
+                argument="detect_anomaly",
+            )
+
+    def begin_epoch(self) -> None:
+        """Give processes that share batches the same batches and dropout masks."""
+        self.strategy.equal_generators()
+
+    def check_batch(self, batch: object) -> None:
+        """Compare the first batch of a pass between processes that must read the same.
+
+        Raises:
+            RuntimeError: they read different batches.
+
+        """
+        import torch.distributed as dist
+
+        size = self.strategy.sizes.alike
+        found: list[str] = [""] * size
+        dist.all_gather_object(found, _digest(batch), group=self.strategy.group_alike)
+        if len(set(found)) > 1:
+            first = self.strategy.data_parallel_rank * size
+            other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
+            raise make_error(
+                RuntimeError,
+                f"Processes {first} and {other} of one tensor-parallel group read different batches.",
+                fix=(
+                    "Give both the same seeds. A dataset that divides itself must do so by "
+                    "trainer.strategy.data_parallel_rank and size."
+                ),
+            )
 
     # -- values between a run and a checkpoint
 
@@ -412,9 +213,9 @@ class DTensorSharding(DividedSharding):
 
 
 class DTensorEngine(StepEngine):
-    """A step of ``strategy="fsdp"``, ``"fsdp2"`` and ``ModelParallelStrategy``: what it changes, in order.
+    """A step of ``strategy="fsdp"``, ``MeshStrategy`` and ``ModelParallelStrategy``: what it changes, in order.
 
-    The module is divided before (``ShardedStrategy.shard``), and torch's ``fully_shard`` installs what gathers the
+    The module is divided before (``MeshStrategy.shard``), and torch's ``fully_shard`` installs what gathers the
     parameters of a block in its forward, frees them after it, gathers them again in its backward and reduces its
     gradients there. (``sharding_strategy="SHARD_GRAD_OP"`` keeps them from the forward to the backward.) The loop is
     the same. It calls:
@@ -431,19 +232,19 @@ class DTensorEngine(StepEngine):
 
     For "fsdp" and "fsdp2" precision is part of the division: with "bf16-mixed" and "16-mixed" parameters are converted
     when they are gathered and gradients are reduced in 32 bits; autocast is on as well, for 32-bit buffers that meet
-    them. ``mixed_precision=`` takes another policy, and "bf16-true" reduces in 16 bits. ``ModelParallelStrategy`` has
-    autocast only. With ``cpu_offload`` the optimizer steps on the host.
+    them. ``mixed_precision=`` takes another policy, and "bf16-true" reduces in 16 bits. Where layers are split,
+    there is autocast only. With ``cpu_offload`` the optimizer steps on the host.
 
     The loop calls these methods for every strategy, in this order: ``_training_step``, ``_zero_grad`` (after the
     forward and before the backward), ``_synced`` and ``_no_loss``, ``_finish_gradients`` (clipping) and
     ``_finish_and_step`` of ``loops/fit.py``; ``make_step`` is chosen before, in ``loops/prepare.py``.
     """
 
-    strategy: ShardedStrategy
+    strategy: MeshStrategy
     syncs_gradients = True
     computes_alone = False
 
-    def __init__(self, strategy: ShardedStrategy) -> None:
+    def __init__(self, strategy: MeshStrategy) -> None:
         super().__init__(strategy)
         # Whether some part may have gradients that ``no_sync`` has held back.
         self.has_held_gradients = False
@@ -473,6 +274,15 @@ class DTensorEngine(StepEngine):
                 fix="Leave fused out; Adam and AdamW have one.",
                 argument="fused",
             )
+        for group in optimizer.param_groups:
+            asked = next((name for name in ("fused", "foreach") if group.get(name)), None)
+            if asked is not None and on_several_meshes(group["params"]):
+                raise make_error(
+                    ValueError,
+                    f"{type(optimizer).__name__}({asked}=True) and strategy={self.strategy.name!r}: torch updates "
+                    "parameters together only if all are split over the same processes, and some are not.",
+                    fix=f"Pass {asked}=False.",
+                )
 
     # -- forward
 
@@ -489,7 +299,7 @@ class DTensorEngine(StepEngine):
             forward: Callable[..., Any] = wrapped.__dict__[name]
         finally:
             wrapped.__dict__.pop(name, None)
-        if self.strategy.param_dtype is None:
+        if self.strategy.shards.param_dtype is None:
             return forward
 
         def in_default_type(*args: Any, **kwargs: Any) -> Any:
@@ -534,7 +344,7 @@ class DTensorEngine(StepEngine):
 
     def sync_gradients(self, module: nn.Module) -> None:
         """Reduce the gradients that ``no_sync`` has held back so far; all processes call it."""
-        for root in _roots(module):
+        for root in roots_of(module):
             state = ShardedPart(root)
             if state.is_root is not None:  # None before the first forward.
                 state.end_backward()
@@ -601,7 +411,7 @@ class DTensorEngine(StepEngine):
 class DTensorState(DividedState):
     """Weights and optimizer states of shards: whole tensors in one file, or a folder of shards."""
 
-    strategy: ShardedStrategy
+    strategy: MeshStrategy
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights: shards for a folder; for a file whole tensors in the first process, in others none."""
@@ -716,16 +526,16 @@ def _items(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from (stored() if callable(stored) else state.items())
 
 
-def _roots(module: nn.Module) -> list[Any]:
+def roots_of(module: nn.Module) -> list[Any]:
     """Return the outermost parts that ``fully_shard`` was applied to."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(module, FSDPModule):
         return [module]
-    return [root for child in module.children() for root in _roots(child)]
+    return [root for child in module.children() for root in roots_of(child)]
 
 
-def _sharded_parts(module: nn.Module) -> dict[str, Any]:
+def sharded_parts(module: nn.Module) -> dict[str, Any]:
     """Return the parts that ``fully_shard`` was applied to, by name."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -735,7 +545,7 @@ def _sharded_parts(module: nn.Module) -> dict[str, Any]:
 @contextmanager
 def _begun(module: nn.Module, names: list[str]) -> Iterator[None]:
     """Append to ``names`` which parts begin a forward, in their order."""
-    parts = _sharded_parts(module)
+    parts = sharded_parts(module)
     if "" in parts:
         # A step is a forward of the whole module, but not a call of it.
         names.append("")
@@ -753,7 +563,7 @@ def _nothing() -> None:
 
 def keep_class_name(module: nn.Module) -> None:
     """Give the class that ``fully_shard`` made the name that the user wrote: it is in messages and keys."""
-    sharded_class, user = type(module), _user_class(module)
+    sharded_class, user = type(module), user_class(module)
     sharded_class.__name__, sharded_class.__qualname__ = user.__name__, user.__qualname__
     sharded_class.__module__ = user.__module__
 
@@ -761,7 +571,7 @@ def keep_class_name(module: nn.Module) -> None:
 # -- attributes and hooks of a program's parameters
 
 
-def _refuse_hooks(module: nn.Module, strategy: str) -> None:
+def refuse_hooks(module: nn.Module, strategy: str) -> None:
     """Refuse hooks on parameters, which would not run: dividing a module makes new parameters."""
     for name, parameter in module.named_parameters():
         if is_sharded(parameter):
@@ -776,95 +586,27 @@ def _refuse_hooks(module: nn.Module, strategy: str) -> None:
             )
 
 
-# -- initial values
-
-
-def _digest() -> str:
-    digest = hashlib.sha256()
-
-    def add(value: Tensor) -> Tensor:
-        digest.update(as_bytes(value.cpu()).numpy().data)
-        return value
-
-    digest.update(repr(map_tensors(add, RandomGenerators().state_dict())).encode())
+def _digest(batch: object) -> str:
+    """Return a string that is the same for equal batches."""
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            if leaf.layout is torch.strided and not leaf.is_nested:
+                values = as_bytes(leaf.detach().cpu())
+                digest.update(values.numpy().data if values.numel() else b"")
+        elif isinstance(leaf, (str, bytes, int, float, type(None))):
+            digest.update(repr(leaf).encode())
     return digest.hexdigest()
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a module with their names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        method: Callable[[], None] | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
-
-
-def _units(module: nn.Module, missing: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the largest parts with ``reset_parameters`` that have tensors among ``missing``; refuse others."""
-    names = [prefix + name for name, _ in _tensors(module) if prefix + name in missing]
-    if not names:
-        return
-    if _reset_of(module) is not None:
-        yield prefix, module
-        return
-    direct = {*module._parameters, *module._buffers}
-    if bare := next((name for name in names if name[len(prefix) :] in direct), None):
-        kind = _user_class(module).__name__
-        raise make_error(
-            ValueError,
-            f"{bare!r} is on the meta device, and {kind} has no reset_parameters() that gives it a value.",
-            fix=(
-                f"Write {kind}.reset_parameters(), or make the module outside of torch.device('meta') and "
-                "empty_init=True."
-            ),
-        )
-    for name, child in module.named_children():
-        yield from _units(child, missing, f"{prefix}{name}.")
-
-
-def _initialized(part: nn.Module) -> nn.Module:
-    """Return a whole copy of a part on the host, with new initial values."""
-    twin = _twin(part, {})
-    for module in _children_first(twin):
-        if (reset := _reset_of(module)) is not None:
-            reset()
-    return twin
-
-
-def _twin(module: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
-    """Return a copy of a module with empty whole tensors on the host, of the class that the user wrote."""
-
-    def empty(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in copies:
-            values = torch.empty(tensor.shape, dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-        return copies[id(tensor)]
-
-    twin: nn.Module = nn.Module.__new__(_user_class(module))
-    twin.__dict__.update(module.__dict__)
-    values = twin.__dict__
-    values["_parameters"] = {name: empty(tensor) for name, tensor in module._parameters.items()}
-    values["_buffers"] = {name: empty(tensor) for name, tensor in module._buffers.items()}
-    values["_modules"] = {
-        name: None if child is None else _twin(child, copies) for name, child in module._modules.items()
-    }
-    return twin
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
-
-
-def _user_class(module: nn.Module) -> Any:
+def user_class(module: nn.Module) -> Any:
     """Return the class that the user wrote: ``fully_shard`` gives a module a class of its own."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -25,7 +25,7 @@ from hasten.machine import collectives, same_program
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
-from hasten.strategies.sharded import ShardedStrategy
+from hasten.strategies.mesh.strategy import MeshStrategy
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -210,7 +210,7 @@ def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
 
     """
     strategy.simulate_one_process()
-    if isinstance(strategy, ShardedStrategy):
+    if isinstance(strategy, MeshStrategy):
         _cut_own_chunk_only()
     if isinstance(strategy, DDPStrategy):
         _all_reduce_bucket.__annotations__.clear()

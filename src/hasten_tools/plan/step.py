@@ -22,8 +22,7 @@ from hasten.loops.fit import make_step
 from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
-from hasten.strategies.fsdp import FSDPStrategy
-from hasten.strategies.model_parallel import ModelParallelStrategy
+from hasten.strategies.mesh.strategy import MeshStrategy
 from hasten_tools.plan import simulated
 from hasten_tools.plan.ledger import (
     ACTIVATIONS,
@@ -252,8 +251,8 @@ class _PlannedFit:
     def _measured(self, run: Run) -> Measured:
         module, strategy = run.module, run.runtime.strategy
         parameters = self._parameters
-        offloads = isinstance(strategy, FSDPStrategy) and strategy.offloads
-        tensor_parallel = strategy.tensor_parallel_size if isinstance(strategy, ModelParallelStrategy) else 1
+        offloads = isinstance(strategy, MeshStrategy) and strategy.offloads
+        tensor_parallel = strategy.tensor_parallel_size if isinstance(strategy, MeshStrategy) else 1
         peak = self.ledger.peak
         return Measured(
             strategy=strategy.name,

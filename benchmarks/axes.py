@@ -1,0 +1,160 @@
+"""Does a mesh train as one process does? The largest differences, for all sizes of the axes of ``MeshStrategy``.
+
+    python benchmarks/axes.py                  # meshes of 2, 4 and 8 processes on this machine's CPU
+    python benchmarks/axes.py --processes 4
+
+Each mesh trains a small decoder for ten steps in float64, with accumulation and clipping, and one process trains it on
+the same batches. The table has the largest difference of a loss, of a gradient norm and of a weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+from hasten.strategies import MeshStrategy
+
+ROOT = Path(__file__).resolve().parents[1]
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.qkv": "colwise_rep", "head": "colwise_rep"}
+WIDTH, WORDS, BATCH = 16, 48, 16
+
+
+def main() -> int:
+    """Print the table; return 1 if a mesh trains something else."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    print(f"{'processes':>9} {'replicate':>9} {'shard':>6} {'tensor':>6} {'loss':>9} {'grad_norm':>9} {'weight':>9}")
+    for processes in options.processes:
+        for row in measured(processes):
+            sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6), strict=True))
+            differences = " ".join(f"{row[name]:>9.1e}" for name in ("loss", "grad_norm", "weight"))
+            print(f"{processes:>9} {sizes} {differences}", flush=True)
+            rows.append(row)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return int(any(row["weight"] > 1e-9 for row in rows))
+
+
+def measured(processes: int) -> list[dict[str, Any]]:
+    """Return the differences for all meshes of a number of processes, which torchrun starts."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", __file__]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def meshes(processes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the sizes of the axes that multiply to a number of processes."""
+    divisors = [size for size in range(1, processes + 1) if processes % size == 0]
+    for replicate in divisors:
+        for shard in divisors:
+            if processes % (replicate * shard) == 0:
+                yield replicate, shard, processes // (replicate * shard)
+
+
+def compare() -> None:
+    """Train on each mesh and on one process, in each process of torchrun; the first one prints a line of JSON each."""
+    processes, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    rows = []
+    expected: Decoder | None = None
+    for sizes in meshes(processes):
+        strategy = MeshStrategy(*sizes, plan=PLAN if sizes[2] > 1 else None)
+        found = train(processes, strategy, BATCH // (sizes[0] * sizes[1]))
+        if expected is None:
+            expected = train(1, "auto", BATCH)
+        rows.append(
+            {
+                "mesh": sizes,
+                "loss": largest(found.losses, expected.losses),
+                "grad_norm": largest(found.norms, expected.norms),
+                "weight": largest(found.weights(), expected.weights()),
+            }
+        )
+    if rank == 0:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+
+
+def largest(some: list[Tensor], others: list[Tensor]) -> float:
+    """Return the largest difference between tensors."""
+    return max((one - other).abs().max().item() for one, other in zip(some, others, strict=True))
+
+
+class Block(nn.Module):
+    """Attention, whose layers are gathered, and a feed-forward part that is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, 2, WIDTH // 2)).unbind(2)
+        attended = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + attended.transpose(1, 2).flatten(-2)
+        hidden: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+        return hidden
+
+
+class Decoder(L.LightningModule):
+    """A small language model that keeps its losses and gradient norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (tokens,) = batch
+        logits = self.head(self.blocks(self.words(tokens[:, :-1])))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.losses.append(self.all_gather(loss.detach()).mean())
+        return loss
+
+    def configure_gradient_clipping(self, optimizer: Any, **how: Any) -> None:
+        self.norms.append(self.trainer.runtime.engine.clip_norm(self.parameters(), how["gradient_clip_val"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def weights(self) -> list[Tensor]:
+        """Return the parameters, whole."""
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in self.parameters()]
+
+
+def train(devices: int, strategy: Any, batch_size: int) -> Decoder:
+    """Train for ten steps of two batches, which are the same for all strategies."""
+    tokens = torch.randint(0, WORDS, (20 * BATCH, 13), generator=torch.Generator().manual_seed(1))
+    module = Decoder().double()
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", devices=devices, strategy=strategy, accumulate_grad_batches=2,
+        gradient_clip_val=0.1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size))
+    return module
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        compare()
+    else:
+        sys.exit(main())

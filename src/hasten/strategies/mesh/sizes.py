@@ -1,0 +1,102 @@
+"""The sizes of a mesh of processes, and the names of its dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Size = int | Literal["auto"]
+
+# The dimensions of the mesh of parameters, outermost first.
+REPLICATE, DATA, TENSOR = "replicate", "data_parallel", "tensor_parallel"
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """How the processes of a run are divided: ``replicate * shard * tensor`` of them.
+
+    The ranks of one tensor-parallel group follow each other, so that it stays within a machine.
+
+    Args:
+        replicate: how many copies of all shards there are.
+        shard: over how many processes parameters, gradients and optimizer states are divided.
+        tensor: over how many processes layers are split.
+
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Size], *, num_nodes: int, per_node: int) -> MeshSizes:
+        """Return the sizes for a number of machines and processes on each.
+
+        Args:
+            asked: the size of each axis. One that is "auto" gets what the others leave. Of two, the outer one gets the
+                number of machines.
+            num_nodes: the number of machines.
+            per_node: the processes of each.
+
+        Raises:
+            ValueError: they do not multiply to the number of processes.
+
+        """
+        sizes = dict(asked)
+        world = num_nodes * per_node
+        open_axes = [axis for axis in ("replicate", "shard", "tensor") if sizes[axis] == "auto"]
+        if len(open_axes) > 1:
+            sizes[open_axes.pop(0)] = num_nodes
+        known = math.prod(size for size in sizes.values() if isinstance(size, int))
+        for axis in open_axes:
+            sizes[axis] = world // known if world % known == 0 else 0
+        found = cls(**{axis: int(size) for axis, size in sizes.items()})
+        if len(open_axes) > 1 or found.processes != world:
+            raise ValueError(world)
+        return found
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def batches(self) -> int:
+        """How many parts the data has."""
+        return self.replicate * self.shard
+
+    @property
+    def alike(self) -> int:
+        """How many processes, whose ranks follow each other, read the same batches."""
+        return self.tensor
+
+    def dimensions(self, *, always: Container[str] = ()) -> dict[str, int]:
+        """Return names and sizes of the dimensions of the mesh of parameters, without those of size 1.
+
+        Args:
+            always: names of dimensions to have even if their size is 1.
+
+        """
+        sizes = {REPLICATE: self.replicate, DATA: self.shard, TENSOR: self.tensor}
+        return {name: size for name, size in sizes.items() if size > 1 or name in always or name == DATA}
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The result of dividing a module: its blocks, the rest, and the mesh.
+
+    Args:
+        blocks: names of the parts whose parameters are gathered together, each by itself.
+        root: names of the parameters that are gathered with the whole module, for all of its forward.
+        mesh: the shape of the device mesh: ``(shards,)`` or ``(replicas, shards)``.
+
+    """
+
+    blocks: tuple[str, ...]
+    root: tuple[str, ...]
+    mesh: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.blocks)} blocks, {len(self.root)} parameters in the root, mesh {self.mesh}"

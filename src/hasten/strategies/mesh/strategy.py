@@ -1,0 +1,611 @@
+"""One mesh for all axes: copies of the model, shards of its parameters, layers that are split."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+from collections.abc import Callable, Collection, Container, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hasten._lib import check, torch_private
+from hasten._lib.device import is_host
+from hasten._lib.errors import MisconfigurationException, add_note, make_error
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import warn_once
+from hasten._lib.torch_private import ShardedPart
+from hasten._lib.tree import is_sharded
+from hasten.machine import collectives
+from hasten.precision.base import Precision
+from hasten.precision.builtin import HalfPrecision, MixedPrecision, is_mixed
+from hasten.precision.fsdp import FSDPPrecision
+from hasten.seed import RandomGenerators
+from hasten.strategies.mesh.blocks import WrapPolicy, name_of
+from hasten.strategies.mesh.initial_values import fill
+from hasten.strategies.mesh.layer_split import LayerSplit
+from hasten.strategies.mesh.parameter_shards import ParameterShards
+from hasten.strategies.mesh.sizes import DATA, REPLICATE, TENSOR, MeshSizes, ShardLayout, Size
+from hasten.strategies.parallel import CONTEXT_IN_FABRIC, PIPELINE_IN_FABRIC, ParallelStrategy
+from hasten.strategies.sharded import (
+    DTensorEngine,
+    DTensorSharding,
+    DTensorState,
+    named_tensors,
+    refuse_hooks,
+    roots_of,
+    sharded_parts,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from hasten.checkpoint.files import CheckpointIO
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+    from hasten.machine.spawn import KeepsResults
+    from hasten.strategies.plans import Plan
+    from hasten.types import Group
+
+T = TypeVar("T")
+
+_ADVICE = {
+    "got mixed torch.Tensor and DTensor": (
+        "parameters are whole only inside the forward of the part that gathers them (trainer.strategy.plan names the "
+        "parts). Call a part itself, part(x), not a method of it and not the layers inside of it; or name the part "
+        "with FSDPStrategy(auto_wrap_policy={...}). For a term of the loss that reads parameters, such as a norm, use "
+        "weight_decay, or add its gradient in on_before_optimizer_step."
+    ),
+    "numpy() is not supported for tensor subclasses": (
+        "this process has a part of the tensor. Write tensor.full_tensor().detach().cpu().numpy(); all processes call "
+        "full_tensor()."
+    ),
+    "FSDP does not support deepcopy": (
+        "a divided module cannot be copied. Copy it in setup() or before, or save a checkpoint and load it into a new "
+        "module."
+    ),
+}
+_OF_PLAN = (
+    "if the layer is one that the plan splits or follows one, name both: 'colwise' leaves a part of the features in "
+    "each process, which the next 'rowwise' layer takes. For a layer alone, write 'colwise_rep' or 'rowwise_rep'; in "
+    "forward(), take the number of heads from the tensor (view(..., -1, head_size))."
+)
+_ADVICE_ON_LAYERS = {
+    **_ADVICE,
+    "shapes cannot be multiplied": _OF_PLAN,
+    "must have same reduction dim": _OF_PLAN,
+    "is invalid for input of size": _OF_PLAN,
+}
+_ALL_CALL = (
+    "a process has ended, or the processes have called different things. What exchanges parameters, such as a forward, "
+    "full_tensor(), save_checkpoint() or fabric.save(), has to be called by all processes, not inside `if rank == 0:`."
+)
+
+
+class MeshStrategy(ParallelStrategy):
+    """Divide the model over all processes, along several axes at once.
+
+    The sizes of the axes multiply to the number of processes. An axis of size 1 costs nothing. Weights, losses and
+    gradient norms equal those of one process up to rounding, for every combination. ``FSDPStrategy`` and
+    ``ModelParallelStrategy`` are other spellings of this class.
+
+    - ``shard``: each process has a part of parameters, gradients and optimizer states, and gathers a block when it
+      computes (torch's ``fully_shard``, FSDP2). It reads data of its own.
+    - ``replicate``: copies of all shards; gradients are averaged over them once a step. Parameters are gathered within
+      one copy only, so its processes should be close to each other (hybrid sharding).
+    - ``tensor``: layers are split over the processes of a group, which read the same batches and exchange activations
+      in each layer. The group should be within one machine.
+
+    The layers are split by ``plan``, or by ``configure_model`` of the module with torch's ``parallelize_module`` on
+    ``self.device_mesh["tensor_parallel"]``, or by ``parallelize_fn`` in programs with Fabric. Dividing a module in
+    ``configure_model`` with ``fully_shard`` on ``self.device_mesh["data_parallel"]`` works, too; what is not divided by
+    then is divided by hasten.
+
+    Args:
+        replicate: the number of copies.
+        shard: the number of shards. "auto", for one of the three, is what the other two leave. If two are "auto", the
+            outer one gets the number of machines.
+        tensor: the number of processes over which layers are split.
+        plan: a dict of name patterns, relative to the module and with ``*`` between dots, and torch's
+            ``ParallelStyle`` objects (or Hugging Face's names of them, such as ``"colwise"``); or "auto": the plan of
+            the Hugging Face model in it, and a plan of hasten's for ``nn.TransformerEncoderLayer`` and
+            ``nn.TransformerDecoderLayer``, whose feed-forward part is split and whose attention stays whole.
+        parallelize_fn: called as ``parallelize_fn(module, device_mesh)``; divides the module in place and returns it.
+        sequence_parallel: with ``plan="auto"``, split the activations between the blocks of a Hugging Face decoder
+            along the sequence.
+        loss_parallel: compute cross entropy from logits that stay split over the classes; with ``plan="auto"`` the
+            output layer leaves them so.
+        auto_wrap_policy: which parts are gathered by themselves: a set of module classes, or a function of FSDP1's
+            form. By default every repeated block; ``strategy.plan`` shows the choice.
+        reshard_after_forward: free the parameters of a block after its forward, and gather them again for its
+            backward; False keeps them until then.
+        forward_prefetch: gather the next block while one computes its forward.
+        ignored_modules: modules whose parameters stay whole in each process. They must not train.
+        ignored_parameters: the same for parameters.
+        activation_checkpointing_policy: which modules to recompute in backward, in the form of ``auto_wrap_policy``.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory, and step there: True or torch's
+            ``CPUOffloadPolicy``.
+        mixed_precision: torch's ``MixedPrecisionPolicy``. By default it follows ``precision``: without split layers
+            "bf16-mixed" computes in bfloat16 and reduces gradients in 32 bits; with them it is autocast.
+        state_dict_type: "full" writes checkpoints as one file with whole tensors, "sharded" as a folder to which each
+            process writes its shards. Both can be read with any other sizes.
+        accelerator: in place of ``Trainer(accelerator=...)``.
+        parallel_devices: in place of ``Trainer(devices=...)``.
+        cluster_environment: in place of ``Trainer(plugins=...)``.
+        checkpoint_io: the same.
+        precision_plugin: in place of ``Trainer(precision=...)``.
+        process_group_backend: "gloo", "nccl", ...; what suits the device by default.
+        timeout: see ``ParallelStrategy``.
+
+    Pipeline and context parallel are loops of your own, with Fabric: ``docs/model_parallel.md``.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of processes, or two arguments contradict each other.
+        TypeError: an argument has a wrong type or is unknown.
+
+    Example::
+
+        >>> MeshStrategy(replicate=2, shard="auto", tensor=8, plan="auto").name
+        'mesh'
+
+    Source: `PyTorch, fully_shard <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>`_; Shoeybi et
+    al., Megatron-LM, https://arxiv.org/abs/1909.08053; Liang et al., TorchTitan, https://arxiv.org/abs/2410.06511.
+
+    """
+
+    sharding: DTensorSharding
+    engine: DTensorEngine
+
+    name = "mesh"
+    # The name of the class in messages, and the arguments that ask for the sizes.
+    _owner: ClassVar[str] = "MeshStrategy"
+    _arguments: ClassVar[dict[str, str]] = {"replicate": "replicate", "shard": "shard", "tensor": "tensor"}
+    # Dimensions that the mesh has even if their size is 1.
+    _always: ClassVar[tuple[str, ...]] = ()
+    _recompute_argument: ClassVar[str] = "activation_checkpointing_policy"
+
+    def __init__(
+        self,
+        replicate: Size = 1,
+        shard: Size = "auto",
+        tensor: Size = 1,
+        *,
+        plan: Plan | None = None,
+        parallelize_fn: Callable[[Any, DeviceMesh], nn.Module] | None = None,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        auto_wrap_policy: WrapPolicy | None = None,
+        reshard_after_forward: bool = True,
+        forward_prefetch: bool = False,
+        ignored_modules: Collection[nn.Module] = (),
+        ignored_parameters: Collection[nn.Parameter] = (),
+        activation_checkpointing_policy: WrapPolicy | None = None,
+        cpu_offload: bool | CPUOffloadPolicy | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=10),
+        **unknown: object,
+    ) -> None:
+        owner = self._owner
+        for name, given in unknown.items():
+            what = f"{owner}({name}={given!r}): {self._problem_of_argument(name)}"
+            raise make_error(TypeError, what, argument=name)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend=process_group_backend, timeout=timeout,
+        )  # fmt: skip
+        self._asked: dict[str, Size] = {"replicate": replicate, "shard": shard, "tensor": tensor}
+        for axis, size in self._asked.items():
+            if size != "auto":
+                allowed = "a number of processes of at least 1, or 'auto'"
+                check.whole(owner, self._arguments.get(axis, axis), size, at_least=1, allowed=allowed)
+        if list(self._asked.values()).count("auto") > 2:
+            raise MisconfigurationException(
+                f"{owner}({self._sizes_text()}): at most two sizes can be 'auto'.", fix="Give one as a number."
+            )
+        check.one_of(owner, "state_dict_type", state_dict_type, ("full", "sharded"))
+        self.layers = LayerSplit(
+            owner,
+            self._arguments["tensor"],
+            plan,
+            parallelize_fn,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+        )
+        self.shards = ParameterShards(
+            owner,
+            self._recompute_argument,
+            auto_wrap_policy=auto_wrap_policy,
+            reshard_after_forward=reshard_after_forward,
+            forward_prefetch=forward_prefetch,
+            ignored_modules=ignored_modules,
+            ignored_parameters=ignored_parameters,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+        )
+        self.sizes = MeshSizes()
+        # Whether a run with more processes would split layers, as which it behaves with fewer, too.
+        self.splits_layers = tensor != 1 or self.layers.is_given
+        # The parts that ``fully_shard`` was applied to, of all modules.
+        self._parts: list[Any] = []
+        self._mesh: DeviceMesh | None = None
+        self.state.saves_folders = state_dict_type == "sharded"
+
+    def _make_parts(self) -> tuple[DTensorSharding, DTensorEngine, DTensorState]:
+        return DTensorSharding(self), DTensorEngine(self), DTensorState(self)
+
+    def _problem_of_argument(self, name: str) -> str:
+        """Return the message for an unknown argument."""
+        if name.startswith(("pipeline", "pp")):
+            return f"{PIPELINE_IN_FABRIC}."
+        if name.startswith(("context", "cp")):
+            return f"{CONTEXT_IN_FABRIC}."
+        known = [*inspect.signature(type(self).__init__).parameters][1:-1]
+        return f"unknown argument.{did_you_mean(name, known)}"
+
+    def _sizes_text(self) -> str:
+        return ", ".join(f"{argument}={self._asked[axis]!r}" for axis, argument in self._arguments.items())
+
+    def attach(
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
+    ) -> None:
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
+        try:
+            self.sizes = MeshSizes.of(self._asked, num_nodes=num_nodes, per_node=len(devices))
+        except ValueError:
+            raise self._wrong_sizes(num_nodes, len(devices)) from None
+        if self.offloads and is_host(self.root_device):
+            what = f"{self._owner}(cpu_offload=...) changes nothing on the CPU."
+            warn_once("fsdp-cpu-offload", what, fix="Leave it out.")
+
+    def _wrong_sizes(self, num_nodes: int, per_node: int) -> ValueError:
+        return MisconfigurationException(
+            f"{self._owner}({self._sizes_text()}): multiplied, they must be the number of processes, which is "
+            f"{num_nodes * per_node} (devices={per_node}, num_nodes={num_nodes}).",
+            argument=next(iter(self._arguments.values())),
+        )
+
+    # -- facts
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The processes as a mesh with the dimensions "replicate", "data_parallel" and "tensor_parallel".
+
+        Dimensions of size 1 are left out, but for "data_parallel".
+
+        Raises:
+            RuntimeError: the processes have not started.
+
+        """
+        if self._mesh is None:
+            raise make_error(
+                RuntimeError,
+                f"{self._owner}.device_mesh: the processes have not started.",
+                fix="Use it in configure_model(), or after fabric.launch().",
+            )
+        return self._mesh
+
+    @property
+    def plan(self) -> ShardLayout | None:
+        """How parameters are sharded; None before the run."""
+        return self.shards.layout
+
+    @property
+    def styles(self) -> dict[str, ParallelStyle]:
+        """The modules that the plan has split, and how; empty before the run."""
+        return self.layers.styles
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters are kept on the host."""
+        return self.shards.offloads
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes over which layers are split."""
+        return self.sizes.tensor
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.sizes.batches
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.global_rank // self.sizes.alike
+
+    @property
+    def data_parallel_group(self) -> Group:
+        if self._mesh is None or self.sizes.tensor == 1:
+            return None
+        if self.sizes.replicate == 1:
+            return self._mesh.get_group(DATA)
+        return torch_private.group_over(self._mesh, (REPLICATE, DATA))
+
+    def precision_of(self, name: str, device: str) -> Precision | None:
+        return FSDPPrecision(name, device=device) if is_mixed(name) and not self.splits_layers else None
+
+    def set_precision(self, precision: Precision) -> None:
+        (self._check_autocast if self.splits_layers else self._check_converted)(precision)
+        super().set_precision(precision)
+
+    def _check_autocast(self, precision: Precision) -> None:
+        """Check a number format in which split layers compute."""
+        given = f"precision={precision.precision!r}, strategy={self.name!r}"
+        if precision.scaler is not None:
+            raise make_error(
+                ValueError,
+                f"{given}: a gradient scaler sees the gradients of one process.",
+                fix="Use 'bf16-mixed'.",
+                argument="precision",
+            )
+        self._check_divisible(precision)
+        if isinstance(precision, FSDPPrecision):
+            raise self._not_divisible(precision, "Use 'bf16-mixed'.")
+
+    def _check_converted(self, precision: Precision) -> None:
+        """Check a number format into which parameters are converted when they are gathered."""
+        if isinstance(precision, MixedPrecision):
+            name = precision.precision
+            raise make_error(
+                ValueError,
+                f"strategy={self.name!r}, plugins=[MixedPrecision({name!r})]: sharded parameters are converted when "
+                "they are gathered, which this plugin does not do.",
+                fix=f"Write precision={name!r}, or plugins=[FSDPPrecision({name!r})].",
+                argument="strategy",
+            )
+        if isinstance(precision, FSDPPrecision):
+            self.shards.param_dtype = precision.param_dtype
+            return
+        self._check_divisible(precision)
+
+    def _check_divisible(self, precision: Precision) -> None:
+        if isinstance(precision, HalfPrecision) and precision.keep_small_updates:
+            name = precision.precision
+            raise make_error(
+                ValueError,
+                f"precision={name!r}, strategy={self.name!r}: the 32-bit copies of its parameters are not divided.",
+                fix=f"Use 'bf16-mixed', or plugins=[HalfPrecision({name!r}, keep_small_updates=False)].",
+                argument="precision",
+            )
+        if not precision.can_be_sharded:
+            raise self._not_divisible(
+                precision, "Use 'bf16-mixed'." if self.splits_layers else "Use 'bf16-mixed', or strategy='ddp'."
+            )
+
+    def _not_divisible(self, precision: Precision, fix: str) -> ValueError:
+        return make_error(
+            ValueError,
+            f"precision={precision.precision!r}, strategy={self.name!r}: its layers cannot be divided over processes.",
+            fix=fix,
+            argument="precision",
+        )
+
+    @property
+    def process_group_backend(self) -> str:
+        """The backend of the process group; with ``cpu_offload`` on GPUs also one for tensors on the host."""
+        backend = super().process_group_backend
+        return "cpu:gloo,cuda:nccl" if backend == "nccl" and self.offloads else backend
+
+    @property
+    def device_of_shards(self) -> torch.device:
+        """Where parameters are between the steps."""
+        return torch.device("cpu") if self.offloads else self.root_device
+
+    # -- once
+
+    def launch(
+        self, function: Callable[..., T], *args: object, owner: KeepsResults | None = None, **kwargs: object
+    ) -> T:
+        result: T = super().launch(self._with_mesh, function, args, kwargs, owner=owner)
+        return result
+
+    def _with_mesh(self, function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
+        if self._mesh is None:
+            self._mesh = self._make_mesh()
+        return function(*args, **kwargs)
+
+    def _make_mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
+        dimensions = self.sizes.dimensions(always=self._always)
+        mesh = init_device_mesh(self.root_device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+        # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
+        # end.
+        atexit.register(torch_private.registered_groups(mesh).clear)
+        return mesh
+
+    def simulate_one_process(self) -> None:
+        this: Any = self
+        self._simulate_collectives()
+        # The first process would draw the values, and send the state of its random generators.
+        this._fill = lambda module, stored: module.to_empty(device=self.device_of_shards)
+        this.equal_generators = lambda: None
+        this.sharding.check_batch = lambda batch: None
+
+    def shard(self, module: nn.Module, stored: Container[str] = ()) -> None:
+        """Divide ``module``, with the first process's weights; fill what is on the meta device.
+
+        Args:
+            module: the user's module, changed in place.
+            stored: names of weights that a checkpoint is going to bring: they need no initial values.
+
+        Raises:
+            ValueError: a part on the meta device has no ``reset_parameters``, a layer is lazy, or a parameter has a
+                hook.
+
+        """
+        lazy = next((name for name, tensor in named_tensors(module) if is_lazy(tensor)), None)
+        if lazy is not None:
+            raise make_error(
+                ValueError,
+                f"strategy={self.name!r}: {lazy!r}, of a lazy layer, has no shape yet that could be divided.",
+                fix="Write the layer with its input size, or run a batch through the module in configure_model().",
+                argument="strategy",
+            )
+        refuse_hooks(module, self.name)
+        # ``fully_shard`` and ``parallelize_module`` make new parameters: attributes that the program has set on one are
+        # kept.
+        notes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+        tensors = [*module.parameters(), *module.buffers()]
+        with torch.no_grad():
+            for tensor in tensors:
+                if not tensor.is_meta and not is_sharded(tensor):
+                    self.send_values(tensor.data)
+        self.divide(module)
+        ids = set(map(id, self._parts))
+        self._parts += [part for part in sharded_parts(module).values() if id(part) not in ids]
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            self._fill(module, stored)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_sharded(tensor) and tensor.device != self.root_device:
+                tensor.data = tensor.data.to(self.root_device)
+        for name, parameter in module.named_parameters():
+            for attribute, value in notes.get(name, {}).items():
+                vars(parameter).setdefault(attribute, value)
+
+    def _fill(self, module: nn.Module, stored: Container[str]) -> None:
+        fill(self, module, stored)
+
+    def send_values(self, tensor: Tensor) -> None:
+        """Give ``tensor`` the values that it has in the first process; all processes call it."""
+        if self.engine.exchanges:
+            device = self._collective_device
+            moved = tensor.to(device).contiguous()
+            torch.distributed.broadcast(moved, 0)
+            tensor.copy_(moved)
+
+    def divide(self, module: nn.Module) -> None:
+        """Split the layers of ``module``, then shard what ``configure_model`` has not sharded.
+
+        Raises:
+            ValueError: the plan does not fit the module, or nothing divides it.
+            TypeError: ``parallelize_fn`` returned something else than the module.
+
+        """
+        self._check_earlier(module)
+        if self.splits_layers:
+            self.layers.apply(module, self.device_mesh, self.sizes)
+        if self.sizes.batches > 1 or not self.splits_layers:
+            self.shards.apply(module, self._mesh_of_shards(), self.name)
+        if self.sizes.tensor > 1:
+            self.layers.split_losses()
+        self.equal_generators()
+
+    def _check_earlier(self, module: nn.Module) -> None:
+        """Refuse a module that an earlier run has divided over other sizes."""
+        axes = {REPLICATE: "replicate", DATA: "shard", TENSOR: "tensor"}
+        sizes = _sizes_of(self.device_mesh)
+        for mesh in (getattr(parameter, "device_mesh", None) for parameter in module.parameters()):
+            earlier = {} if mesh is None else _sizes_of(mesh)
+            for name, axis in axes.items():
+                if earlier.get(name, sizes.get(name, 1)) != sizes.get(name, 1):
+                    argument = self._arguments.get(axis, axis)
+                    raise MisconfigurationException(
+                        f"{self._owner}({argument}={sizes.get(name, 1)}): an earlier run has divided "
+                        f"{name_of(module)} with {argument}={earlier[name]}.",
+                        fix="Use the same sizes, or a new module and a checkpoint.",
+                    )
+
+    def _mesh_of_shards(self) -> DeviceMesh:
+        """Return the part of the mesh over which parameters are sharded: (shards,) or (replicas, shards)."""
+        mesh = self.device_mesh
+        names = tuple(name for name in mesh.mesh_dim_names or () if name != TENSOR)
+        return mesh if names == mesh.mesh_dim_names or not names else mesh[names]
+
+    # -- a step
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return ``module``, which ``shard`` has divided."""
+        # Code may have drawn random numbers on one process only.
+        self.equal_generators()
+        self.model = module
+        return module
+
+    @contextmanager
+    def no_sync(self, wrapped: nn.Module) -> Iterator[None]:
+        """Leave gradients unreduced in backward; the next backward outside of this context reduces their sum."""
+        roots = roots_of(wrapped)
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.engine.has_held_gradients = True
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+    def equal_generators(self) -> None:
+        """Give processes that read the same batches the states of the random generators of the first of them."""
+        if self.sizes.alike == 1:
+            return
+        import torch.distributed as dist
+
+        first = self.data_parallel_rank * self.sizes.alike
+        generators = RandomGenerators()
+        box = [generators.state_dict() if self.global_rank == first else None]
+        device = self._collective_device
+        dist.broadcast_object_list(box, src=first, group=self.group_alike, device=None if is_host(device) else device)
+        state = box[0]
+        assert state is not None
+        if self.global_rank != first:
+            generators.load_state_dict(state)
+
+    @property
+    def group_alike(self) -> Group:
+        """The group of the processes that read the same batches as this one."""
+        return self.device_mesh.get_group(TENSOR)
+
+    # -- the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Add the usual fix to an error of torch, and let the module begin its next step from a clean state.
+
+        The exception may have ended a forward or backward half-way.
+        """
+        text, known = str(exception), _ADVICE_ON_LAYERS if self.splits_layers else _ADVICE
+        advice = next((advice for part, advice in known.items() if part in text), None)
+        if advice is None and collectives.lost_partner(exception):
+            advice = _ALL_CALL
+        if advice is not None:
+            add_note(exception, f"strategy={self.name!r}:", fix=advice)
+        for part in self._parts:
+            state = ShardedPart(part)
+            if state.is_root:
+                state.begin_anew()
+
+    def teardown(self) -> None:
+        # Another run may continue with the same module.
+        self.layers.close()
+        self.shards.close()
+        self.engine.drop_all_held_gradients()
+        self._parts = []
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of this process make a mesh of their own.
+        return {**super().__getstate__(), "_mesh": None}
+
+
+def _sizes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the size of each dimension of a mesh, by name."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+
+
+def _is_about_other_things(record: logging.LogRecord) -> bool:
+    """Return False for torch's advice to gather over both dimensions of the mesh at once, which it cannot itself."""
+    return not record.getMessage().startswith("While redistributing from")

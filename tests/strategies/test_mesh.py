@@ -1,0 +1,125 @@
+"""MeshStrategy: copies, shards and split layers at once, compared with one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models import loader, quiet
+from tests.refusals import refused
+from tests.strategies.test_model_parallel import PLAN, Llama, Net, same, tokens, trained, weights
+
+from hasten.resolve import runtime
+from hasten.strategies import FSDPStrategy, MeshStrategy, ModelParallelStrategy
+from hasten.strategies.mesh.sizes import MeshSizes
+
+
+def mesh(replicate: Any = 1, shard: Any = "auto", tensor: Any = 1, **options: Any) -> MeshStrategy:
+    plan = {"plan": PLAN} if tensor != 1 else {}
+    return MeshStrategy(replicate, shard, tensor, **{**plan, **options})
+
+
+@pytest.mark.world_size(4)
+def test_every_pair_of_axes_trains_as_one_process() -> None:
+    def batches(count: int) -> Any:
+        return loader(32, batch_size=8 // count)
+
+    alone = trained(Net(), batches(1), accumulate_grad_batches=2)
+    for replicate, shard, tensor in ((2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)):
+        how = mesh(replicate, shard, tensor)
+        many = trained(Net(), batches(replicate * shard), how, 4, accumulate_grad_batches=2)
+        same(alone, many)
+        assert (how.data_parallel_size, how.tensor_parallel_size) == (replicate * shard, tensor)
+        assert how.data_parallel_rank == dist.get_rank() // tensor
+        held = sum(value.to_local().numel() for value in many.blocks[0].up.parameters())  # type: ignore[operator, union-attr]
+        assert held == 144 // (shard * tensor)
+        # 10 samples, which the processes cannot share equally: each counts once.
+        found = quiet(devices=4, strategy=mesh(replicate, shard, tensor)).validate(many, loader(10), verbose=False)
+        expected = quiet().validate(alone, loader(10), verbose=False)
+        assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
+    language_model = trained(Llama(), tokens(4))
+    same(language_model, trained(Llama(), tokens(2), MeshStrategy(2, 1, 2, plan="auto"), 4))
+
+
+@pytest.mark.world_size(4)
+def test_a_checkpoint_of_one_mesh_goes_on_bit_for_bit_and_is_read_on_others(tmp_path: Path) -> None:
+    def fit(how: MeshStrategy, epochs: int, **options: Any) -> Net:
+        torch.manual_seed(5)
+        net = Net()
+        trainer = quiet(devices=4, strategy=how, max_epochs=epochs)
+        trainer.fit(net, loader(16), **options)
+        if not options:
+            trainer.save_checkpoint(tmp_path / f"{epochs}")
+        return net
+
+    fit(mesh(2, 1, 2, state_dict_type="sharded"), 1)
+    uninterrupted = weights(fit(mesh(2, 1, 2, state_dict_type="sharded"), 2))
+    resumed = weights(fit(mesh(2, 1, 2), 2, ckpt_path=tmp_path / "1"))
+    for key, value in uninterrupted.items():
+        assert torch.equal(resumed[key], value), key
+    for how, devices in ((mesh(2, 2), 4), (mesh(1, 1, 4), 4), ("fsdp", 4), ("auto", 1)):
+        net = Net()
+        quiet(devices=devices, strategy=how).validate(net, loader(8), ckpt_path=tmp_path / "2", verbose=False)
+        for key, value in weights(net).items():
+            assert torch.equal(uninterrupted[key], value), key
+
+
+def test_sizes_left_open_follow_from_the_others() -> None:
+    def sizes(*asked: Any, devices: int = 8, num_nodes: int = 1) -> tuple[int, int, int]:
+        how = mesh(*asked)
+        runtime(accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=how)
+        assert how.sizes.processes == how.world_size
+        return how.sizes.replicate, how.sizes.shard, how.sizes.tensor
+
+    assert sizes() == (1, 8, 1)
+    assert sizes(2) == (2, 4, 1)
+    assert sizes("auto", 2, 2) == (2, 2, 2)
+    assert sizes(2, 2, "auto") == (2, 2, 2)
+    assert sizes("auto", "auto", num_nodes=4) == (4, 8, 1)
+    assert sizes("auto", "auto", 8, num_nodes=4) == (4, 1, 8)
+    for wrong in ((3, "auto"), (2, 2, 4), (16, 1)):
+        with refused(ValueError, "replicate", says="which is 8"):
+            sizes(*wrong)
+    with refused(ValueError, says="at most two", fix="number"):
+        mesh("auto", "auto", "auto")
+
+
+def test_other_spellings_are_meshes() -> None:
+    for how, expected in (
+        (FSDPStrategy(), MeshSizes(1, 8, 1)),
+        (FSDPStrategy(sharding_strategy="HYBRID_SHARD"), MeshSizes(2, 4, 1)),
+        (FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(4, 2)), MeshSizes(4, 2, 1)),
+        (FSDPStrategy(sharding_strategy="NO_SHARD"), MeshSizes(8, 1, 1)),
+        (ModelParallelStrategy(), MeshSizes(1, 2, 4)),
+        (ModelParallelStrategy(tensor_parallel_size=2), MeshSizes(1, 4, 2)),
+    ):
+        runtime(accelerator="cpu", devices=4, num_nodes=2, strategy=how)
+        assert isinstance(how, MeshStrategy)
+        assert how.sizes == expected
+
+
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    for arguments, kind, argument, says in (
+        ({"replicate": 0}, ValueError, "replicate", "MeshStrategy(replicate=0)"),
+        ({"shard": "all"}, TypeError, "shard", "'all'"),
+        ({"plan": "atuo"}, ValueError, "plan", "'atuo'"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel", "plan"),
+        ({"state_dict_type": "local"}, ValueError, "state_dict_type", "'local'"),
+        ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward", "'no'"),
+        ({"ignored_modules": [3]}, TypeError, "ignored_modules", "[3]"),
+        ({"auto_wrap_policy": {3}}, TypeError, "auto_wrap_policy", "MeshStrategy"),
+        ({"cpu_offload": "yes"}, TypeError, "cpu_offload", "'yes'"),
+        ({"parallelize_fn": 2}, TypeError, "parallelize_fn", "2"),
+        ({"tensro": 2}, TypeError, "tensro", "'tensor'"),
+        ({"pipeline": 2}, TypeError, "pipeline", "examples/pipeline_parallel.py"),
+    ):
+        with refused((ValueError, TypeError), argument, says=says) as caught:
+            MeshStrategy(**arguments)  # type: ignore[arg-type]
+        assert isinstance(caught.value, kind), arguments
+    with refused(RuntimeError, fix="configure_model()"):
+        mesh().device_mesh
+    with refused(ValueError, "precision", fix="keep_small_updates=False"):
+        quiet(devices=2, strategy=mesh(), precision="bf16-true")
