@@ -31,11 +31,15 @@ from hasten.packed.document_attention import packed_attention
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from hasten.types import Batch
+
 OWNER = "context parallel"
 # The label that ``cross_entropy`` leaves out.
 IGNORED = -100
 # The name of the attention in ``config._attn_implementation`` of Hugging Face models.
 IMPLEMENTATION = "hasten_ulysses"
+# What transformers sets on models with recurrent layers.
+_RECURRENT = "_is_stateful"
 
 # The split whose group attention spans now is the last; None while whole sequences are computed.
 _active: list[ContextSplit | None] = []
@@ -79,13 +83,15 @@ class ContextSplit:
             with at least two dimensions that have the length of the sequence.
         ignore_index: the label of tokens that do not count in the loss.
 
-    Example::
+    Example, with a group of one::
 
-        >>> split = ContextSplit(mesh["context"].get_group())  # doctest: +SKIP
-        >>> split.prepare(module)  # doctest: +SKIP
-        >>> with split.active():  # doctest: +SKIP
-        ...     part = split.split(batch)
-        ...     split.weighed(module(**part).loss, part).backward()
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> split, layer = ContextSplit(dist.new_group([0])), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> split.prepare(layer)
+        >>> with split.active():
+        ...     part = split.split(torch.randn(2, 4, 8))
+        ...     split.weighed(layer(part).mean(), part).backward()
+        >>> dist.destroy_process_group()
 
     """
 
@@ -135,6 +141,7 @@ class ContextSplit:
                 f"{OWNER}: no attention that spans the processes was found in {type(module).__name__}.",
                 fix="Call hasten.strategies.context.attention where the model attends.",
             )
+        self._undo += _prepare_transformers(models, self)
         for part in module.modules():
             if isinstance(part, nn.MultiheadAttention):
                 self._set(part, "forward", partial(_multihead, part, self))
@@ -143,9 +150,7 @@ class ContextSplit:
                 self._set(part, "activation_relu_or_gelu", 0)
             elif isinstance(part, nn.TransformerEncoder):
                 self._set(part, "use_nested_tensor", False)
-        self.pads = bool(models)
-        self._undo += _prepare_transformers(models, self)
-        self.shifts = any(_predicts_next(model) for model in models)
+        self.pads, self.shifts = bool(models), any(map(_predicts_next, models))
 
     def release(self) -> None:
         """Undo what ``prepare`` has changed."""
@@ -161,7 +166,7 @@ class ContextSplit:
         finally:
             _active.pop()
 
-    def split(self, batch: Any) -> Any:
+    def split(self, batch: Batch) -> Batch:
         """Return the part of a batch that belongs to this process; see ``split_batch``.
 
         Args:
@@ -179,7 +184,7 @@ class ContextSplit:
             ignore_index=self.ignore_index,
         )
 
-    def weight(self, batch: Any) -> Tensor | float:
+    def weight(self, batch: Batch) -> Tensor | float:
         """Return the factor of a loss with which its average over the group is the mean over all counted tokens.
 
         Args:
@@ -198,7 +203,7 @@ class ContextSplit:
         dist.all_reduce(total, group=self.group)
         return (counted * self.size).double() / total.clamp(min=1)
 
-    def weighed(self, loss: Tensor, batch: Any) -> Tensor:
+    def weighed(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return a loss times ``weight``; 0 where no token of this process counts, although its mean is not a number.
 
         Args:
@@ -276,7 +281,7 @@ def _current() -> ContextSplit | None:
 
 
 def split_batch(
-    batch: Any,
+    batch: Batch,
     rank: int,
     size: int,
     *,
@@ -285,7 +290,7 @@ def split_batch(
     shift: bool = False,
     pad: bool = False,
     ignore_index: int = IGNORED,
-) -> Any:
+) -> Batch:
     """Return the part of a batch that belongs to one of several processes, cut along the sequence.
 
     Args:
@@ -322,14 +327,8 @@ def split_batch(
     names = None if names is None else _checked_names(batch, names)
     tokens = _tokens_of(batch) if sequence_dim == 1 else None
     if tokens is not None:
-        labels = _labels_of(batch)
-        if shift and labels is not None and "shift_labels" not in batch:
-            batch = _with(batch, "shift_labels", functional.pad(labels[:, 1:], (0, 1), value=ignore_index))
-        if "position_ids" not in batch:
-            place = torch.arange(tokens.size(1), device=tokens.device)
-            batch = _with(batch, "position_ids", place.expand(tokens.size(0), -1))
-        if names is not None:
-            names += ["position_ids", "shift_labels"]
+        batch = _completed(batch, tokens, shift, ignore_index)
+        names = names and [*names, "position_ids", "shift_labels"]
     length = _length_of(batch, tokens, names, sequence_dim)
     if length is None:
         return batch
@@ -340,24 +339,35 @@ def split_batch(
             fix=f"Pad or cut them to a multiple of {size} in the dataset or in collate_fn.",
             argument="batch",
         )
-
-    def is_sequence(tensor: Tensor) -> bool:
-        return tensor.dim() > max(sequence_dim, 1) and tensor.size(sequence_dim) == length
-
     if missing:
-        batch = rebuilt(
-            batch, [_padded(key, value, missing, is_sequence, ignore_index) for key, value in batch.items()]
-        )
-    here = (length + missing) // size
-
-    def cut(tensor: Tensor) -> Tensor:
-        if tensor.dim() <= max(sequence_dim, 1) or tensor.size(sequence_dim) != here * size:
-            return tensor
-        return tensor.narrow(sequence_dim, rank * here, here).contiguous()
-
+        padded = [_padded(key, value, length, missing, ignore_index) for key, value in batch.items()]
+        batch = rebuilt(batch, padded)
+    cut = partial(_cut, dim=sequence_dim, length=length + missing, rank=rank, size=size)
     if names is None:
         return map_tensors(cut, batch)
     return rebuilt(batch, [map_tensors(cut, value) if key in names else value for key, value in _items(batch)])
+
+
+def _cut(tensor: Tensor, dim: int, length: int, rank: int, size: int) -> Tensor:
+    """Return a part of a tensor that has sequences of this length, and another tensor as it is."""
+    if not _has_sequences(tensor, dim, length):
+        return tensor
+    return tensor.narrow(dim, rank * (length // size), length // size).contiguous()
+
+
+def _has_sequences(tensor: Tensor, dim: int, length: int) -> bool:
+    return tensor.dim() > max(dim, 1) and tensor.size(dim) == length
+
+
+def _completed(batch: Any, tokens: Tensor, shift: bool, ignore_index: int) -> Any:
+    """Return the batch of a Hugging Face model with positions, and with shifted labels if the model shifts them."""
+    labels = _labels_of(batch)
+    if shift and labels is not None and "shift_labels" not in batch:
+        batch = _with(batch, "shift_labels", functional.pad(labels[:, 1:], (0, 1), value=ignore_index))
+    if "position_ids" in batch:
+        return batch
+    place = torch.arange(tokens.size(1), device=tokens.device)
+    return _with(batch, "position_ids", place.expand(tokens.size(0), -1))
 
 
 def _tokens_of(batch: Any) -> Tensor | None:
@@ -410,9 +420,9 @@ def _checked_names(batch: Any, names: Sequence[Any]) -> list[Any]:
     return list(names)
 
 
-def _padded(key: Any, value: Any, missing: int, is_sequence: Callable[[Tensor], bool], ignore_index: int) -> Any:
+def _padded(key: Any, value: Any, length: int, missing: int, ignore_index: int) -> Any:
     """Return an entry of a Hugging Face batch with ``missing`` more tokens at the end of its sequences."""
-    if not isinstance(value, Tensor) or not is_sequence(value):
+    if not isinstance(value, Tensor) or not _has_sequences(value, 1, length):
         return value
     if key == "position_ids":
         # They begin anew, so no token of the sequence attends to them.
@@ -599,7 +609,7 @@ def _in_window(
     return attended[0].unflatten(1, (rows, length)).transpose(0, 1) if places else attended
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Sends the i-th part of a tensor to the i-th process of a group, and gradients back."""
 
     @staticmethod
@@ -616,7 +626,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return what the processes of a group sent here; ``(processes, ...)``, contiguous, in both directions."""
-    received: Tensor = _Exchange.apply(tensor, group)
+    received: Tensor = _AllToAll.apply(tensor, group)
     return received
 
 
@@ -833,7 +843,7 @@ def _check_transformer(model: Any, size: int) -> None:
     loss = _loss_of(model)
     for holds, why in (
         (getattr(config, "is_encoder_decoder", False), "it has an encoder and a decoder"),
-        (getattr(model, "_is_stateful", False), "it has recurrent layers"),
+        (getattr(model, _RECURRENT, False), "it has recurrent layers"),
         (kinds, f"it has layers of the kind {min(kinds, default='')}"),
         (getattr(text, "attention_chunk_size", None), "its attention is in chunks"),
         (getattr(text, "attn_logit_softcapping", None), "its attention has a softcap"),
