@@ -10,6 +10,7 @@ the same batches. The table has the largest difference of a loss, of a gradient 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -24,10 +25,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
 from hasten.strategies import MeshStrategy
+from hasten.strategies.context import attention
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.qkv": "colwise_rep", "head": "colwise_rep"}
-WIDTH, WORDS, BATCH = 16, 48, 16
+WIDTH, WORDS, BATCH, HEADS = 16, 48, 16, 8
 
 
 def main() -> int:
@@ -37,10 +39,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    print(f"{'processes':>9} {'replicate':>9} {'shard':>6} {'tensor':>6} {'loss':>9} {'grad_norm':>9} {'weight':>9}")
+    print("processes replicate  shard tensor context      loss grad_norm    weight")
     for processes in options.processes:
         for row in measured(processes):
-            sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6), strict=True))
+            sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6, 7), strict=True))
             differences = " ".join(f"{row[name]:>9.1e}" for name in ("loss", "grad_norm", "weight"))
             print(f"{processes:>9} {sizes} {differences}", flush=True)
             rows.append(row)
@@ -57,13 +59,12 @@ def measured(processes: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def meshes(processes: int) -> Iterator[tuple[int, int, int]]:
+def meshes(processes: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield the sizes of the axes that multiply to a number of processes."""
     divisors = [size for size in range(1, processes + 1) if processes % size == 0]
-    for replicate in divisors:
-        for shard in divisors:
-            if processes % (replicate * shard) == 0:
-                yield replicate, shard, processes // (replicate * shard)
+    for replicate, shard, tensor, context in itertools.product(divisors, repeat=4):
+        if replicate * shard * tensor * context == processes:
+            yield replicate, shard, tensor, context
 
 
 def compare() -> None:
@@ -104,8 +105,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, 2, WIDTH // 2)).unbind(2)
-        attended = nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
+        attended = attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + attended.transpose(1, 2).flatten(-2)
         hidden: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
         return hidden
@@ -123,9 +124,9 @@ class Decoder(L.LightningModule):
         self.norms: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (tokens,) = batch
-        logits = self.head(self.blocks(self.words(tokens[:, :-1])))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        tokens, targets = batch
+        logits = self.head(self.blocks(self.words(tokens)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.losses.append(self.all_gather(loss.detach()).mean())
         return loss
 
@@ -142,14 +143,14 @@ class Decoder(L.LightningModule):
 
 def train(devices: int, strategy: Any, batch_size: int) -> Decoder:
     """Train for ten steps of two batches, which are the same for all strategies."""
-    tokens = torch.randint(0, WORDS, (20 * BATCH, 13), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, WORDS, (20 * BATCH, 17), generator=torch.Generator().manual_seed(1))
     module = Decoder().double()
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", devices=devices, strategy=strategy, accumulate_grad_batches=2,
         gradient_clip_val=0.1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size))
+    trainer.fit(module, DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size))
     return module
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from tests.models import loader, quiet
 from tests.refusals import refused
 from tests.strategies.test_model_parallel import PLAN, Llama, Net, same, tokens, trained, weights
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hasten.resolve import runtime
 from hasten.strategies import FSDPStrategy, MeshStrategy, ModelParallelStrategy
@@ -123,3 +125,56 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         mesh().device_mesh
     with refused(ValueError, "precision", fix="keep_small_updates=False"):
         quiet(devices=2, strategy=mesh(), precision="bf16-true")
+
+
+class Question(Llama):
+    """The first half of each sequence has no labels, so one process has none."""
+
+    def __init__(self) -> None:
+        super().__init__(max_position_embeddings=32)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+def questions(batch_size: int) -> DataLoader[Any]:
+    ids = torch.randint(0, 64, (8, 12), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[:, :6] = -100
+    samples = [{"input_ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]
+    return DataLoader(samples, batch_size)  # type: ignore[arg-type]
+
+
+@pytest.mark.world_size(4)
+def test_divided_sequences_train_as_whole_ones_also_beside_other_axes() -> None:
+    alone = trained(Question(), questions(4), accumulate_grad_batches=2)
+    for sizes, batch_size in (((1, 1, 1, 4), 4), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 4)):
+        how = MeshStrategy(*sizes, plan="auto" if sizes[2] > 1 else None)
+        many = trained(Question(), questions(batch_size), how, 4, accumulate_grad_batches=2)
+        for name, value in weights(alone).items():
+            torch.testing.assert_close(weights(many)[name], value, atol=1e-5, rtol=1e-4, msg=f"{sizes}: {name}")
+        torch.testing.assert_close(torch.tensor(many.norms), torch.tensor(alone.norms), atol=1e-5, rtol=1e-4)
+        assert how.data_parallel_size == sizes[0]
+        assert how.data_parallel_rank == dist.get_rank() // how.sizes.alike
+        # Outside of a run the model computes whole sequences.
+        assert how.context is None
+
+
+@pytest.mark.world_size(2)
+def test_what_sequences_cannot_be_divided_for_is_refused() -> None:
+    class ByItself(Question):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    for module, data, argument, says in (
+        (ByItself(), questions(4), "context", "ByItself"),
+        (Net(), loader(), "", "no attention"),
+        (Question(), DataLoader(torch.arange(8.0), 4), "batch", "Tensor"),
+    ):
+        with refused(ValueError, argument, says=says):
+            quiet(devices=2, strategy=MeshStrategy(context=2)).fit(module, data)

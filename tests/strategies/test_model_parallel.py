@@ -469,7 +469,7 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         ({"save_distributed_checkpoint": None}, "save_distributed_checkpoint=None"),
         ({"tensor_parallel": 2}, "tensor_parallel=2): unknown argument. Did you mean 'tensor_parallel_size'?"),
         ({"pipeline_parallel_size": 2}, "as examples/pipeline_parallel.py does"),
-        ({"context_parallel_size": 2}, "as examples/context_parallel.py does"),
+        ({"context_parallel_size": 2}, "MeshStrategy(context=N)"),
     ):
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
             ModelParallelStrategy(**arguments)  # type: ignore[arg-type]

@@ -68,7 +68,8 @@ _PIPELINE = (
     "A pipeline schedule owns forward and backward, which a Trainer calls itself: docs/model_parallel.md has an "
     "example with Fabric and torch.distributed.pipelining."
 )
-_CONTEXT = "Context parallel is not a strategy: docs/model_parallel.md has an example with Fabric."
+_CONTEXT = "The number of processes for a sequence has to be given with an object."
+_SEQUENCES = "strategy=MeshStrategy(context=2)"
 _RAY = "Ray starts the processes, and the strategy is the usual one: use ray.train.torch.TorchTrainer."
 _HPU = "Discontinued: the strategies for Habana's HPUs were a plugin of Lightning, which is no longer developed."
 _XLA_DEBUG = "The environment variable PT_XLA_DEBUG_LEVEL=1 prints what XLA compiles, with any strategy."
@@ -120,8 +121,8 @@ STRATEGIES: dict[str, Refused] = {
     "pipeline": Refused(_TORCH, _PIPELINE, ""),
     "pipeline_parallel": Refused(_TORCH, _PIPELINE, ""),
     "pp": Refused(_ACCELERATE, _PIPELINE, ""),
-    "context_parallel": Refused(_TORCH, _CONTEXT, ""),
-    "cp": Refused(_ACCELERATE, _CONTEXT, ""),
+    "context_parallel": Refused(_TORCH, _CONTEXT, _SEQUENCES),
+    "cp": Refused(_ACCELERATE, _CONTEXT, _SEQUENCES),
     "expert_parallel": Refused(
         _TORCH,
         "Which experts belong where is known to the model: divide it in configure_model().",

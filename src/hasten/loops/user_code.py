@@ -842,12 +842,10 @@ def step_of(run: Run, name: str) -> Callable[..., Any]:
     """Return a step of the module, for instance ``"training_step"``, or what a program's strategy puts in its place."""
     step: Callable[..., Any] = getattr(run.module, name)
     strategy = run.runtime.strategy
-    # With the signature of the module's step, which shows whether it takes the index of a batch.
-    return (
-        functools.wraps(step)(functools.partial(getattr(strategy, name)))
-        if defined_by_program(strategy, name)
-        else step
-    )
+    if defined_by_program(strategy, name):
+        # With the signature of the module's step, which shows whether it takes the index of a batch.
+        step = functools.wraps(step)(functools.partial(getattr(strategy, name)))
+    return strategy.sharding.on_own_part(step, trains=name == "training_step")
 
 
 def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -348,6 +348,16 @@ class Sharding(StrategyPart):
         """Whether some processes must read the same batches, because layers are split over them."""
         return False
 
+    def on_own_part(self, step: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+        """Return a step of the module that computes the part of its batch which belongs to this process.
+
+        Args:
+            step: called with a batch and further arguments.
+            trains: whether it returns a loss for backward.
+
+        """
+        return step
+
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any] | None:
         """Return the context in which modules are made; None for the device of this process."""
         return None

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +215,39 @@ class ContextSplit:
         if isinstance(weight, float):
             return loss
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+
+    def step(self, function: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+        """Return a step of a module, such as ``training_step``, that computes this process's part of its batch.
+
+        Args:
+            function: called with a batch and further arguments.
+            trains: whether to weigh the loss that it returns, by itself or as "loss" of a dict; one with
+                "loss_weight" is weighed by that.
+
+        Raises:
+            MisconfigurationException: there is no sequence in the batch.
+
+        """
+
+        @wraps(function)
+        def on_part(batch: Batch, *args: Any, **kwargs: Any) -> Any:
+            part = self.split(batch)
+            if part is batch:
+                raise MisconfigurationException(
+                    f"{OWNER}: there is no tensor of at least two dimensions in the batch ({type(batch).__name__}).",
+                    fix="Return batches whose tensors are (batch, sequence, ...).",
+                    argument="batch",
+                )
+            output = function(part, *args, **kwargs)
+            if not trains or output is None:
+                return output
+            if not isinstance(output, Mapping):
+                return self.weighed(output, part)
+            if output.get("loss") is None or "loss_weight" in output:
+                return output
+            return {**output, "loss": self.weighed(output["loss"], part)}
+
+        return on_part
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the parts of all processes, joined along a dimension; gradients go back to them.

@@ -53,10 +53,6 @@ PIPELINE_IN_FABRIC = (
     "A pipeline schedule runs forward and backward of all micro-batches itself. Write the loop with Fabric, as "
     "examples/pipeline_parallel.py does (docs/model_parallel.md)"
 )
-CONTEXT_IN_FABRIC = (
-    "Context parallel needs each batch divided along its sequence. Write the loop with Fabric, as "
-    "examples/context_parallel.py does (docs/model_parallel.md)"
-)
 
 
 def is_of_pipeline(value: object) -> bool:

@@ -142,6 +142,11 @@ class DTensorSharding(DividedSharding):
         """Whether some processes must read the same batches."""
         return self.strategy.sizes.alike > 1
 
+    def on_own_part(self, step: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+        """Return ``step`` for the part of each sequence that this process has."""
+        context = self.strategy.context
+        return step if context is None else context.step(step, trains=trains)
+
     def check_anomaly_mode(self) -> None:
         if self.shares_batches:
             raise MisconfigurationException(
@@ -172,7 +177,7 @@ class DTensorSharding(DividedSharding):
             other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
             raise make_error(
                 RuntimeError,
-                f"Processes {first} and {other} of one tensor-parallel group read different batches.",
+                f"Processes {first} and {other} of one group read different batches.",
                 fix=(
                     "Give both the same seeds. A dataset that divides itself must do so by "
                     "trainer.strategy.data_parallel_rank and size."

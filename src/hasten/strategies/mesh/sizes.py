@@ -11,24 +11,29 @@ Size = int | Literal["auto"]
 
 # The dimensions of the mesh of parameters, outermost first.
 REPLICATE, DATA, TENSOR = "replicate", "data_parallel", "tensor_parallel"
+# The dimensions of the mesh of batches, beside TENSOR.
+BATCHES, CONTEXT = "batches", "context"
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """How the processes of a run are divided: ``replicate * shard * tensor`` of them.
+    """How the processes of a run are divided: ``replicate * shard * context * tensor`` of them.
 
-    The ranks of one tensor-parallel group follow each other, so that it stays within a machine.
+    The ranks of one tensor-parallel group follow each other, so that it stays within a machine, and those of the groups
+    that divide sequences come next.
 
     Args:
         replicate: how many copies of all shards there are.
         shard: over how many processes parameters, gradients and optimizer states are divided.
         tensor: over how many processes layers are split.
+        context: over how many processes sequences are divided. Parameters are sharded over them, too.
 
     """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, asked: Mapping[str, Size], *, num_nodes: int, per_node: int) -> MeshSizes:
@@ -46,7 +51,7 @@ class MeshSizes:
         """
         sizes = dict(asked)
         world = num_nodes * per_node
-        open_axes = [axis for axis in ("replicate", "shard", "tensor") if sizes[axis] == "auto"]
+        open_axes = [axis for axis in ("replicate", "shard", "context", "tensor") if sizes[axis] == "auto"]
         if len(open_axes) > 1:
             sizes[open_axes.pop(0)] = num_nodes
         known = math.prod(size for size in sizes.values() if isinstance(size, int))
@@ -60,7 +65,7 @@ class MeshSizes:
     @property
     def processes(self) -> int:
         """The number of processes."""
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def batches(self) -> int:
@@ -70,7 +75,7 @@ class MeshSizes:
     @property
     def alike(self) -> int:
         """How many processes, whose ranks follow each other, read the same batches."""
-        return self.tensor
+        return self.context * self.tensor
 
     def dimensions(self, *, always: Container[str] = ()) -> dict[str, int]:
         """Return names and sizes of the dimensions of the mesh of parameters, without those of size 1.
@@ -79,7 +84,7 @@ class MeshSizes:
             always: names of dimensions to have even if their size is 1.
 
         """
-        sizes = {REPLICATE: self.replicate, DATA: self.shard, TENSOR: self.tensor}
+        sizes = {REPLICATE: self.replicate, DATA: self.shard * self.context, TENSOR: self.tensor}
         return {name: size for name, size in sizes.items() if size > 1 or name in always or name == DATA}
 
 

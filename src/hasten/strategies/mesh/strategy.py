@@ -1,4 +1,4 @@
-"""One mesh for all axes: copies of the model, shards of its parameters, layers that are split."""
+"""One mesh for all axes: copies of the model, shards of its parameters, sequences and layers that are divided."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import inspect
 import logging
 from collections.abc import Callable, Collection, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -26,12 +26,12 @@ from hasten.precision.base import Precision
 from hasten.precision.builtin import HalfPrecision, MixedPrecision, is_mixed
 from hasten.precision.fsdp import FSDPPrecision
 from hasten.seed import RandomGenerators
-from hasten.strategies.mesh.blocks import WrapPolicy, name_of
+from hasten.strategies.mesh.blocks import WrapPolicy, is_manual, name_of
 from hasten.strategies.mesh.initial_values import fill
 from hasten.strategies.mesh.layer_split import LayerSplit
 from hasten.strategies.mesh.parameter_shards import ParameterShards
-from hasten.strategies.mesh.sizes import DATA, REPLICATE, TENSOR, MeshSizes, ShardLayout, Size
-from hasten.strategies.parallel import CONTEXT_IN_FABRIC, PIPELINE_IN_FABRIC, ParallelStrategy
+from hasten.strategies.mesh.sizes import BATCHES, CONTEXT, DATA, REPLICATE, TENSOR, MeshSizes, ShardLayout, Size
+from hasten.strategies.parallel import PIPELINE_IN_FABRIC, ParallelStrategy
 from hasten.strategies.sharded import (
     DTensorEngine,
     DTensorSharding,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
     from hasten.machine.spawn import KeepsResults
+    from hasten.strategies.context import ContextSplit
     from hasten.strategies.plans import Plan
     from hasten.types import Group
 
@@ -103,6 +104,9 @@ class MeshStrategy(ParallelStrategy):
     - ``tensor``: layers are split over the processes of a group, which read the same batches and exchange activations
       in each layer. The group should be within one machine.
 
+    - ``context``: each process has a part of every sequence and of its activations. Attention sees the whole sequence;
+      there processes exchange tokens for heads. Parameters are sharded over these processes, too.
+
     The layers are split by ``plan``, or by ``configure_model`` of the module with torch's ``parallelize_module`` on
     ``self.device_mesh["tensor_parallel"]``, or by ``parallelize_fn`` in programs with Fabric. Dividing a module in
     ``configure_model`` with ``fully_shard`` on ``self.device_mesh["data_parallel"]`` works, too; what is not divided by
@@ -110,9 +114,11 @@ class MeshStrategy(ParallelStrategy):
 
     Args:
         replicate: the number of copies.
-        shard: the number of shards. "auto", for one of the three, is what the other two leave. If two are "auto", the
+        shard: the number of shards. "auto", for one of the axes, is what the others leave. If two are "auto", the
             outer one gets the number of machines.
         tensor: the number of processes over which layers are split.
+        context: the number of processes over which sequences are divided, in the steps of a Trainer. In a loop of your
+            own, use ``hasten.strategies.context.ContextSplit``.
         plan: a dict of name patterns, relative to the module and with ``*`` between dots, and torch's
             ``ParallelStyle`` objects (or Hugging Face's names of them, such as ``"colwise"``); or "auto": the plan of
             the Hugging Face model in it, and a plan of hasten's for ``nn.TransformerEncoderLayer`` and
@@ -144,7 +150,7 @@ class MeshStrategy(ParallelStrategy):
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
         timeout: see ``ParallelStrategy``.
 
-    Pipeline and context parallel are loops of your own, with Fabric: ``docs/model_parallel.md``.
+    Pipelines are loops of your own, with Fabric: ``docs/model_parallel.md``.
 
     Raises:
         ValueError: the sizes do not multiply to the number of processes, or two arguments contradict each other.
@@ -166,7 +172,7 @@ class MeshStrategy(ParallelStrategy):
     name = "mesh"
     # The name of the class in messages, and the arguments that ask for the sizes.
     _owner: ClassVar[str] = "MeshStrategy"
-    _arguments: ClassVar[dict[str, str]] = {"replicate": "replicate", "shard": "shard", "tensor": "tensor"}
+    _arguments: ClassVar[dict[str, str]] = {name: name for name in ("replicate", "shard", "context", "tensor")}
     # Dimensions that the mesh has even if their size is 1.
     _always: ClassVar[tuple[str, ...]] = ()
     _recompute_argument: ClassVar[str] = "activation_checkpointing_policy"
@@ -176,6 +182,7 @@ class MeshStrategy(ParallelStrategy):
         replicate: Size = 1,
         shard: Size = "auto",
         tensor: Size = 1,
+        context: Size = 1,
         *,
         plan: Plan | None = None,
         parallelize_fn: Callable[[Any, DeviceMesh], nn.Module] | None = None,
@@ -207,7 +214,7 @@ class MeshStrategy(ParallelStrategy):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend=process_group_backend, timeout=timeout,
         )  # fmt: skip
-        self._asked: dict[str, Size] = {"replicate": replicate, "shard": shard, "tensor": tensor}
+        self._asked: dict[str, Size] = {"replicate": replicate, "shard": shard, "tensor": tensor, "context": context}
         for axis, size in self._asked.items():
             if size != "auto":
                 allowed = "a number of processes of at least 1, or 'auto'"
@@ -238,11 +245,16 @@ class MeshStrategy(ParallelStrategy):
             mixed_precision=mixed_precision,
         )
         self.sizes = MeshSizes()
+        # What divides sequences in a run; None if nothing does.
+        self.context: ContextSplit | None = None
+        self._context_of_run = ExitStack()
         # Whether a run with more processes would split layers, as which it behaves with fewer, too.
         self.splits_layers = tensor != 1 or self.layers.is_given
         # The parts that ``fully_shard`` was applied to, of all modules.
         self._parts: list[Any] = []
         self._mesh: DeviceMesh | None = None
+        # The processes by the batches that they read; None where each reads others.
+        self._mesh_of_batches: DeviceMesh | None = None
         self.state.saves_folders = state_dict_type == "sharded"
 
     def _make_parts(self) -> tuple[DTensorSharding, DTensorEngine, DTensorState]:
@@ -253,7 +265,7 @@ class MeshStrategy(ParallelStrategy):
         if name.startswith(("pipeline", "pp")):
             return f"{PIPELINE_IN_FABRIC}."
         if name.startswith(("context", "cp")):
-            return f"{CONTEXT_IN_FABRIC}."
+            return "sequences are divided by MeshStrategy(context=N)."
         known = [*inspect.signature(type(self).__init__).parameters][1:-1]
         return f"unknown argument.{did_you_mean(name, known)}"
 
@@ -416,6 +428,8 @@ class MeshStrategy(ParallelStrategy):
     def _with_mesh(self, function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
         if self._mesh is None:
             self._mesh = self._make_mesh()
+            if self.sizes.alike > 1:
+                self._mesh_of_batches = self._make_mesh_of_batches()
         return function(*args, **kwargs)
 
     def _make_mesh(self) -> DeviceMesh:
@@ -426,6 +440,14 @@ class MeshStrategy(ParallelStrategy):
         mesh = init_device_mesh(self.root_device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
         # Modules refer to the mesh, and the mesh to its groups: groups that outlive the program may abort it at its
         # end.
+        atexit.register(torch_private.registered_groups(mesh).clear)
+        return mesh
+
+    def _make_mesh_of_batches(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = {BATCHES: self.sizes.batches, CONTEXT: self.sizes.context, TENSOR: self.sizes.tensor}
+        mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         atexit.register(torch_private.registered_groups(mesh).clear)
         return mesh
 
@@ -498,13 +520,33 @@ class MeshStrategy(ParallelStrategy):
 
         """
         self._check_earlier(module)
+        if self.sizes.context > 1:
+            self._divide_sequences(module)
         if self.splits_layers:
             self.layers.apply(module, self.device_mesh, self.sizes)
-        if self.sizes.batches > 1 or not self.splits_layers:
+        if self.sizes.batches * self.sizes.context > 1 or not self.splits_layers:
             self.shards.apply(module, self._mesh_of_shards(), self.name)
         if self.sizes.tensor > 1:
             self.layers.split_losses()
         self.equal_generators()
+
+    def _divide_sequences(self, module: nn.Module) -> None:
+        """Let the attention of ``module`` see whole sequences, of which each process has a part."""
+        from hasten.strategies.context import ContextSplit
+
+        if is_manual(module):
+            raise MisconfigurationException(
+                f"{self._owner}(context={self.sizes.context}): {name_of(module)} optimizes manually, so its loss "
+                "cannot be weighed by the tokens of this process.",
+                fix="Use automatic optimization, or a loop with Fabric and hasten.strategies.context.ContextSplit.",
+                argument="context",
+            )
+        if self.context is None:
+            assert self._mesh_of_batches is not None
+            self.context = ContextSplit(self._mesh_of_batches.get_group(CONTEXT))
+            self.context.prepare(module)
+            self._context_of_run.callback(self.context.release)
+            self._context_of_run.enter_context(self.context.active())
 
     def _check_earlier(self, module: nn.Module) -> None:
         """Refuse a module that an earlier run has divided over other sizes."""
@@ -568,7 +610,11 @@ class MeshStrategy(ParallelStrategy):
     @property
     def group_alike(self) -> Group:
         """The group of the processes that read the same batches as this one."""
-        return self.device_mesh.get_group(TENSOR)
+        mesh = self._mesh_of_batches
+        assert mesh is not None
+        if self.sizes.context == 1:
+            return mesh.get_group(TENSOR)
+        return mesh.get_group(CONTEXT) if self.sizes.tensor == 1 else torch_private.group_over(mesh, (CONTEXT, TENSOR))
 
     # -- the end
 
@@ -590,6 +636,8 @@ class MeshStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         # Another run may continue with the same module.
+        self._context_of_run.close()
+        self.context = None
         self.layers.close()
         self.shards.close()
         self.engine.drop_all_held_gradients()
@@ -598,7 +646,7 @@ class MeshStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies of this process make a mesh of their own.
-        return {**super().__getstate__(), "_mesh": None}
+        return {**super().__getstate__(), "_mesh": None, "_mesh_of_batches": None}
 
 
 def _sizes_of(mesh: DeviceMesh) -> dict[str, int]:
