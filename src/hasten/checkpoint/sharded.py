@@ -36,7 +36,7 @@ from hasten.checkpoint import tensor_files
 from hasten.checkpoint.flat import FlatPart
 from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, is_checkpoint_folder, missing
-from hasten.machine.collectives import joined
+from hasten.machine.collectives import joined, lost_partner
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -264,6 +264,9 @@ class BackgroundSaves:
     def save(self, contents: dict[str, Any], target: _Target, files: FileFunctions) -> None:
         """As the function ``save``; an earlier save is completed first, and its error raised."""
         earlier = self._wait()
+        if earlier is not None and lost_partner(earlier):
+            # The others may be waiting for the one that has ended; this process's end tells them.
+            raise earlier
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             self._stager = tensor_files.new_stager()
