@@ -24,6 +24,7 @@ from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_log
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
 from hasten.elsewhere import conventions
+from hasten.extend.origin import is_builtin
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
@@ -446,7 +447,7 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, *, ranked: bool, at_once: bool = False) -> None:
         """Save the ranked file if it is good enough, then ``last``; then remove what they replace."""
         writer = trainer.runtime.writer
-        if at_once or writer is None or type(self) is not ModelCheckpoint or checkpoint_files.is_followed(trainer):
+        if at_once or writer is None or not is_builtin(type(self)) or checkpoint_files.is_followed(trainer):
             self._save_files(trainer, ranked=ranked)
             return
         # Large files are written after this, while training continues.

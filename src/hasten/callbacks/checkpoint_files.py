@@ -222,8 +222,10 @@ def newest_copy(
 
 def _first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> str | None:
     """Return the first of the first process's paths that is whole; warn of those before."""
+    while reader.wrapped is not None:
+        reader = reader.wrapped
     for path in strategy.broadcast(paths):
-        if not isinstance(reader.innermost, TorchCheckpointIO):
+        if not isinstance(reader, TorchCheckpointIO):
             return path
         problem = None
         try:

@@ -29,7 +29,6 @@ from hasten.checkpoint.files import (
     save_unchecked,
 )
 from hasten.checkpoint.places import Copies
-from hasten.checkpoint.uploads import UploadedCheckpointIO
 from hasten.machine.host import available_memory_bytes
 
 if TYPE_CHECKING:
@@ -205,8 +204,8 @@ class BackgroundWriter:
 
 def writer_of(checkpoint_io: CheckpointIO) -> BackgroundWriter | None:
     """Return what writes files of ``checkpoint_io`` in the background; None if all are written at once."""
-    if isinstance(checkpoint_io, UploadedCheckpointIO):
-        return writer_of(checkpoint_io.checkpoint_io)
+    while checkpoint_io.wrapped is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
+        checkpoint_io = checkpoint_io.wrapped
     if type(checkpoint_io) is DefaultCheckpointIO:
         checkpoint_io.writer = checkpoint_io.writer or BackgroundWriter()
         return checkpoint_io.writer
@@ -383,9 +382,8 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io.copies
 
     @property
-    def innermost(self) -> CheckpointIO:
-        """The one that writes and reads."""
-        return self.checkpoint_io.innermost
+    def wrapped(self) -> CheckpointIO:
+        return self.checkpoint_io
 
     @property
     def writes_folders(self) -> bool:

@@ -1071,9 +1071,9 @@ class CheckpointIO(ABC):
         return NO_COPIES
 
     @property
-    def innermost(self) -> CheckpointIO:
-        """The one that writes and reads: this one, or the one that it wraps."""
-        return self
+    def wrapped(self) -> CheckpointIO | None:
+        """The one that writes and reads for this one; None if it does so itself."""
+        return None
 
     def after(self, function: Callable[[], object]) -> None:
         """Call ``function`` once everything saved so far is complete: at once, unless it is written later."""

@@ -94,8 +94,8 @@ class UploadedCheckpointIO(files.CheckpointIO):
         return self._uploads
 
     @property
-    def innermost(self) -> files.CheckpointIO:
-        return self.checkpoint_io.innermost
+    def wrapped(self) -> files.CheckpointIO:
+        return self.checkpoint_io
 
     @property
     def writes_folders(self) -> bool:
