@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hasten._lib.lazy import attach
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.uploads import UploadedCheckpointIO
 from hasten.machine.cluster import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -39,7 +40,7 @@ __all__ = [
     "DeepSpeedPrecision", "DoublePrecision", "FSDPPrecision", "Float8Precision", "HalfPrecision",
     "KubeflowEnvironment", "LSFEnvironment", "LayerSync", "LightningEnvironment", "MPIEnvironment",
     "MixedPrecision", "Precision", "SLURMEnvironment", "TorchCheckpointIO", "TorchElasticEnvironment",
-    "TorchSyncBatchNorm", "TransformerEnginePrecision", "XLACheckpointIO", "XLAEnvironment",
+    "TorchSyncBatchNorm", "TransformerEnginePrecision", "UploadedCheckpointIO", "XLACheckpointIO", "XLAEnvironment",
     "XLAPrecision",
 ]  # fmt: skip
 

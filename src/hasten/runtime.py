@@ -358,18 +358,19 @@ class Runtime:
         self.writer = None if self.several_processes else writer_of(self.checkpoint_io)
         if self.writer is not None:
             self.writer.follow(notify)
+        self.checkpoint_io.copies.follow(None if self.several_processes else notify)
 
     def finish_saves(self, *, failed: bool = False) -> None:
-        """Wait until checkpoints are complete that are written in the background.
+        """Wait until checkpoints are complete that are written in the background, and copied.
 
         Args:
             failed: whether an exception ends the run: it is not replaced, and the error of a save is a warning.
 
         """
-        if self.writer is None or self.writer.is_idle:
-            return
         try:
-            self.writer.wait()
+            if self.writer is not None and not self.writer.is_idle:
+                self.writer.wait()
+            self.checkpoint_io.copies.finish()
         except Exception as error:
             if not failed:
                 raise

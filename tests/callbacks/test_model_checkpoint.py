@@ -372,3 +372,81 @@ def test_states_have_the_keys_of_lightning(tmp_path: Path) -> None:
     fresh_best.load_state_dict({name: value for name, value in of_best.items() if name != "ranking"})
     fresh_stopper.load_state_dict(known)
     assert (fresh_best.best_model_path, fresh_stopper.best_score) == (epoch_1, 1.0)
+
+
+# -- files that are kept for a while
+
+
+class Clock:
+    """The time of day: an hour passes at each step."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self.hours = 1000.0
+
+    def time(self) -> float:
+        self.hours += 1.0
+        return self.hours * 3600
+
+
+STEPS_KEPT: dict[str, tuple[dict[str, Any], str]] = {
+    "the newest": ({"keep_latest_k": 3}, "step=6@6 step=7@7 step=8@8"),
+    "one": ({"keep_latest_k": 1}, "step=8@8"),
+    "more than there are": ({"keep_latest_k": 20}, " ".join(f"step={step}@{step}" for step in range(1, 9))),
+    "for a time": ({"keep_for": "150min"}, "step=6@6 step=7@7 step=8@8"),
+    "the newest however old": ({"keep_for": timedelta(minutes=1)}, "step=8@8"),
+    "what one of the two keeps": ({"keep_for": "90min", "keep_latest_k": 4}, "step=5@5 step=6@6 step=7@7 step=8@8"),
+    "beside last": ({"keep_latest_k": 1, "save_last": True}, "last@8 step=8@8"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS_KEPT)
+def test_old_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("hasten.callbacks.checkpoint.time", Clock())
+    options, expected = STEPS_KEPT[name]
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=1, **{**ALL_STEPS, **options})
+    run(Scripted(), saved, max_epochs=2)
+    assert steps(tmp_path) == {f"{name}.ckpt": int(step) for name, step in re.findall(r"(\S+)@(\d+)", expected)}
+    assert saved.best_model_path == str(tmp_path / "step=8.ckpt")
+
+
+def test_the_best_file_stays_however_old(tmp_path: Path) -> None:
+    values = [3.0, 1.0, 4.0, 2.0, 5.0]
+    saved = ModelCheckpoint(tmp_path, **{**BY_LOSS, "save_top_k": -1, "keep_latest_k": 2})
+    run(Scripted(val=values), saved, max_epochs=5)
+    assert names(tmp_path) == ["epoch=1.ckpt", "epoch=3.ckpt", "epoch=4.ckpt"]
+    paths = {int(Path(path).stem[-1]): float(score) for path, score in saved.best_k_models.items()}
+    assert paths == {1: 1.0, 3: 2.0, 4: 5.0}
+    assert (Path(saved.best_model_path).stem, Path(saved.kth_best_model_path).stem) == ("epoch=1", "epoch=4")
+    assert (float(saved.best_model_score or 0), float(saved.kth_value)) == (1.0, 5.0)
+
+
+def test_a_resumed_run_goes_on_with_the_files_of_the_run_before(tmp_path: Path) -> None:
+    def train(epochs: int, resume: Any = None) -> None:
+        saved = ModelCheckpoint(tmp_path, **{**ALL_STEPS, "keep_latest_k": 2})
+        run(Scripted(), saved, max_epochs=epochs, ckpt_path=resume)
+
+    train(3)
+    assert names(tmp_path) == ["step=12.ckpt", "step=8.ckpt"]
+    # The one that the run resumed from stays while it lasts.
+    train(7, tmp_path / "step=8.ckpt")
+    assert names(tmp_path) == ["step=12.ckpt", "step=24.ckpt", "step=28.ckpt", "step=8.ckpt"]
+    train(9, "last")
+    assert names(tmp_path) == ["step=12.ckpt", "step=28.ckpt", "step=32.ckpt", "step=36.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "argument", "fix"),
+    [
+        ({"keep_latest_k": 0}, "keep_latest_k", "at least 1"),
+        ({"keep_latest_k": 2, "save_top_k": 1}, "keep_latest_k", "save_top_k=-1"),
+        ({"keep_for": "7d", "save_top_k": 1}, "keep_for", "save_top_k=-1"),
+        ({"keep_for": "7x"}, "keep_for", "90min"),
+        ({"keep_for": timedelta(0)}, "keep_for", "more than zero"),
+        ({"keep_for": 7}, "keep_for", "7d"),
+    ],
+)
+def test_how_long_files_are_kept_is_checked(options: dict[str, Any], argument: str, fix: str) -> None:
+    with refused((ValueError, TypeError), argument, fix=fix):
+        ModelCheckpoint(**{"save_top_k": -1, **options})

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import hasten as L
-from hasten.checkpoint import files
+from hasten.checkpoint import files, tensor_files
+from hasten.checkpoint.places import LocalPlace
+from hasten.checkpoint.sharded import split
 from hasten.checkpoint.stored import StoredTensor, StoredTensors
 from hasten.plugins import AsyncCheckpointIO
 from hasten.resolve import runtime
@@ -259,3 +263,46 @@ def test_callbacks_restore_sharded_and_other_tensors(tmp_path: Path) -> None:
     assert isinstance(files.load(best.best_model_path)["current_model_state"], StoredTensors)
     torch.distributed.barrier()
     check_same(state(train("auto", 1, 4, best.best_model_path)[0]), uninterrupted, 1e-5)
+
+
+@pytest.mark.world_size(4)
+def test_a_shard_that_several_processes_have_is_written_once(tmp_path: Path) -> None:
+    def hybrid() -> FSDPStrategy:
+        return sharded(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+
+    rank, group = torch.distributed.get_rank(), torch.distributed.new_group([0, 1])
+    run = fit(4, hybrid(), max_epochs=1, plugins=AsyncCheckpointIO())
+    expected = state(run)
+    contents = {"state_dict": run[1].state_dict(), "optimizer_states": [run[0].optimizers[0].state_dict()]}
+    run[0].save_checkpoint(tmp_path / "trainer.ckpt")
+    files.save_folder(contents, tmp_path / "a.ckpt")
+    torch.distributed.barrier()
+    for name in ("a.ckpt", "trainer.ckpt"):
+        check_same(flat(tmp_path / name), expected)
+    # As many bytes as two processes write that have the only shards; all four write a part.
+    net = Net()
+    pair = DeviceMesh("cpu", [0, 1])
+    if rank < 2:
+        fully_shard(net, mesh=pair)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        tensors = split(
+            {"state_dict": net.state_dict(), "optimizer_states": [optimizer.state_dict()]}, is_first=not rank
+        )
+        (tmp_path / "b").mkdir(exist_ok=True)
+        tensor_files.save(tensors[1], tensor_files.Writer(LocalPlace(tmp_path / "b")), group)
+    torch.distributed.barrier()
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "a.ckpt").glob("*.distcp"))]
+    assert len(sizes) == 4
+    assert sum(sizes) == sum(path.stat().st_size for path in (tmp_path / "b").glob("*.distcp"))
+    # Read by four, two and one.
+    for strategy in (hybrid(), sharded()):
+        check_same(state(resumed(4, strategy, tmp_path / "trainer.ckpt", epochs=1)), expected)
+    if rank < 2:
+        files.load(tmp_path / "a.ckpt")["state_dict"].read_into(net.state_dict())
+        weights = whole(net)
+        check_same(weights, {name: expected[name] for name in weights})
+    check_same(state(resumed(1, "auto", tmp_path / "trainer.ckpt", epochs=1)), expected)
+    torch.distributed.barrier()

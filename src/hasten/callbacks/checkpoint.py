@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check, torch_private
-from hasten._lib.durations import Period, parse_interval
+from hasten._lib.durations import Period, parse_duration, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException, make_error
 from hasten._lib.files import file_system, require_folder
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,6 +24,7 @@ from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_log
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
 from hasten.elsewhere import conventions
+from hasten.extend.origin import is_builtin
 from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
@@ -72,6 +73,7 @@ _RANKING = (
     "ranked_step",
     "saved_at",
     "unwanted",
+    "written",
 )
 
 _SAVED = (*_SCORES, *(f"_{key}" for key in _RANKING))
@@ -118,6 +120,10 @@ class ModelCheckpoint(Checkpoint):
         verbose: report what is saved.
         save_last: also keep ``last.ckpt``; ``"link"`` makes it a symbolic link to a file that was just saved.
         save_top_k: how many of the best to keep; -1 for all, 0 for none.
+        keep_latest_k: with ``save_top_k=-1``, keep this many of the newest files, as torchtitan does; None for all.
+        keep_for: with ``save_top_k=-1``, keep files this long after they are saved, such as ``"7d"``; None for ever.
+            With both, a file is removed when neither keeps it. The newest file, the best one by ``monitor`` and the one
+            from which this run resumed always stay. Files are removed when the next one has been saved.
         save_on_exception: save when an exception ends the run.
         save_weights_only: leave out what only training needs; such a file cannot resume a run.
         mode: "min" when lower is better, "max" when higher is.
@@ -162,6 +168,8 @@ class ModelCheckpoint(Checkpoint):
     _last_at: list[int] | None = None
     # Files to remove once their replacement is complete; in checkpoints, so that a resumed run removes them too.
     _unwanted: list[str] = []  # noqa: RUF012 - replaced, never changed in place
+    # When each ranked file was saved, in seconds since 1970, the newest last; with keep_latest_k or keep_for
+    _written: dict[str, float] = {}  # noqa: RUF012 - replaced, never changed in place
     # Whether a ranked save is due and waits for a new value of the monitored metric.
     _deferred: bool = False
     # What may still be writing the last save, and names of its files until they are complete.
@@ -185,6 +193,8 @@ class ModelCheckpoint(Checkpoint):
         every_n_epochs: int | str | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        keep_latest_k: int | None = None,
+        keep_for: timedelta | str | dict[str, int] | None = None,
     ) -> None:
         owner, error = "ModelCheckpoint", MisconfigurationException
         self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)
@@ -206,6 +216,7 @@ class ModelCheckpoint(Checkpoint):
         self.verbose = verbose
         self.save_last = save_last
         self.save_top_k = save_top_k
+        self.keep_latest_k, self.keep_for = _retention(keep_latest_k, keep_for, save_top_k)
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -436,7 +447,7 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, *, ranked: bool, at_once: bool = False) -> None:
         """Save the ranked file if it is good enough, then ``last``; then remove what they replace."""
         writer = trainer.runtime.writer
-        if at_once or writer is None or type(self) is not ModelCheckpoint or checkpoint_files.is_followed(trainer):
+        if at_once or writer is None or not is_builtin(type(self)) or checkpoint_files.is_followed(trainer):
             self._save_files(trainer, ranked=ranked)
             return
         # Large files are written after this, while training continues.
@@ -525,6 +536,8 @@ class ModelCheckpoint(Checkpoint):
     def _save_ranked(self, trainer: Trainer, path: str, previous: str) -> None:
         self._ranked_step = trainer.global_step
         self._replace(trainer, previous, path)
+        if self.keep_latest_k is not None or self.keep_for is not None:
+            self._give_up_old(trainer, path)
         self._save_checkpoint(trainer, path)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
@@ -702,7 +715,7 @@ class ModelCheckpoint(Checkpoint):
 
         Searches ``dirpath``; when that is the default, also the folders of earlier runs, the latest first. Under
         Lightning's names only ``dirpath`` is searched, and only for files called ``last``. Damaged files are skipped
-        with a warning that names them.
+        with a warning that names them. With ``UploadedCheckpointIO``, a newer copy behind its URL is returned.
         """
         folders: list[str] = []
         if trainer.is_global_zero:
@@ -715,7 +728,9 @@ class ModelCheckpoint(Checkpoint):
             checkpoint_files.newest(each, self.FILE_EXTENSION, reader, strategy, prefix=prefix)
             for each in strategy.broadcast(folders)
         )
-        self._found_as_last = next(filter(None, newest), None)
+        self._found_as_last = checkpoint_files.newest_copy(
+            self.FILE_EXTENSION, reader, strategy, instead_of=next(filter(None, newest), None), prefix=prefix
+        )
         return self._found_as_last
 
     # -- replaced files
@@ -737,6 +752,27 @@ class ModelCheckpoint(Checkpoint):
             return False
         folder = os.path.abspath(self.dirpath or "")
         return os.path.commonpath([folder, path]) == folder
+
+    def _give_up_old(self, trainer: Trainer, path: str) -> None:
+        """Mark the files for removal, once ``path`` is complete, that neither keep_latest_k nor keep_for keeps."""
+        # The clocks of machines differ.
+        now = trainer.strategy.broadcast(time.time())
+        written = {name: at for name, at in self._written.items() if name != path} | {path: now}
+        kept = {*list(written)[-(self.keep_latest_k or 1) :], self.best_model_path}
+        since = now if self.keep_for is None else now - self.keep_for.total_seconds()
+        start = os.path.realpath(trainer.ckpt_path or "")
+        # On a clock that was set back, nothing is old.
+        old = [name for name, at in written.items() if at <= since and name not in kept]
+        old = [name for name in old if os.path.realpath(name) != start]
+        for name in old:
+            self._replace(trainer, name, path)
+        self._written = {name: at for name, at in written.items() if name not in old}
+        self.best_k_models = {name: score for name, score in self.best_k_models.items() if name not in old}
+        if self.best_k_models:
+            worst = max if self.mode == "min" else min
+            scores = self.best_k_models
+            self.kth_best_model_path = worst(scores, key=lambda name: float(scores[name]))
+            self.kth_value = scores[self.kth_best_model_path]
 
     def _remove_replaced(self, trainer: Trainer, keep: str | None = None) -> None:
         wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, keep}
@@ -865,6 +901,28 @@ def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:
         )
     period = active[0] if active else Period()
     return period.steps or 0, period.epochs or 0, period.time
+
+
+def _retention(latest: int | None, time_kept: Any, save_top_k: int) -> tuple[int | None, timedelta | None]:
+    """Return keep_latest_k and keep_for after checking them."""
+    owner, error = "ModelCheckpoint", MisconfigurationException
+    check.whole(owner, "keep_latest_k", latest, at_least=1, unit="files", allow_none=True, error=error)
+    if time_kept is not None:
+        if not isinstance(time_kept, (str, dict, timedelta)):
+            raise check.wrong(
+                owner, "keep_for", time_kept, "a datetime.timedelta, or a text such as '7d'", error=TypeError
+            )
+        given, time_kept = time_kept, parse_duration(time_kept, argument=f"{owner}(keep_for=...)")
+        if time_kept <= timedelta(0):
+            raise check.wrong(owner, "keep_for", given, "a time of more than zero", error=error)
+    if save_top_k != -1 and (latest is not None or time_kept is not None):
+        name = "keep_for" if latest is None else "keep_latest_k"
+        raise MisconfigurationException(
+            f"ModelCheckpoint({name}=..., save_top_k={save_top_k}): save_top_k already removes files.",
+            fix="Write save_top_k=-1; to keep the best ones as well, use a second ModelCheckpoint.",
+            argument=name,
+        )
+    return latest, time_kept
 
 
 def _period(name: str, value: Any) -> Period:

@@ -18,8 +18,9 @@ from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, set_aside
 from hasten._lib.names import defined_by_program, did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
-from hasten.checkpoint.background import AsyncCheckpointIO
+from hasten.checkpoint.background import writer_of
 from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.places import NO_COPIES
 from hasten.checkpoint.stored import CONTENTS_FILE, is_checkpoint_folder
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 
@@ -184,10 +185,46 @@ def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy
 
     All processes call it together: each reads a part of the files of a sharded checkpoint.
     """
-    if isinstance(reader, AsyncCheckpointIO):
-        reader = reader.checkpoint_io
     found = find(folder, extension) if strategy.is_global_zero else []
-    for path in strategy.broadcast([path for path in found if os.path.basename(path).startswith(prefix)]):
+    return _first_whole([path for path in found if os.path.basename(path).startswith(prefix)], reader, strategy)
+
+
+def newest_copy(
+    extension: str, reader: CheckpointIO, strategy: Strategy, *, instead_of: str | None, prefix: str = ""
+) -> str | None:
+    """Return the newest whole copy of a checkpoint behind a URL, if it is newer than the local one ``instead_of``.
+
+    Without such a copy, ``instead_of`` is returned. All processes call it together.
+
+    Raises:
+        OSError: the copies cannot be read, and there is no local checkpoint.
+
+    """
+    if reader.copies is NO_COPIES or (instead_of is not None and is_url(instead_of)):
+        return instead_of
+    found: list[str] = []
+    failure = ""
+    if strategy.is_global_zero:
+        since_ns = -1 if instead_of is None else os.stat(instead_of).st_mtime_ns
+        try:
+            copies = [each for each in reader.copies.newest_first() if each.saved_ns > since_ns]
+            names = [each.path for each in copies if each.path.endswith(extension)]
+            found = [path for path in names if os.path.basename(path).startswith(prefix)]
+        except Exception as error:  # each file system has its own
+            failure = f"{type(error).__name__}: {error}"
+    found, failure = strategy.broadcast((found, failure))
+    if failure and instead_of is None:
+        raise OSError(f"ckpt_path='last': there is no local checkpoint, and the copies cannot be read: {failure}")
+    if failure:
+        rank_zero_warn(f"The copies of checkpoints cannot be read, so {instead_of} is the newest: {failure}")
+    return _first_whole(found, reader, strategy) or instead_of
+
+
+def _first_whole(paths: list[str], reader: CheckpointIO, strategy: Strategy) -> str | None:
+    """Return the first of the first process's paths that is whole; warn of those before."""
+    while reader.wrapped is not None:
+        reader = reader.wrapped
+    for path in strategy.broadcast(paths):
         if not isinstance(reader, TorchCheckpointIO):
             return path
         problem = None
@@ -272,7 +309,7 @@ def remove(path: str, writer: CheckpointIO) -> None:
     """Remove a checkpoint; if that fails, warn and let training continue."""
     try:
         # A file that is still being written in the background is removed when it is complete.
-        if isinstance(writer, AsyncCheckpointIO) or exists(path) or os.path.lexists(path):
+        if writer_of(writer) is not None or exists(path) or os.path.lexists(path):
             writer.remove_checkpoint(path)
     except OSError as error:
         rank_zero_warn(f"The checkpoint {path} is no longer needed and could not be removed: {error}.")

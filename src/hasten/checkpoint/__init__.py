@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from hasten.checkpoint.background import AsyncCheckpointIO as AsyncCheckpointIO
     from hasten.checkpoint.files import CheckpointIO as CheckpointIO
     from hasten.checkpoint.files import TorchCheckpointIO as TorchCheckpointIO
+    from hasten.checkpoint.uploads import UploadedCheckpointIO as UploadedCheckpointIO
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "hasten.checkpoint.background": ("AsyncCheckpointIO",),
         "hasten.checkpoint.files": ("CheckpointIO", "TorchCheckpointIO"),
+        "hasten.checkpoint.uploads": ("UploadedCheckpointIO",),
     },
 )

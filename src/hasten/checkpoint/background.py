@@ -28,6 +28,7 @@ from hasten.checkpoint.files import (
     save,
     save_unchecked,
 )
+from hasten.checkpoint.places import Copies
 from hasten.machine.host import available_memory_bytes
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ class BackgroundWriter:
 
 def writer_of(checkpoint_io: CheckpointIO) -> BackgroundWriter | None:
     """Return what writes files of ``checkpoint_io`` in the background; None if all are written at once."""
+    while checkpoint_io.wrapped is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
+        checkpoint_io = checkpoint_io.wrapped
     if type(checkpoint_io) is DefaultCheckpointIO:
         checkpoint_io.writer = checkpoint_io.writer or BackgroundWriter()
         return checkpoint_io.writer
@@ -375,6 +378,14 @@ class AsyncCheckpointIO(CheckpointIO):
         self.writer.write(save, snapshot, path)
 
     @property
+    def copies(self) -> Copies:
+        return self.checkpoint_io.copies
+
+    @property
+    def wrapped(self) -> CheckpointIO:
+        return self.checkpoint_io
+
+    @property
     def writes_folders(self) -> bool:
         return type(self.checkpoint_io) is TorchCheckpointIO
 
@@ -405,10 +416,14 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove ``path``; if something is being written, when it is complete."""
+        self.after(functools.partial(_remove, self.checkpoint_io.remove_checkpoint, path))
+
+    def after(self, function: Callable[[], object]) -> None:
+        """Call ``function`` once everything saved so far is complete, and not if that fails."""
         if self._folders is not None:
-            self._folders.after(functools.partial(_remove, self.checkpoint_io.remove_checkpoint, path))
+            self._folders.after(function)
         else:
-            self.writer.remove(self.checkpoint_io.remove_checkpoint, path)
+            self.writer.after(function)
 
     def teardown(self) -> None:
         """Wait for files that are still being written."""

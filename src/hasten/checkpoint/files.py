@@ -25,7 +25,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -55,7 +55,7 @@ from hasten._lib.optional import need
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import objects
-from hasten.checkpoint.places import LocalPlace, Place, RemotePlace
+from hasten.checkpoint.places import NO_COPIES, Copies, LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, Folder, is_checkpoint_folder
 from hasten.elsewhere import conventions
 
@@ -102,7 +102,7 @@ def save_unchecked(
 ) -> None:
     """Write what was read from another file; see ``save``."""
     if is_url(path):
-        _save_remote(contents, str(path), storage_options)
+        write_remote(str(path), functools.partial(_write, contents), storage_options)
         return
     target = _local(path)
     with _explained(target):
@@ -159,6 +159,35 @@ def folder_target(path: str | os.PathLike[str], storage_options: StorageOptions)
     if is_url(path):
         return sharded.RemoteTarget(str(path), *_file_system(str(path), storage_options), functions), functions
     return sharded.LocalTarget(_local(path), functions), functions
+
+
+def upload(path: str, url: str) -> None:
+    """Copy a checkpoint, a file or a folder, to a URL; at any moment the copy is the old one or the new one, whole.
+
+    Args:
+        path: the checkpoint, which is complete.
+        url: a URL that fsspec understands; a checkpoint that is there is replaced.
+
+    Raises:
+        CheckpointDamaged: a file of the folder has changed since it was written.
+        OSError: it could not be read or written; a file system may raise its own errors.
+
+    """
+    source = _local(path)
+    system, inner = _file_system(url, None)
+    is_folder = source.is_dir()
+    if system.isfile(inner) if is_folder else system.isdir(inner):
+        remove(url)
+    if not is_folder:
+        with open(source, "rb") as file:
+            write_remote(url, lambda target: shutil.copyfileobj(file, target, _BLOCK_BYTES))
+        return
+    from hasten.checkpoint import sharded
+
+    with open(source / CONTENTS_FILE, "rb") as file:
+        # This program has written it.
+        stored = load_open(file, weights_only=not objects_allowed())
+    sharded.copy(LocalPlace(source), stored, folder_target(url, None)[0])
 
 
 def load(
@@ -442,6 +471,7 @@ def located_as(locations: Mapping[int, str]) -> Iterator[None]:
 
 
 _BUFFER_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 22
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
@@ -766,7 +796,19 @@ def _file_system(url: str, storage_options: Any) -> tuple[Any, str]:
     return system, inner
 
 
-def _save_remote(contents: dict[str, Any], url: str, storage_options: Any) -> None:
+def opened_remote(url: str) -> IO[bytes]:
+    """Open a file behind a URL for reading.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+
+    """
+    system, inner = _file_system(url, None)
+    return cast("IO[bytes]", system.open(inner, "rb"))
+
+
+def write_remote(url: str, write: Callable[[IO[bytes]], object], storage_options: StorageOptions = None) -> None:
+    """Have ``write`` write a file behind a URL, under another name until it is complete."""
     system, inner = _file_system(url, storage_options)
     if system.isdir(inner):
         raise IsADirectoryError(errno.EISDIR, f"{url} is a folder; a checkpoint needs a name", url)
@@ -776,7 +818,7 @@ def _save_remote(contents: dict[str, Any], url: str, storage_options: Any) -> No
     temporary = f"{inner}.{secrets.token_hex(4)}{TEMPORARY}"
     try:
         with system.open(temporary, "wb") as file:
-            _write(contents, file)
+            write(file)
         system.mv(temporary, inner)
     except BaseException:
         with suppress(Exception):
@@ -1023,6 +1065,20 @@ class CheckpointIO(ABC):
             TypeError, f"{type(self).__name__} writes files only.", fix="Use TorchCheckpointIO or AsyncCheckpointIO."
         )
 
+    @property
+    def copies(self) -> Copies:
+        """Copies of the checkpoints in another place."""
+        return NO_COPIES
+
+    @property
+    def wrapped(self) -> CheckpointIO | None:
+        """The one that writes and reads for this one; None if it does so itself."""
+        return None
+
+    def after(self, function: Callable[[], object]) -> None:
+        """Call ``function`` once everything saved so far is complete: at once, unless it is written later."""
+        function()
+
     def teardown(self) -> None:  # noqa: B027 - most write at once
         """Wait for files that are still being written."""
 
@@ -1090,6 +1146,10 @@ class DefaultCheckpointIO(TorchCheckpointIO):
             remove(path)
         else:
             self.writer.remove(remove, path)
+
+    def after(self, function: Callable[[], object]) -> None:
+        """Call ``function`` once everything saved so far is complete, and not if that fails."""
+        function() if self.writer is None else self.writer.after(function)
 
     @property
     def writes_folders(self) -> bool:

@@ -1,13 +1,13 @@
-"""The place of a checkpoint folder's files: on this machine, or behind a URL."""
+"""The place of a checkpoint folder's files: on this machine, or behind a URL; and where copies are."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 from hasten._lib.files import sync_folder
 
@@ -121,3 +121,36 @@ class RemotePlace(Place):
 
     def rename(self, old: str, new: str) -> None:
         self.system.mv(f"{self.path}/{old}", f"{self.path}/{new}")
+
+
+class Saved(NamedTuple):
+    """A checkpoint, and when it was written."""
+
+    saved_ns: int  # the time in ns at which its original was written
+    path: str  # a path or a URL
+
+
+class Copies:
+    """Copies of a run's checkpoints in another place; here none."""
+
+    def newest_first(self) -> list[Saved]:
+        """Return the complete copies, also those of earlier runs."""
+        return []
+
+    def follow(self, notify: Callable[[], object] | None) -> None:
+        """Raise the error of a copy that was refused, and have ``notify`` called if one is refused later.
+
+        With None, the error waits for the next save.
+        """
+
+    def finish(self) -> None:
+        """Wait until everything is copied.
+
+        Raises:
+            OSError: something could not be copied; it names what is not.
+
+        """
+
+
+# Checkpoints have no copies.
+NO_COPIES = Copies()

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hasten._lib.errors import make_error
+from hasten._lib.errors import CheckpointDamaged, make_error
 from hasten._lib.files import TEMPORARY, put_in_place, replacing_folder, sync_folder, why_not_written
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
@@ -35,7 +36,7 @@ from hasten.checkpoint import tensor_files
 from hasten.checkpoint.flat import FlatPart
 from hasten.checkpoint.places import PLACEHOLDER, LocalPlace, Place, RemotePlace
 from hasten.checkpoint.stored import CONTENTS_FILE, FORMAT, SHARDS, is_checkpoint_folder, missing
-from hasten.machine.collectives import joined
+from hasten.machine.collectives import joined, lost_partner
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -46,6 +47,7 @@ _TENSOR_ENTRIES = ("state_dict", "optimizer_states")
 _OF_A_SAVE = re.compile(rf"shards-[0-9a-f]{{8}}|{re.escape(CONTENTS_FILE)}\..*{re.escape(TEMPORARY)}")
 # How long a process that writes in the background may wait for the others. A process that dies is detected at once.
 _PATIENCE = timedelta(hours=2)
+_BLOCK_BYTES = 1 << 22
 
 
 class FileFunctions(NamedTuple):
@@ -208,6 +210,45 @@ def save(contents: dict[str, Any], target: _Target, files: FileFunctions) -> Non
         one.end()
 
 
+def copy(source: Place, stored: dict[str, Any], target: _Target) -> None:
+    """Write a folder once more, in this process alone.
+
+    Args:
+        source: the folder.
+        stored: what its contents file holds.
+        target: the new one. A checkpoint there is replaced.
+
+    Raises:
+        CheckpointDamaged: a file has changed since it was written.
+        OSError: a file could not be read or written.
+
+    """
+    try:
+        prepared = target.prepare()
+        place = target.place(prepared)
+        for name, (size, checksum) in stored["files"].items():
+            found = _copy_file(source, place, name)
+            if found != (size, checksum):
+                raise CheckpointDamaged(f"{source} is damaged: {name} differs from what was written, by its checksum.")
+        place.sync()
+        target.commit(prepared, stored)
+    finally:
+        target.end()
+
+
+def _copy_file(source: Place, place: Place, name: str) -> tuple[int, int]:
+    """Copy a file, and return its size in bytes and its CRC-32."""
+    size = checksum = 0
+    with source.open(name, "rb") as file, place.open(name, "wb") as copied:
+        while block := file.read(_BLOCK_BYTES):
+            copied.write(block)
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+        if place.needs_sync:
+            copied.flush()
+            os.fsync(copied.fileno())
+    return size, checksum
+
+
 class BackgroundSaves:
     """Writes folders in a thread, one after the other; ``save`` returns when the tensors are copied.
 
@@ -223,6 +264,9 @@ class BackgroundSaves:
     def save(self, contents: dict[str, Any], target: _Target, files: FileFunctions) -> None:
         """As the function ``save``; an earlier save is completed first, and its error raised."""
         earlier = self._wait()
+        if earlier is not None and lost_partner(earlier):
+            # The others may be waiting for the one that has ended; this process's end tells them.
+            raise earlier
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             self._stager = tensor_files.new_stager()
@@ -238,7 +282,7 @@ class BackgroundSaves:
             raise
         self._pending = self._executor.submit(_complete, one)
 
-    def after(self, function: Callable[[], None]) -> None:
+    def after(self, function: Callable[[], object]) -> None:
         """Call ``function`` once the save that is being written has succeeded; at once if there is none.
 
         An error of the file system in it is a warning if it comes later.

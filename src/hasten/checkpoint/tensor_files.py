@@ -250,7 +250,17 @@ def read(targets: Mapping[str, Tensor], place: Place, layout: Layout, check: Cal
         check: called with the name of each file that is about to be read.
 
     """
-    reader = _TensorReader(place, _metadata({key: layout[key] for key in targets}), check)
+    fill(targets, _TensorReader(place, _metadata({key: layout[key] for key in targets}), check))
+
+
+def fill(targets: Mapping[str, Tensor], reader: FileSystemReader) -> None:
+    """Fill tensors in place, DTensors by the shard of this process, with what ``reader`` reads.
+
+    Args:
+        targets: by the key under which they are stored.
+        reader: of torch.distributed.checkpoint.
+
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad(), _without_warnings():

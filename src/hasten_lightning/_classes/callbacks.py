@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.callbacks import lambda_function
+from hasten.callbacks import checkpoint, lambda_function
 from hasten.loggers import comet
 from hasten_lightning.facades import Facade, accepted, exactly
 
@@ -13,6 +13,10 @@ class LambdaCallback(lambda_function.LambdaCallback, metaclass=Facade):
     @exactly
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__(**given)
+
+
+class ModelCheckpoint(checkpoint.ModelCheckpoint, metaclass=Facade):
+    pass
 
 
 class CometLogger(comet.CometLogger, metaclass=Facade):

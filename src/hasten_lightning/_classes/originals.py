@@ -3,6 +3,7 @@
 While a command line runs under Lightning's names, jsonargparse knows these classes by it, and offers the facades alone.
 """
 
+from hasten.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from hasten.callbacks.lambda_function import LambdaCallback as LambdaCallback
 from hasten.loggers.comet import CometLogger as CometLogger
 from hasten.precision.builtin import HalfPrecision as HalfPrecision

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import make_error
 from hasten.commands.parser import Parser
+
+if TYPE_CHECKING:
+    from hasten.checkpoint.stored import StoredTensors
 
 # What only training needs; see RunState.collect in loops/resume.py.
 _OF_TRAINING = (
@@ -25,7 +28,15 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse(arguments)
     try:
         _allow(options.allow)
-        print(consolidate(options.folder, options.output, weights_only=options.weights_only))
+        print(
+            consolidate(
+                options.folder,
+                options.output,
+                weights_only=options.weights_only,
+                output_format=options.format,
+                prefix=options.prefix,
+            )
+        )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"hasten consolidate: {error}", file=sys.stderr)
         return 1
@@ -36,7 +47,8 @@ def make_parser() -> Parser:
     """Return what reads the arguments of this command."""
     parser = Parser(
         prog="hasten consolidate",
-        description="Make one file of a sharded checkpoint, which is a folder. This takes memory for all its tensors.",
+        description="Make one file of a sharded checkpoint, which is a folder. This takes memory for all its tensors, "
+        "or with --format safetensors for one of them.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="the checkpoint, or its URL")
     parser.add_argument(
@@ -46,6 +58,18 @@ def make_parser() -> Parser:
         metavar="FILE",
         help="what to write: a .safetensors file holds the weights alone, any other is a checkpoint "
         "(default: NAME-consolidated.ckpt beside FOLDER)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("checkpoint", "safetensors"),
+        help="safetensors writes the weights; if FILE does not end with .safetensors, as a folder that from_pretrained "
+        "of Hugging Face reads, with files of at most 5 GB (default: what the name of FILE says)",
+    )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        metavar="TEXT",
+        help="with safetensors: write the weights whose names begin with it, without it, for instance model.",
     )
     parser.add_argument("--weights-only", action="store_true", help="leave out what only training needs")
     parser.add_argument(
@@ -79,16 +103,26 @@ def _allow(names: Sequence[str]) -> None:
     torch.serialization.add_safe_globals(allowed)
 
 
-def consolidate(folder: str, output: Path | None = None, *, weights_only: bool = False) -> Path:
+def consolidate(
+    folder: str,
+    output: Path | None = None,
+    *,
+    weights_only: bool = False,
+    output_format: str | None = None,
+    prefix: str = "",
+) -> Path:
     """Write one file of a sharded checkpoint.
 
     Args:
         folder: the checkpoint, or its URL.
         output: the file, which must not exist; by default ``NAME-consolidated.ckpt`` next to ``folder``.
         weights_only: leave out what only training needs.
+        output_format: "safetensors" writes the weights alone; into a folder, if ``output`` does not end with
+            ``.safetensors``. None chooses by the name of ``output``.
+        prefix: with safetensors, write only weights whose names begin with it, without it.
 
     Returns:
-        The path of the file.
+        The path of what was written.
 
     Raises:
         ValueError: ``folder`` is another thing, ``output`` exists, or the weights are not known.
@@ -105,16 +139,18 @@ def consolidate(folder: str, output: Path | None = None, *, weights_only: bool =
         target = output
     else:
         path = _checked(folder)
-        folder, target = str(path), output or path.with_name(f"{path.stem}-consolidated.ckpt")
+        ending = "" if output_format == "safetensors" else ".ckpt"
+        folder, target = str(path), output or path.with_name(f"{path.stem}-consolidated{ending}")
+    is_safetensors = output_format == "safetensors" or (output_format is None and target.suffix == ".safetensors")
     if target.exists():
         raise make_error(ValueError, f"{target} exists.", fix="Remove it, or name another file with -o.")
     # The weights alone need no hyper-parameters.
-    with files.hyper_parameters_left_out() if target.suffix == ".safetensors" else nullcontext():
+    with files.hyper_parameters_left_out() if is_safetensors else nullcontext():
         checkpoint = files.load(folder)
     if not isinstance(checkpoint, StoredCheckpoint):
         raise ValueError(f"{folder} is one file already. A sharded checkpoint is a folder.")
-    if target.suffix == ".safetensors":
-        _write_safetensors(_weights(checkpoint, folder), target)
+    if is_safetensors:
+        _write_safetensors(_weights(checkpoint, folder), target, prefix)
         return target
     if weights_only:
         if "state_dict" not in checkpoint:
@@ -141,13 +177,13 @@ def _checked(folder: str) -> Path:
     return path
 
 
-def _weights(checkpoint: Any, folder: str) -> dict[str, Any]:
-    from hasten.checkpoint.stored import StoredTensors, whole
+def _weights(checkpoint: Any, folder: str) -> StoredTensors:
+    from hasten.checkpoint.stored import StoredTensors
 
     found = [value for value in checkpoint.values() if isinstance(value, StoredTensors)]
     if "state_dict" not in checkpoint and len(found) != 1:
         raise _unknown_weights(checkpoint, folder)
-    weights: dict[str, Any] = whole(checkpoint.get("state_dict", found[0] if found else None))
+    weights: StoredTensors = checkpoint.get("state_dict", found[0] if found else None)
     return weights
 
 
@@ -158,20 +194,33 @@ def _unknown_weights(checkpoint: Any, folder: str) -> ValueError:
     )
 
 
-def _write_safetensors(weights: dict[str, Any], target: Path) -> None:
+def _write_safetensors(weights: StoredTensors, target: Path, prefix: str) -> None:
+    """Write weights, of which one at a time is in memory."""
     from torch import Tensor
 
-    from hasten._lib.files import put_in_place, replacing_folder
-    from hasten._lib.optional import need
+    from hasten._lib.files import put_in_place, replacing_folder, sync_folder
+    from hasten.checkpoint.stored import StoredTensor
+    from hasten.module import pretrained
 
-    safetensors = need("safetensors.torch", purpose="hasten consolidate -o FILE.safetensors")
-    left_out = [name for name, value in weights.items() if not isinstance(value, Tensor)]
-    if left_out:
+    chosen = {name.removeprefix(prefix): value for name, value in weights.stored() if name.startswith(prefix)}
+    tensors = {name: value for name, value in chosen.items() if isinstance(value, (StoredTensor, Tensor))}
+    if left_out := chosen.keys() - tensors.keys():
         print(f"hasten consolidate: left out, because they are not tensors: {', '.join(left_out)}", file=sys.stderr)
-    tensors = {name: value.contiguous() for name, value in weights.items() if isinstance(value, Tensor)}
+    if not tensors:
+        some = ", ".join(list(weights)[:3])
+        raise make_error(ValueError, f"--prefix {prefix}: no weight begins with it.", fix=f"There are {some}.")
+    described = {name: pretrained.Described(value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+    is_file = target.suffix == ".safetensors"
+    plan = {target.name: list(described)} if is_file else pretrained.divided(described, pretrained.FILE_BYTES)
     with replacing_folder(target) as temporary:
-        written = temporary / target.name
-        safetensors.save_file(tensors, written, metadata={"format": "pt"})
-        with open(written, "rb+") as file:
-            os.fsync(file.fileno())
-        put_in_place(written, target)
+        for file_name, names in plan.items():
+            read = (
+                value.full() if isinstance(value, StoredTensor) else value for value in map(tensors.__getitem__, names)
+            )
+            pretrained.write_file(temporary / file_name, {name: described[name] for name in names}, read)
+        if is_file:
+            put_in_place(temporary / target.name, target)
+        else:
+            pretrained.write_index(temporary, plan, described)
+            sync_folder(temporary)
+            put_in_place(temporary, target)

@@ -182,6 +182,9 @@ def _kept(callback: ModelCheckpoint, length: Length) -> float:
     if top == -1:
         # By steps or time, only the run shows how many.
         top = length.epochs // callback.every_n_epochs if callback.every_n_epochs else math.inf
+    if callback.keep_latest_k is not None and callback.keep_for is None:
+        # The best one stays, too.
+        top = min(top, callback.keep_latest_k + (callback.monitor is not None))
     return top + bool(callback.save_last) + 1
 
 
