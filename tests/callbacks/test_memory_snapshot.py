@@ -10,6 +10,7 @@ import torch
 
 from hasten.callbacks import MemorySnapshot, memory_snapshot
 from tests.models import Classifier, loader, quiet
+from tests.refusals import warned
 
 
 class Memory:
@@ -78,7 +79,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_error_of_the_fit(
 ) -> None:
     memory = Memory(monkeypatch)
     (tmp_path / "snapshots").write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match="cannot be written"):
+    with warned(UserWarning, says=("MemorySnapshot", "memory_rank_0.pickle")):
         fit(tmp_path, torch.OutOfMemoryError("CUDA out of memory."))
     assert memory.calls == [RECORDS, ENDS]
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.logged_value import batch_size_of
-from hasten.record.ranks import RankTimes, Slowest, StepsDone
 from hasten.record.step_times import ASIDE, PARTS, StepTimes, compile_seconds
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.record.ranks import RankTimes, Slowest
     from hasten.record.step_times import StepFunctions
     from hasten.types import PathLike
 
@@ -138,6 +138,8 @@ class Pace:
         """
         runtime, record = run.runtime, run.observers.record
         if runtime.several_processes:
+            from hasten.record.ranks import RankTimes
+
             self.ranks = run.limits.stop.carried = RankTimes(runtime.global_rank, runtime.world_size)
         leads = runtime.is_global_zero
         shown = run.arguments.enable_progress_bar or (record.writes if leads else self.is_recorded and self.ranks)
@@ -440,13 +442,13 @@ class Pace:
 
     # -- the other processes
 
-    def _progress(self) -> StepsDone | None:
-        """Return how far this process is; None before its second step."""
+    def _progress(self) -> tuple[int, float, float, float] | None:
+        """Return what ``StepsDone`` of this process is; None before its second step."""
         run = self._run
         if run is None or not self._history:
             return None
         now = self._totals()
-        return StepsDone(now.steps, now.seconds, (self._waiting_factor(run) or 0.0) * now.waited)
+        return now.steps, now.seconds, now.waited, self._waiting_factor(run) or 0.0
 
     def _report_ranks(self, slowest: Slowest) -> None:
         """Take the reports of all processes, which have just come: name the slowest, and write a line."""

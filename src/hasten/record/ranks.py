@@ -29,13 +29,15 @@ class StepsDone(NamedTuple):
     Args:
         steps: its steps.
         seconds: of training, without validation and checkpoints.
-        waited: seconds of these in which it waited for data.
+        waited: seconds of these in which the host waited for data.
+        device_share: the share of them in which the device waited too: a GPU may be busy with earlier steps.
 
     """
 
     steps: int
     seconds: float
     waited: float
+    device_share: float = 1.0
 
 
 class RankTime(NamedTuple):
@@ -159,7 +161,7 @@ class RankTimes:
 
     def __init__(self, rank: int, count: int) -> None:
         self._rank, self._count = rank, count
-        self._progress: Callable[[], StepsDone | None] | None = None
+        self._progress: Callable[[], tuple[int, float, float, float] | None] | None = None
         self._before: StepsDone | None = None
         self._backward = 0.0
         # The last reports of all processes; empty before the first.
@@ -169,18 +171,24 @@ class RankTimes:
         # Called with the slowest process whenever all have reported.
         self.on_report: Callable[[Slowest], None] | None = None
 
-    def begin(self, progress: Callable[[], StepsDone | None]) -> None:
+    def begin(self, progress: Callable[[], tuple[int, float, float, float] | None]) -> None:
         """Report about a fit.
 
         Args:
-            progress: returns how far this process is; None before its first step.
+            progress: returns how far this process is, as a ``StepsDone`` or its numbers; None before its first
+                step.
 
         """
-        self._progress, self._before = progress, progress()
+        self._progress = progress
+        self._before = self._now()
 
     def end(self) -> None:
         """Report no longer."""
         self._progress = self.on_report = None
+
+    def _now(self) -> StepsDone | None:
+        done = None if self._progress is None else self._progress()
+        return None if done is None else StepsDone(*done)
 
     def add_step(self, parts: Mapping[str, float]) -> None:
         """Take the seconds of a timed step by part; a backward stands for those until the next timed one."""
@@ -189,15 +197,15 @@ class RankTimes:
     def values(self) -> list[float]:
         """Return the numbers to exchange, of which the largest count: those of this process, and zeros elsewhere."""
         numbers = [0.0] * (_NUMBERS * self._count)
-        now = None if self._progress is None else self._progress()
-        before = self._before
+        now, before = self._now(), self._before
         if now is None:
             return numbers
         if before is None:
             self._before = now
         elif now.steps > before.steps and now.seconds - before.seconds >= _LEAST_SECONDS:
             steps = now.steps - before.steps
-            seconds, data = (now.seconds - before.seconds) / steps, (now.waited - before.waited) / steps
+            seconds = (now.seconds - before.seconds) / steps
+            data = now.device_share * (now.waited - before.waited) / steps
             own = (seconds, min(data, seconds), min(self._backward, seconds))
             numbers[_NUMBERS * self._rank : _NUMBERS * (self._rank + 1)] = own
         return numbers
@@ -207,7 +215,7 @@ class RankTimes:
         rows = [numbers[place : place + _NUMBERS] for place in range(0, len(numbers), _NUMBERS)]
         if self._progress is None or not all(seconds > 0 for seconds, _, _ in rows):
             return
-        self._before = self._progress()
+        self._before = self._now()
         if not all(backward > 0 for _, _, backward in rows):
             rows = [(seconds, data, 0.0) for seconds, data, _ in rows]
         self.last = rank_times(rows)
