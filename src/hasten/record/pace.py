@@ -461,7 +461,11 @@ class Pace:
         if run.observers.record.writes and now >= self._ranks_due:
             self._ranks_due = now + _SHARE * (now - self._began)
             run.observers.record.add(
-                "ranks", **self._position(run), **slowest._asdict(), ranks=dict(ranks.for_record())
+                "ranks",
+                **self._position(run),
+                **slowest._asdict(),
+                slow=slowest.is_slow,
+                ranks=dict(ranks.for_record()),
             )
 
     def _batches_left(self, run: Run) -> float:

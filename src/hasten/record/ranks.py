@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 # Reports of less time say nothing about the steps to come.
 _LEAST_SECONDS = 0.5
-# From which ratio a process is called slow, and for how many reports in a row before that is said.
-SLOW = 1.15
+# From which ratio and by how many seconds a step must be slower for its process to be called slow, and for how many
+# reports in a row before that is said.
+_SLOW, _SLOW_SECONDS = 1.15, 1e-3
 _SAID_AFTER = 3
 # Processes whose numbers a line of the record has, the slowest first.
 _MOST_IN_RECORD = 8
@@ -78,7 +79,7 @@ class Slowest(NamedTuple):
     @property
     def is_slow(self) -> bool:
         """Whether it is so much slower that it is named."""
-        return self.ratio >= SLOW
+        return self.ratio >= _SLOW and self.own_seconds - self.median_seconds >= _SLOW_SECONDS
 
     def sentence(self) -> str:
         """Return it as a sentence.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from hasten.record.ranks import SLOW
-
 # Fewer reports, or a smaller share of them, say nothing about a process.
 _LEAST_REPORTS, _LEAST_SHARE = 3, 0.25
 
@@ -39,12 +37,12 @@ def rank_rows(lines: Sequence[Mapping[str, Any]]) -> list[RankRow]:
 
     Example::
 
-        >>> line = {"rank": 1, "ratio": 1.8, "ranks": {"1": [0.2, 0.1, 0.0], "0": [0.1, 0.0, 0.1]}}
+        >>> line = {"rank": 1, "slow": True, "ranks": {"1": [0.2, 0.1, 0.0], "0": [0.1, 0.0, 0.1]}}
         >>> [(row.rank, row.slowest, row.data_share) for row in rank_rows([line])]
         [(1, 1, 0.5), (0, 0, 0.0)]
 
     """
-    slow = Counter(line.get("rank") for line in lines if _is_slow(line))
+    slow = Counter(line.get("rank") for line in lines if line.get("slow"))
     seconds: dict[int, list[Sequence[float]]] = {}
     for line in lines:
         for rank, numbers in (line.get("ranks") or {}).items():
@@ -61,12 +59,12 @@ def rank_sentence(lines: Sequence[Mapping[str, Any]]) -> str:
 
     Example::
 
-        >>> line = {"rank": 3, "ratio": 1.8, "data_share": 0.4}
+        >>> line = {"rank": 3, "slow": True, "ratio": 1.8, "data_share": 0.4}
         >>> rank_sentence([line] * 5)
-        'Rank 3 was the slowest in 5 of 5 reports: 1.8 times the median of all ranks; it waits for data 40 % of it.'
+        'Rank 3 was the slowest in 5 of 5 reports: 1.8 times the median of all ranks; waits for data 40 %.'
 
     """
-    slow = [line for line in lines if _is_slow(line)]
+    slow = [line for line in lines if line.get("slow")]
     if not slow:
         return ""
     (rank, count), *_ = Counter(line.get("rank") for line in slow).most_common(1)
@@ -76,10 +74,5 @@ def rank_sentence(lines: Sequence[Mapping[str, Any]]) -> str:
     ratio, share = fmean(line["ratio"] for line in own), fmean(line.get("data_share") or 0.0 for line in own)
     return (
         f"Rank {rank} was the slowest in {count:,} of {len(lines):,} reports: {ratio:.1f} times the median of all "
-        f"ranks; it waits for data {100 * share:.0f} % of it."
+        f"ranks; waits for data {100 * share:.0f} %."
     )
-
-
-def _is_slow(line: Mapping[str, Any]) -> bool:
-    ratio = line.get("ratio")
-    return isinstance(ratio, int | float) and ratio >= SLOW
