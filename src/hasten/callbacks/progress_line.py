@@ -45,9 +45,9 @@ class Shown:
         loss: of training; None if a logged value shows it, or it has not arrived.
         speed: samples, tokens or batches a second.
         waiting: the share of the time in which training waits for data, where it matters.
-        slowest: the process that all others wait for, where it matters.
         memory: the most memory that the device held.
         left: the time to the end of the fit; or since its beginning, where no end is known.
+        slowest: the process that all others wait for, where it matters.
 
     """
 
@@ -55,9 +55,9 @@ class Shown:
     loss: float | None = None
     speed: str = ""
     waiting: str = ""
-    slowest: str = ""
     memory: str = ""
     left: str = ""
+    slowest: str = ""
 
 
 def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> Shown:
