@@ -240,6 +240,10 @@ assert torch_private.groups_of_process()[dist.group.WORLD][0] == "gloo"
 assert torch_private.size_of_group(next(iter(counts))) == 1
 assert torch_private.dump_of_nccl() is None or torch.version.cuda
 
+(record,) = torch_private.flight_record()
+assert record["profiling_name"] == "gloo:all_reduce" and record["collective_seq_id"] == 1, record
+assert record["process_group"][1] == "default_pg" and record["input_sizes"] == [[1]], record
+
 exchanged = []
 ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
 ddp.register_comm_hook(None, lambda state, bucket: exchanged.append(1) or bucket_of(bucket))

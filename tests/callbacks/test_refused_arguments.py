@@ -50,8 +50,10 @@ WRONG: dict[type, dict[str, list[Any]]] = {
         "update_starting_at_step": [1.5],
         "update_starting_at_epoch": [True],
     },
+    cb.GarbageCollection: {"every_n_steps": [0, 1.5, "a"], "generation": [-1, 3, True]},
     cb.LearningRateFinder: {"mode": ["exp"]},
     cb.LearningRateMonitor: {"logging_interval": ["batch"]},
+    cb.MemorySnapshot: {"dirpath": [3], "max_entries": [0, 1.5]},
     cb.ModelCheckpoint: {
         "mode": ["best"],
         "save_top_k": [-2],

@@ -126,6 +126,44 @@ def test_a_stack_says_what_its_process_does() -> None:
     assert "  > /home/me/train.py:12 in Model.on_train_epoch_end" in text
 
 
+def entry(
+    number: int, name: str, size: int = 130, *, group: tuple[str, str] = ("0", "default_pg")
+) -> dict[str, object]:
+    """Return an entry of torch's flight record."""
+    return {
+        "process_group": list(group), "collective_seq_id": number, "is_p2p": False, "profiling_name": f"gloo:{name}",
+        "input_sizes": [[size]], "input_dtypes": ["Float"],
+    }  # fmt: skip
+
+
+def described(ranks: dict[int, list[dict[str, object]]]) -> str:
+    return stacks.describe_collectives({rank: stacks.last_collectives(found) for rank, found in ranks.items()})
+
+
+def test_the_flight_record_says_which_collective_each_rank_is_in_and_who_never_came() -> None:
+    before = [entry(6, "all_reduce"), entry(7, "broadcast")]
+    after = [*before, entry(8, "all_reduce")]
+    assert described({0: after, 1: before, 2: after, 3: []}).splitlines() == [
+        "Last collectives of the process group default_pg:",
+        "  ranks 0, 2: in number 8, all_reduce of Float (130)",
+        "  rank 1: never came to number 8; its last is number 7, broadcast of Float (130)",
+        "  rank 3: never came to number 8; nothing is known of earlier ones",
+    ]
+
+
+def test_ranks_that_call_different_collectives_are_named() -> None:
+    half = ("12", "mesh_tp")
+    found = {0: [entry(8, "all_reduce"), entry(3, "all_gather", group=half)], 1: [entry(8, "all_reduce", 131)]}
+    assert described(found).splitlines() == [
+        "Last collectives of the process group default_pg:",
+        "  rank 0: in number 8, all_reduce of Float (130), another one than that of the other ranks",
+        "  rank 1: in number 8, all_reduce of Float (131), another one than that of the other ranks",
+        "Last collectives of the process group 12 mesh_tp:",
+        "  rank 0: in number 3, all_gather of Float (130)",
+    ]
+    assert described({0: [], 1: []}) == ""
+
+
 # -- real processes
 
 PROGRAM = """
@@ -204,6 +242,9 @@ def test_processes_that_differ_are_refused_and_a_rank_that_is_stuck_ends_the_run
     assert "rank 0: fit, train, epoch 1, batch 3, step 3: waits for rank 1 in backward" in output
     assert f"rank 1: fit, train, epoch 1, batch 3, step 3: in Model.training_step, {where}" in output
     assert f"  > {where} in Model.training_step" in output
+    # From torch's flight record.
+    assert "Last collectives of the process group default_pg:\n  rank 0: in number " in output
+    assert "  rank 1: never came to number " in output
 
 
 def test_a_signal_in_a_run_that_is_stuck_ends_it_and_leaves_no_process(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ Two kinds of names are used everywhere, because files and other libraries depend
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -236,6 +237,26 @@ def collectives_begun() -> Iterator[tuple[str, Callable[[], int]]]:
     """Yield the name of each process group and the counter of its collectives; some backends' counters raise."""
     for group, name in list(_c10d._world.pg_names.items()):
         yield name, group._get_sequence_number_for_group
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """Return what torch recorded of the last collectives of this process, the oldest first; empty without a record."""
+    dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    entries: list[dict[str, Any]] = [] if dump is None else json.loads(dump()).get("entries") or []
+    return entries
+
+
+def record_memory_history(max_entries: int | None) -> None:
+    """Record the last allocations on CUDA devices with the Python calls that made them; None ends it."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what is on CUDA devices, and the recorded allocations, to a file."""
+    torch.cuda.memory._dump_snapshot(path)
 
 
 def dump_of_nccl() -> Callable[[], bytes] | None:

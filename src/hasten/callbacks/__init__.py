@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from hasten.callbacks.finders import LearningRateFinder as LearningRateFinder
     from hasten.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from hasten.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from hasten.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from hasten.callbacks.lambda_function import LambdaCallback as LambdaCallback
+    from hasten.callbacks.memory_snapshot import MemorySnapshot as MemorySnapshot
     from hasten.callbacks.model_summary import ModelSummary as ModelSummary
     from hasten.callbacks.model_summary import RichModelSummary as RichModelSummary
     from hasten.callbacks.monitors import DeviceStatsMonitor as DeviceStatsMonitor
@@ -46,7 +48,9 @@ __getattr__, __dir__, __all__ = attach(
         "hasten.callbacks.early_stopping": ("EarlyStopping",),
         "hasten.callbacks.finders": ("BatchSizeFinder", "LearningRateFinder"),
         "hasten.callbacks.finetuning": ("BackboneFinetuning", "BaseFinetuning"),
+        "hasten.callbacks.garbage_collection": ("GarbageCollection",),
         "hasten.callbacks.lambda_function": ("LambdaCallback",),
+        "hasten.callbacks.memory_snapshot": ("MemorySnapshot",),
         "hasten.callbacks.model_summary": ("ModelSummary", "RichModelSummary"),
         "hasten.callbacks.monitors": ("DeviceStatsMonitor", "LearningRateMonitor", "ThroughputMonitor"),
         "hasten.callbacks.prediction_writer": ("BasePredictionWriter",),

@@ -47,6 +47,7 @@ class Shown:
         waiting: the share of the time in which training waits for data, where it matters.
         memory: the most memory that the device held.
         left: the time to the end of the fit; or since its beginning, where no end is known.
+        slowest: the process that all others wait for, where it matters.
 
     """
 
@@ -56,6 +57,7 @@ class Shown:
     waiting: str = ""
     memory: str = ""
     left: str = ""
+    slowest: str = ""
 
 
 def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> Shown:
@@ -77,6 +79,7 @@ def shown(trainer: Trainer, values: dict[str, Any], *, ended: bool = False) -> S
         loss=None if any(map(_LOSS.fullmatch, values)) else run.logged.loss_value,
         speed="" if speed is None else _rate_text(speed),
         waiting="" if speed is None else _waiting_text(speed),
+        slowest=_slowest_text(pace),
         memory="" if memory is None else f"GPU {memory / 1e9:.1f} GB",
         left="" if speed is None and not ended else _until_text(pace, ended=ended),
     )
@@ -101,6 +104,11 @@ def _rate_text(speed: Speed) -> str:
 def _waiting_text(speed: Speed) -> str:
     matters = speed.waiting is not None and speed.waiting > WAITING_IS_SHOWN
     return f"data wait {100 * (speed.waiting or 0.0):.0f}%" if matters else ""
+
+
+def _slowest_text(pace: Pace) -> str:
+    last = pace.slowest
+    return f"rank {last.rank} {last.ratio:.1f}x" if last is not None and last.is_slow else ""
 
 
 def _until_text(pace: Pace, *, ended: bool) -> str:
@@ -152,7 +160,7 @@ def _fields(values: dict[str, str], about: Shown) -> list[tuple[float, str]]:
     texts = [f"{name}={text}" for name, text in values.items()]
     # Of many values, the first matters more than why it is slow.
     fields += [(7 - index / len(texts) if index else 8.5, text) for index, text in enumerate(texts)]
-    fields += [(5, about.speed), (8, about.waiting), (0, about.memory), (10, about.left)]
+    fields += [(5, about.speed), (8, about.waiting), (7.5, about.slowest), (0, about.memory), (10, about.left)]
     return [(matters, text) for matters, text in fields if text]
 
 

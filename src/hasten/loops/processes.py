@@ -79,7 +79,9 @@ def check_program(
 
 
 # Callbacks that only write or show something may exist on one process only.
-_ALONE = ("progress", "rich_progress", "monitors", "model_summary", "lambda_function", "prediction_writer")
+_ALONE = (
+    "progress", "rich_progress", "monitors", "model_summary", "memory_snapshot", "lambda_function", "prediction_writer",
+)  # fmt: skip
 
 
 def _shared_kind(callback: object) -> str:

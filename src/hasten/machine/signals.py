@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,23 @@ def handling(handler: Callable[[int, FrameType | None], None], also: Iterable[in
         for number, before in previous.items():
             # None: the handler was not installed by Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+class Carried(Protocol):
+    """What travels with the agreements of the processes: numbers of which the largest of all processes count."""
+
+    def values(self) -> list[float]:
+        """Return the numbers of this process, as many on each."""
+
+    def take(self, numbers: list[float]) -> None:
+        """Take the largest of all processes."""
+
+
+class _Nothing:
+    def values(self) -> list[float]:
+        return []
+
+    def take(self, numbers: list[float]) -> None: ...
 
 
 class StopRequests:
@@ -77,6 +94,8 @@ class StopRequests:
         self.number = 0
         # Whether this process asks to stop (``trainer.should_stop``), and whether any does, as of the last agreement.
         self.asks = self.granted = False
+        # Set at a point that all processes pass.
+        self.carried: Carried = _Nothing()
         self._all_reduce = all_reduce
         self._previous: dict[int, Any] = {}
         self._first_press = 0.0
@@ -151,9 +170,9 @@ class StopRequests:
     def _exchanged(self, seconds_per_step: float) -> tuple[int | None, float]:
         """Return the signal of any process and the seconds per step of the slowest."""
         assert self._all_reduce is not None
-        own = torch.tensor(
-            [float(self.signal or self.heard or 0), seconds_per_step, float(self.asks)], dtype=torch.float64
-        )
-        number, slowest, granted = self._all_reduce(own, op="max").tolist()
+        own = [float(self.signal or self.heard or 0), seconds_per_step, float(self.asks), *self.carried.values()]
+        agreed = self._all_reduce(torch.tensor(own, dtype=torch.float64), op="max")
+        number, slowest, granted, *numbers = agreed.tolist()
+        self.carried.take(numbers)
         self.granted = bool(granted)
         return int(number) or None, slowest

@@ -13,6 +13,7 @@ import torch
 
 from hasten.extend import frames
 from hasten.extend.origin import SOURCE, is_builtin_file
+from hasten.machine.agreement import format_ranks
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PATHS = sysconfig.get_paths()
@@ -240,3 +241,88 @@ def report(headline: str, ranks: Mapping[int, tuple[str, Sequence[Frame]]]) -> s
             for position, frame in enumerate(frames)
         ]
     return "\n".join(lines) + "\n"
+
+
+# -- the last collective of each process
+
+
+@dataclass(frozen=True, slots=True)
+class LastCollective:
+    """The last collective that a process has begun in one process group.
+
+    Args:
+        group: the name of the group.
+        number: counts the collectives of the group, from 1.
+        text: what it is, such as "all_reduce of float32 (130)".
+
+    """
+
+    group: str
+    number: int
+    text: str
+
+
+def last_collectives(entries: Iterable[Mapping[str, Any]]) -> list[LastCollective]:
+    """Return the last collective of each process group, read from torch's flight record.
+
+    Example::
+
+        >>> entry = {"process_group": ["0", "default_pg"], "collective_seq_id": 8, "is_p2p": False,
+        ...     "profiling_name": "gloo:all_reduce", "input_sizes": [[130]], "input_dtypes": ["Float"]}
+        >>> last_collectives([entry])
+        [LastCollective(group='default_pg', number=8, text='all_reduce of Float (130)')]
+
+    """
+    found: dict[str, LastCollective] = {}
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            name, about = entry["process_group"]
+            label = "default_pg" if about == "default_pg" else " ".join(filter(None, (str(name), str(about))))
+            found[str(name)] = LastCollective(label, int(entry["collective_seq_id"]), _collective_text(entry))
+    return list(found.values())
+
+
+def _collective_text(entry: Mapping[str, Any]) -> str:
+    name = str(entry.get("profiling_name", "")).rpartition(":")[2]
+    sizes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
+    shapes = [f"{kind} ({', '.join(map(str, size))})" for kind, size in zip(dtypes, sizes, strict=False)]
+    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+    return f"{name} of {shapes[0]}{more}" if shapes else name
+
+
+def describe_collectives(ranks: Mapping[int, Sequence[LastCollective]]) -> str:
+    """Return which collective each process is in, and who never came to it; "" where nothing is known.
+
+    Args:
+        ranks: for each rank that answered what ``last_collectives`` returned.
+
+    Example::
+
+        >>> one, two = LastCollective("default_pg", 7, "broadcast"), LastCollective("default_pg", 8, "all_reduce")
+        >>> print(describe_collectives({0: [two], 1: [one]}), end="")
+        Last collectives of the process group default_pg:
+          rank 0: in number 8, all_reduce
+          rank 1: never came to number 8; its last is number 7, broadcast
+
+    """
+    groups: dict[str, dict[int, LastCollective]] = {}
+    for rank in sorted(ranks):
+        for one in ranks[rank]:
+            groups.setdefault(one.group, {})[rank] = one
+    lines: list[str] = []
+    for group, members in groups.items():
+        furthest = max(one.number for one in members.values())
+        different = len({one.text for one in members.values() if one.number == furthest}) > 1
+        alike: dict[LastCollective, list[int]] = {}
+        for rank, one in members.items():
+            alike.setdefault(one, []).append(rank)
+        absent = [rank for rank in sorted(ranks) if rank not in members] if group == "default_pg" else []
+        lines.append(f"Last collectives of the process group {group}:")
+        for one, numbers in alike.items():
+            is_last = one.number == furthest
+            before = "in" if is_last else f"never came to number {furthest}; its last is"
+            after = ", another one than that of the other ranks" if is_last and different else ""
+            lines.append(f"  {format_ranks(numbers)}: {before} number {one.number}, {one.text}{after}")
+        if absent:
+            lines.append(f"  {format_ranks(absent)}: never came to number {furthest}; nothing is known of earlier ones")
+    return "".join(f"{line}\n" for line in lines)

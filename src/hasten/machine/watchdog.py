@@ -432,10 +432,11 @@ class Watchdog:
         """Send the stack of this process to the process that prints all stacks; then end, if the order says so."""
         name, code = order["name"], order["code"]
         where, frames = self._where(order["late"])
+        calls = [asdict(one) for one in _last_collectives()]
         if code is not None:
             write_flight_record(self.rank, self.folder())
         with suppress(RuntimeError):
-            self._store.set(f"stack/{name}/{self.rank}", json.dumps([where, stacks.as_data(frames)]))
+            self._store.set(f"stack/{name}/{self.rank}", json.dumps([where, stacks.as_data(frames), calls]))
             if order["by"] == self.rank:
                 silent = self._print(order)
                 self._store.set(f"printed/{name}", "1")
@@ -467,15 +468,17 @@ class Watchdog:
         while not self._store.check(awaited) and time.monotonic() < deadline:
             time.sleep(0.05)
         places: dict[int, tuple[str, list[stacks.Frame]]] = {}
+        calls: dict[int, list[stacks.LastCollective]] = {}
         for rank, key in keys.items():
             if rank in left:
                 places[rank] = ("has left the run", [])
             elif self._store.check([key]):
-                where, frames = json.loads(self._store.get(key))
+                where, frames, own = json.loads(self._store.get(key))
                 places[rank] = (where, stacks.from_data(frames))
+                calls[rank] = [stacks.LastCollective(**one) for one in own]
             else:
                 places[rank] = (self._silence(rank, now), [])
-        write(stacks.report(f"hasten: {order['headline']}", places))
+        write(stacks.report(f"hasten: {order['headline']}", places) + stacks.describe_collectives(calls))
         return [rank for rank in keys if rank not in left and not places[rank][1]]
 
     def _kill(self, silent: list[int]) -> None:
@@ -520,6 +523,21 @@ def collectives_begun() -> dict[str, int]:
         with suppress(RuntimeError):
             counted[name] = count()
     return counted
+
+
+def _last_collectives() -> list[stacks.LastCollective]:
+    """Return the last collective of each process group, from torch's flight record; empty where there is none."""
+    found: list[stacks.LastCollective] = []
+
+    def work() -> None:
+        # A record that cannot be read must not keep the report of the stacks from being written.
+        with suppress(Exception):
+            found.extend(stacks.last_collectives(torch_private.flight_record()))
+
+    thread = threading.Thread(target=work, name="hasten-last-collectives", daemon=True)
+    thread.start()
+    thread.join(STACK_SECONDS / 2)
+    return list(found)
 
 
 def write_flight_record(rank: int, folder: str) -> None:

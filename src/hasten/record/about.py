@@ -104,6 +104,17 @@ def program() -> str | None:
 
 
 @functools.cache
+def process_began() -> float | None:
+    """Return when this process was started, in seconds since 1970; None where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        # After the name of the program, which may hold anything: the ticks from the start of the machine to its own.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_seconds = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - (up_seconds - ticks / os.sysconf("SC_CLK_TCK"))
+    return None
+
+
+@functools.cache
 def _in_repository(folder: str) -> bool:
     return any((one / ".git").exists() for one in (Path(folder), *Path(folder).parents))
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.logged_value import batch_size_of
-from hasten.record.step_times import ASIDE, PARTS, StepTimes
+from hasten.record.step_times import ASIDE, PARTS, StepTimes, compile_seconds
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.record.ranks import RankTimes, Slowest
     from hasten.record.step_times import StepFunctions
     from hasten.types import PathLike
 
@@ -83,8 +84,8 @@ class Speed:
 class Pace:
     """How fast a fit trains: its speed, the time of its steps, its time to the end.
 
-    A fit is measured on the first process, where a progress bar or a record shows it. Otherwise nothing stands between
-    the loop and its batches.
+    A fit is measured where a progress bar or a record shows it: the first process shows it, and the others tell it how
+    long they take. Otherwise nothing stands between the loop and its batches.
     """
 
     def __init__(self) -> None:
@@ -97,8 +98,12 @@ class Pace:
         self.counts: list[Callable[[Any], None]] = []
         # When the time of the fit is up.
         self.deadline = math.inf
-        # Whether a fit is measured.
-        self.measures = False
+        # Whether a fit is measured, and whether the first process is to write a record of it.
+        self.measures = self.is_recorded = False
+        # What the processes report about their steps, and the slowest of them; None before the first report.
+        self.ranks: RankTimes | None = None
+        self.slowest: Slowest | None = None
+        self._ranks_due = 0.0
         self.validated = self.saved = 0.0
         self._last_validation: float | None = None
         self._run: Run | None = None
@@ -115,6 +120,8 @@ class Pace:
         self._waits_of_device = (0.0, 0.0)
         self._useful: tuple[int, Arrival] | None = None
         self._useful_share: float | None = None
+        # Seconds spent compiling in this process, as of the last line.
+        self._compiled = 0.0
         self._sample: _Sample | None = None
         self._sample_from = self._sample_before = _Counters(0, 0.0, 0.0, 0.0)
 
@@ -129,13 +136,23 @@ class Pace:
             says: tell the user if it will take long.
 
         """
-        shown = run.arguments.enable_progress_bar or run.observers.record.writes
-        if not run.runtime.is_global_zero or not shown:
+        runtime, record = run.runtime, run.observers.record
+        if runtime.several_processes:
+            from hasten.record.ranks import RankTimes
+
+            self.ranks = run.limits.stop.carried = RankTimes(runtime.global_rank, runtime.world_size)
+        leads = runtime.is_global_zero
+        shown = run.arguments.enable_progress_bar or (record.writes if leads else self.is_recorded and self.ranks)
+        if not shown or not (leads or self.ranks):
             return
         self._run, self._began, self._due, self.measures = run, time.perf_counter(), 0.0, True
-        self._says = says and not run.conventions.bars_have_counters
-        if run.observers.record.writes or run.runtime.device.type == "cuda":
+        self._compiled = compile_seconds()
+        self._says = says and leads and not run.conventions.bars_have_counters
+        if record.writes or self.ranks is not None or runtime.device.type == "cuda":
             self._times = StepTimes(run, make_step)
+        if self.ranks is not None:
+            self.ranks.begin(self._progress)
+            self.ranks.on_report = self._report_ranks if leads else None
 
     def watched(self, functions: StepFunctions, batches: Iterable[Any]) -> Iterable[Any]:
         """Return the same batches; where a fit is measured, what is due after a batch is done before the next one.
@@ -181,6 +198,8 @@ class Pace:
         completes, is_last = run.window.is_end, run.window.is_last_batch
         if not self._history:
             self._begin_counting(run)
+            if run.observers.record.writes:
+                run.observers.record.add("first_step", **self._position(run), compile_seconds=self._newly_compiled())
             self._due = self._sample_due = now + _FIRST_SECONDS
             self._speed_due = now + _SECONDS
             return
@@ -241,6 +260,8 @@ class Pace:
         """Write what the last line does not have; called when the fit is over."""
         run = self._run
         if run is not None:
+            if self.ranks is not None:
+                self.ranks.end()
             self.drop_sample()
             if self._times is not None:
                 self._take_sample(run, self._times)
@@ -361,7 +382,8 @@ class Pace:
     # -- counting
 
     def _begin_counting(self, run: Run) -> None:
-        batch = run.logged.batch
+        # Only the first process shows samples and tokens.
+        batch = run.logged.batch if run.runtime.is_global_zero else None
         tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
         if isinstance(tokens, Tensor) and tokens.dim() == 2:
             self.counts.append(self._count_tokens)
@@ -418,6 +440,34 @@ class Pace:
         device, host = self._waits_of_device
         return min(1.0, device / host) if host > 0 else None
 
+    # -- the other processes
+
+    def _progress(self) -> tuple[int, float, float, float] | None:
+        """Return what ``StepsDone`` of this process is; None before its second step."""
+        run = self._run
+        if run is None or not self._history:
+            return None
+        now = self._totals()
+        return now.steps, now.seconds, now.waited, self._waiting_factor(run) or 0.0
+
+    def _report_ranks(self, slowest: Slowest) -> None:
+        """Take the reports of all processes, which have just come: name the slowest, and write a line."""
+        run, ranks, now = self._run, self.ranks, time.perf_counter()
+        assert run is not None
+        assert ranks is not None
+        self.slowest = slowest
+        if sentence := ranks.to_say(slowest):
+            rank_zero_info(sentence)
+        if run.observers.record.writes and now >= self._ranks_due:
+            self._ranks_due = now + _SHARE * (now - self._began)
+            run.observers.record.add(
+                "ranks",
+                **self._position(run),
+                **slowest._asdict(),
+                slow=slowest.is_slow,
+                ranks=dict(ranks.for_record()),
+            )
+
     def _batches_left(self, run: Run) -> float:
         progress, per_epoch = run.progress, run.data.train.limit
         if math.isinf(per_epoch):
@@ -459,11 +509,17 @@ class Pace:
             tokens=tokens,
             useful_tokens=None if tokens is None or useful is None else round(tokens * useful),
             data_seconds=None if factor is None else factor * (now.waited - before.waited),
+            compile_seconds=self._newly_compiled(),
             lr=learning_rates(run.optimizers),
             memory_bytes=self.memory_bytes(),
             flops=int(flops) * batches if isinstance(flops, int | float) else None,
             peak_flops=_peak_flops(run),
         )
+
+    def _newly_compiled(self) -> float:
+        """Return the seconds spent compiling since the last call."""
+        before, self._compiled = self._compiled, compile_seconds()
+        return self._compiled - before
 
     def _useful_tokens(self, run: Run) -> float | None:
         """Return the share of tokens that are no padding, of a batch of the interval before if the device has them."""
@@ -506,6 +562,8 @@ class Pace:
             return
         self._sample = None
         found, within, since = times.clock.seconds(), sample.within, sample.since
+        if self.ranks is not None:
+            self.ranks.add_step(found)
         if run.runtime.device.type == "cuda":
             device = found.get("data", 0.0)
             self._waits_of_device = (self._waits_of_device[0] + device, self._waits_of_device[1] + within.waited)

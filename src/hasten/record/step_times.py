@@ -269,6 +269,13 @@ def compiles() -> bool:
     return bool(counters.get("frames"))
 
 
+def compile_seconds() -> float:
+    """Return how long the compiler has worked in this process; 0 where it was not used."""
+    compiler: Any = sys.modules.get("torch._dynamo.utils")
+    spent = getattr(compiler, "calculate_time_spent", None)
+    return 0.0 if spent is None else float(spent().get("total_wall_time", 0.0))
+
+
 def _replace(target: Any, name: str, function: Call, undo: ExitStack) -> None:
     own = target.__dict__
     if name in own:

@@ -54,7 +54,8 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
         trainer.history = run.observers.history
 
     logged.on_row = on_row
-    if not _writes(trainer) or run.arguments.fast_dev_run:
+    records = run.observers.pace.is_recorded = _records(trainer) and not run.arguments.fast_dev_run
+    if not records or not trainer.is_global_zero:
         try:
             yield take_history
         finally:
@@ -104,8 +105,8 @@ def recorded(trainer: Trainer, run: Run) -> Iterator[Callable[[], None]]:
 def _nothing() -> None: ...
 
 
-def _writes(trainer: Trainer) -> bool:
-    return bool(trainer.loggers) and not isinstance(trainer.loggers[0], DummyLogger) and trainer.is_global_zero
+def _records(trainer: Trainer) -> bool:
+    return bool(trainer.loggers) and not isinstance(trainer.loggers[0], DummyLogger)
 
 
 def _path(trainer: Trainer) -> str | None:
@@ -129,6 +130,7 @@ def _facts(trainer: Trainer, run: Run) -> dict[str, Any]:
         "step": progress.logged_step,
         "epoch": progress.current_epoch,
         "resumed_from": trainer.ckpt_path if run.resume.from_batch >= 0 else None,
+        "process_began": about.process_began(),
         "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "command": about.command(),
         "program": about.program(),

@@ -28,8 +28,8 @@ LOGGER_QUIET = frozenset({"flush_logs_every_n_steps", "log_graph", "default_hp_m
 # Callbacks that only show or measure something.
 ONLY_SHOW = frozenset(
     {
-        "DeviceStatsMonitor", "ModelSummary", "ProgressBar", "RichModelSummary", "RichProgressBar", "SpikeDetection",
-        "ThroughputMonitor", "Timer", "TQDMProgressBar",
+        "DeviceStatsMonitor", "GarbageCollection", "MemorySnapshot", "ModelSummary", "ProgressBar", "RichModelSummary",
+        "RichProgressBar", "SpikeDetection", "ThroughputMonitor", "Timer", "TQDMProgressBar",
     }
 )  # fmt: skip
 # Attributes that the written callbacks have besides the arguments that they are made with.

@@ -57,8 +57,8 @@ def _left_out() -> tuple[type, ...]:
 
     return (
         *(known.BasePredictionWriter, known.BatchSizeFinder, known.Checkpoint, known.DeviceStatsMonitor),
-        *(known.EarlyStopping, known.LearningRateFinder, known.LearningRateMonitor, known.ModelSummary),
-        *(known.ProgressBar, known.ThroughputMonitor, known.Timer),
+        *(known.EarlyStopping, known.GarbageCollection, known.LearningRateFinder, known.LearningRateMonitor),
+        *(known.MemorySnapshot, known.ModelSummary, known.ProgressBar, known.ThroughputMonitor, known.Timer),
     )
 
 

@@ -10,11 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hasten_tools.report import goodput
+from hasten_tools.report.ranks import rank_rows, rank_sentence
 from hasten_tools.report.read import RecordedRun
 from hasten_tools.speed.trial_processes import speed_text
 
 # A part of a step that takes this share is worth a line.
 _MUCH = 0.15
+# Ranks that a page lists.
+_MOST_RANKS = 8
 _PARTS = {
     "data": "Waiting for data", "transfer": "Transfer to the device", "forward": "Forward", "backward": "Backward",
     "optimizer": "Optimizer", "callbacks": "Callbacks", "logging": "Logging", "checkpoints": "Checkpoints",
@@ -64,6 +68,9 @@ class RunView:
     tiles: list[_Tile] = field(default_factory=list)
     parts: list[dict[str, Any]] = field(default_factory=list)
     parts_note: str = ""
+    spent: list[dict[str, Any]] = field(default_factory=list)
+    spent_note: str = ""
+    ranks: list[dict[str, str]] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
@@ -82,6 +89,8 @@ def view(run: RecordedRun, name: str, place: int) -> RunView:
     shown.tiles = _tiles(run)
     shown.parts, shown.parts_note = _parts(run)
     shown.hints = _hints(run, shown.parts)
+    shown.spent, shown.spent_note = _spent(run)
+    shown.ranks = _ranks(run)
     shown.checkpoints = _checkpoints(run)
     shown.warnings = _warnings(run)
     shown.attempts = _attempts(run)
@@ -220,6 +229,8 @@ def _progress_tiles(run: RecordedRun) -> Iterator[_Tile]:
     if run.starts and run.last_time:
         pauses = f"in {len(run.starts)} attempts, without pauses" if len(run.starts) > 1 else ""
         yield "Time", seconds_text(run.elapsed(run.last_time)), pauses
+    if (share := run.spent.goodput()) is not None:
+        yield "Goodput", f"{share:.0%}", "of all time: steps that count"
 
 
 def _throughput_tiles(total: Mapping[str, float]) -> Iterator[_Tile]:
@@ -325,6 +336,32 @@ def _beside_steps(run: RecordedRun) -> str:
     return f"Of the whole fit, {' and '.join(words)}." if words else ""
 
 
+# -- over all attempts
+
+
+def _spent(run: RecordedRun) -> tuple[list[dict[str, Any]], str]:
+    """Return the parts of the time of all attempts, and a sentence about them; empty where they are not known."""
+    share, found = run.spent.goodput(), run.spent.seconds()
+    if share is None:
+        return [], ""
+    total, attempts = sum(found.values()), len(run.spent.attempts)
+    parts = [
+        {"key": f"time-{part}", "title": goodput.PARTS[part], "share": seconds / total,
+         "seconds": seconds_text(seconds)}
+        for part, seconds in found.items()
+    ]  # fmt: skip
+    return parts, f"{seconds_text(total)} in {attempts:,} attempt{'s' * (attempts != 1)}; {share:.0%} of it is goodput."
+
+
+def _ranks(run: RecordedRun) -> list[dict[str, str]]:
+    """Return a row of texts for each rank that was among the slowest."""
+    return [
+        {"rank": f"Rank {row.rank}", "slowest": f"{row.slowest:,}", "step": seconds_text(row.own_seconds),
+         "data": f"{row.data_share:.0%}", "waiting": seconds_text(row.waiting_seconds)}
+        for row in rank_rows(run.ranks)[:_MOST_RANKS]
+    ]  # fmt: skip
+
+
 @dataclass
 class _TimeUse:
     """What the hints look at.
@@ -367,6 +404,8 @@ def _hints(run: RecordedRun, parts: Sequence[Mapping[str, Any]]) -> list[Hint]:
         _data_hint, _transfer_hint, _optimizer_hint, _callbacks_hint, _logging_hint, _checkpoints_hint, _padding_hint,
     )  # fmt: skip
     hints = [hint for rule in rules if (hint := rule(use)) is not None]
+    if sentence := rank_sentence(run.ranks):
+        hints.insert(0, Hint(sentence))
     if hints:
         return hints
     compute = use.share.get("forward", 0.0) + use.share.get("backward", 0.0)

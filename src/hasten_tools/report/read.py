@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hasten._lib.names import did_you_mean
 from hasten.record.file import FILE_NAME
+from hasten_tools.report.goodput import TimeOfRun
 
 METRICS = "metrics.csv"
 # A run whose file was not written to for so long, and has no end, was cut off.
@@ -67,6 +68,8 @@ class RecordedRun:
         validations: how long each took.
         checkpoints: those saved.
         warnings: those shown.
+        ranks: reports about the processes, and which of them was the slowest.
+        spent: where the time of all attempts went.
         advice: the advisor's verdict, if there is one.
         ends: how each attempt ended; None where it is not known.
         last_time: when the last line was written, in seconds since 1970.
@@ -84,6 +87,8 @@ class RecordedRun:
     validations: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    spent: TimeOfRun = field(default_factory=TimeOfRun)
     advice: dict[str, Any] | None = None
     ends: list[dict[str, Any] | None] = field(default_factory=list)
     last_time: float | None = None
@@ -294,6 +299,7 @@ _LISTS = {
     "validation": "validations",
     "checkpoint": "checkpoints",
     "warning": "warnings",
+    "ranks": "ranks",
 }
 
 
@@ -315,11 +321,14 @@ def _read_record(run: RecordedRun, path: Path) -> None:
             run.lasts.append(0.0)
         if is_start:
             _drop_from(run, int(line.get("step") or 0))
+            if not run.starts:
+                _add_earlier_attempts(run, path, line)
             run.starts.append(line)
             run.ends.append(None)
             run.end = None
         else:
             _add_line(run, line)
+        run.spent.add(line)
         run.last_time = run.lasts[-1] = float(line["time"])
     if cut:
         # Only the last line is without its end: it is being written, or was when the process was killed.
@@ -345,12 +354,39 @@ def _add_line(run: RecordedRun, line: dict[str, Any]) -> None:
             run.ends[-1] = line
 
 
+def _add_earlier_attempts(run: RecordedRun, path: Path, start: dict[str, Any]) -> None:
+    """Count the time of attempts in other folders: the first one here continues from a checkpoint of theirs."""
+    files, starts = [path.resolve()], [start]
+    while (found := _record_of_checkpoint(starts[-1])) is not None and found not in files:
+        lines = (line for text in _lines(found) if (line := _parsed(text)) is not None and line["kind"] == "start")
+        first = next(lines, None)
+        if first is None:
+            break
+        files.append(found)
+        starts.append(first)
+    for place in range(len(files) - 1, 0, -1):
+        for line in filter(None, map(_parsed, _lines(files[place]))):
+            # What another fit wrote there since is not of this run.
+            if line["time"] < starts[place - 1]["time"]:
+                run.spent.add(line)
+
+
+def _record_of_checkpoint(start: dict[str, Any]) -> Path | None:
+    """Return the record of the run whose checkpoint an attempt continues from; None where it is not known."""
+    checkpoint = start.get("resumed_from")
+    if not isinstance(checkpoint, str):
+        return None
+    above = (Path(str(start.get("cwd") or "")) / checkpoint).parents
+    # version_N/checkpoints/name.ckpt, and the same with a folder in place of the file.
+    return next((file.resolve() for one in list(above)[:3] if (file := one / FILE_NAME).is_file()), None)
+
+
 def _drop_from(run: RecordedRun, step: int) -> None:
     """Drop what an attempt makes again that begins after ``step`` steps; lines count steps from 0."""
     if step == 0 and run.rows:
         run.problems.append("Several fits wrote into this folder: the last one that began anew is shown.")
     run.rows = [row for row in run.rows if row.step < step]
-    for name in ("speed", "step_times", "validations", "checkpoints"):
+    for name in ("speed", "step_times", "validations", "checkpoints", "ranks"):
         setattr(run, name, [line for line in getattr(run, name) if int(line.get("step") or 0) < step])
 
 
