@@ -216,7 +216,7 @@ def uses_argument(function: Callable[..., object], argument: str, owner: object 
     return _uses(function, argument, owner, set())
 
 
-def _uses(function: Any, argument: str, owner: object, seen: set[tuple[Any, str]]) -> bool:
+def _uses(function: Callable[..., object], argument: str, owner: object, seen: set[tuple[object, str]]) -> bool:
     plain = getattr(function, "__func__", function)
     if argument not in arguments_read(plain) or (plain, argument) in seen:
         return False
@@ -226,19 +226,28 @@ def _uses(function: Any, argument: str, owner: object, seen: set[tuple[Any, str]
     except (OSError, TypeError, SyntaxError):
         return True
     passed_on: set[ast.AST] = set()
-    for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and not any(isinstance(each, ast.Starred) for each in call.args):
+    for call, place, value in _passed(tree, argument):
+        called, its_owner = _called(call, plain, owner)
+        name = _parameter(called, place)
+        if name is None or _uses(called, name, its_owner, seen):
+            return True
+        passed_on.add(value)
+    return any(_reads(node, argument) and node not in passed_on for node in ast.walk(tree))
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    """Return whether a node of a source reads this name."""
+    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+
+
+def _passed(tree: ast.AST, argument: str) -> Iterator[tuple[ast.Call, int | str | None, ast.expr]]:
+    """Yield the calls that are given an argument as it is, with its position or its name there, and its node."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    for call in calls:
+        if not any(isinstance(each, ast.Starred) for each in call.args):
             given: list[tuple[int | str | None, ast.expr]] = [*enumerate(call.args)]
             given += [(each.arg, each.value) for each in call.keywords]
-            for place, value in given:
-                if isinstance(value, ast.Name) and value.id == argument:
-                    called, its_owner = _called(call, plain, owner)
-                    name = _parameter(called, place)
-                    if name is None or _uses(called, name, its_owner, seen):
-                        return True
-                    passed_on.add(value)
-    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == argument)
-    return any(isinstance(node.ctx, ast.Load) and node not in passed_on for node in names)
+            yield from ((call, place, value) for place, value in given if _reads(value, argument))
 
 
 def _called(call: ast.Call, function: FunctionType, owner: object) -> tuple[Any, object]:
@@ -262,7 +271,7 @@ def _called(call: ast.Call, function: FunctionType, owner: object) -> tuple[Any,
     return found, getattr(found, "__self__", owner if gets_self else None)
 
 
-def _parameter(function: Any, place: int | str | None) -> str | None:
+def _parameter(function: Callable[..., object] | None, place: int | str | None) -> str | None:
     """Return the parameter that gets an argument by its position or its name; None if none is known."""
     if function is None or place is None:
         return None
