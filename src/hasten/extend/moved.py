@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -87,7 +87,9 @@ class OldNames:
         # Importing has set ``__spec__`` to the spec of the old name; these are the former values.
         self._specs: dict[str, ModuleSpec | None] = {}
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return how to import a module that has moved; None for any other."""
         if not name.startswith("hasten.") or (new := new_name(name)) is None:
             return None
@@ -135,7 +137,7 @@ class MissingNames:
     ``from package import name`` asks for a module of this name where the package has no such attribute.
     """
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Return None for names of other packages, and where it is asked whether a module is there.
 
         Raises:
