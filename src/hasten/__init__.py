@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hasten import cli as cli
     from hasten import data as data
     from hasten import demos as demos
+    from hasten import fabric as fabric
     from hasten import loggers as loggers
     from hasten import optim as optim
     from hasten import plugins as plugins
@@ -67,6 +68,7 @@ if not TYPE_CHECKING:
             "compat",
             "data",
             "demos",
+            "fabric",
             "loggers",
             "optim",
             "plugins",

@@ -6,8 +6,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
-import importlib.util
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -128,7 +126,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             # All are packages: for a name that `from ... import` does not find, Python then calls this method too,
             # and shows our message.
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if _called_by_find_spec():
+        if frames.asked_by_find_spec():
             return None
         # Without name=: with it, Python replaces the message.
         raise ModuleNotFoundError(missing(fullname))
@@ -173,19 +171,13 @@ class _Distribution(importlib.metadata.Distribution):
         return None
 
 
-def _called_by_find_spec() -> bool:
-    """Return whether the caller is ``importlib.util.find_spec``, which returns None for a missing module."""
-    near = itertools.islice(frames.outwards(frames.caller(2)), 3)
-    return any(frames.is_call_of(frame, importlib.util.find_spec) for frame in near)
-
-
 class _Products(importlib.abc.MetaPathFinder):
     """The last finder: for packages of hosted products that are not installed, it says what to use."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname in PRODUCTS and not _called_by_find_spec():
+        if fullname in PRODUCTS and not frames.asked_by_find_spec():
             raise make_error(
                 ModuleNotFoundError,
                 f"{fullname} is the client of a hosted product, and is not installed.",

@@ -517,3 +517,15 @@ def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path: Path) -> None:
     number, in_the_middle = map(int, done.stdout.split())
     assert number > 0
     assert in_the_middle > 0
+
+
+def test_a_folder_that_becomes_a_file_is_named_with_what_to_move(tmp_path: Path, writes: Writes) -> None:
+    folder = tmp_path / "run"
+
+    def replace() -> None:
+        shutil.rmtree(folder)
+        folder.touch()
+
+    kinds = (FileExistsError, NotADirectoryError)
+    with refused(kinds, says=(f"{folder} cannot be a folder", f"Move {folder} away")):
+        fit(ModelCheckpoint(folder, "{step}"), at_step(6, replace), max_epochs=3)

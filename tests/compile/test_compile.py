@@ -218,11 +218,12 @@ def test_a_step_that_changes_each_time_is_left_to_python_and_said() -> None:
             self.outputs = [*getattr(self, "outputs", []), 1]
             return self.loss(batch, "train") * len(self.outputs)
 
-    with warned(UserWarning, fix="batching='length'") as caught:
+    with warned(UserWarning, fix="out of forward and of the step") as caught:
         _, trainer, _ = fitted_alike(Counting, max_epochs=1)
     said = [str(warning.message) for warning in caught]
     assert any("a graph was made again" in text and "outputs" in text for text in said)
-    assert any("Counting.training_step stays Python" in text for text in said)
+    assert any("Counting.training_step stays Python" in text and "outputs" in text for text in said)
+    assert not any("batching=" in text for text in said)
     assert trainer.compile_report.recompiles
 
 
@@ -395,3 +396,57 @@ def test_a_last_batch_of_one_sample_needs_no_graph() -> None:
     assert same_weights(*modules)
     report = trainer.compile_report
     assert (graphs(), report.compiled) == (2, ("Free.validation_step", "Free.training_step"))
+
+
+class Passing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.shared(batch, batch_idx, stage="train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.shared(batch, batch_idx, stage="val")
+
+    def shared(self, batch: Any, number: int, stage: str) -> Tensor:
+        return self.loss(batch, stage)
+
+
+class Inheriting(Passing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Passing, Inheriting])
+def test_an_index_that_is_only_passed_on_needs_no_other_graph(make: type[Net]) -> None:
+    report = fitted_alike(make)[1].compile_report
+    assert (report.graphs, report.recompiles, report.left) == (2, (), {})
+
+
+def test_batches_of_other_shapes_are_told_to_be_padded() -> None:
+    class Texts(Net):
+        def loss(self, batch: Any, stage: str) -> Tensor:
+            return self.net(batch.sum(1)).mean()
+
+    module = Texts()
+    texts = [torch.ones(4, width, 8) for width in (3, 5, 7)]
+    with warned(UserWarning, fix="batching='length'"):
+        quiet(max_epochs=1, compile=TRACED).fit(module, texts)
+
+
+class Attending(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.first, self.encoder = nn.Linear(8, 8), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[3](self.encoder(self.first(x).unsqueeze(1)).squeeze(1).repeat(1, 2))
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_transformer_layers_evaluate_under_autocast(regional: bool) -> None:
+    losses = []
+    for compile in (None, {"backend": "aot_eager", "regional": regional}):
+        trainer = fitted(Attending, precision="bf16-mixed", max_epochs=1, compile=compile)[1]
+        losses.append(trainer.callback_metrics["val_loss"].item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert trainer.compile_report.left == {}
+    assert torch.backends.mha.get_fastpath_enabled()

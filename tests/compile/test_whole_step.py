@@ -155,11 +155,63 @@ class Weighing(Model):
         return {"loss": self.loss(batch, "train"), "loss_weight": 1}
 
 
-@pytest.mark.parametrize("make", [Indexed, Reading, Weighing])
+class Passing(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.shared(batch, batch_idx)
+
+    def shared(self, batch: Any, number: int) -> Any:
+        return self.loss(batch, "train")
+
+
+class Inheriting(Passing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [Passing, Inheriting])
+def test_an_index_that_is_only_passed_on_leaves_the_step_whole(make: type[Net]) -> None:
+    _, trainer = trained_alike(make)
+    report = trainer.compile_report
+    assert (report.graphs, report.recompiles, report.left) == (2, (), {})
+
+
+class IndexedThere(Passing):
+    def shared(self, batch: Any, number: int) -> Any:
+        return self.loss(batch, "train") * (1 + number % 2)
+
+
+@pytest.mark.parametrize("make", [Indexed, IndexedThere, Reading, Weighing])
 def test_a_step_that_cannot_be_one_graph_trains_as_with_compile_true_and_says_so(make: type[Net]) -> None:
     with warned(UserWarning, says="cannot be one graph"):
         _, trainer = trained_alike(make)
     assert f"{make.__name__}.training_step, backward and step" in trainer.compile_report.left
+
+
+class Measured(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = pytest.importorskip("torchmetrics").classification.MulticlassAccuracy(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy)
+        return self.loss(batch, "train")
+
+
+class Updated(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch, "train"), "scores": self(batch[0])}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.accuracy.update(outputs["scores"], batch[1])
+        self.log("accuracy", self.accuracy)
+
+
+def test_a_metric_that_ends_the_whole_step_is_named_and_stands_in_a_hook_instead() -> None:
+    with warned(UserWarning, fix="self.accuracy.update(...)", says="stays Python"):
+        trained_alike(Measured)
+    _, trainer = trained_alike(Updated)
+    assert trainer.compile_report.left == {}
 
 
 def test_a_hook_between_backward_and_step_that_comes_later_is_called() -> None:
@@ -332,3 +384,40 @@ def test_weight_decay_is_what_was_written_in_compiled_code() -> None:
         trained.append(Line())
         quiet(max_epochs=1, compile=compile).fit(trained[-1], loader(24))
     assert_close(*trained)
+
+
+def test_a_schedule_that_cycles_the_momentum_is_named_with_what_to_write() -> None:
+    class Cycling(Model):
+        cycle_momentum = True
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make(list(self.parameters()))
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=30, cycle_momentum=self.cycle_momentum
+            )
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    class Steady(Cycling):
+        cycle_momentum = False
+
+    for make in (lambda weights: SGD(weights, lr=0.1, momentum=0.9), lambda weights: AdamW(weights, lr=0.01)):
+        with warned(UserWarning, fix="cycle_momentum=False"):
+            trained_alike(lambda make=make: Cycling(make))
+    _, trainer = trained_alike(Steady)
+    assert trainer.compile_report.recompiles == ()
+
+
+def test_a_metric_whose_code_is_no_graph_is_named() -> None:
+    class Gathering(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            metric = pytest.importorskip("torchmetrics").MeanMetric()
+            metric.update = lambda value: value.sum().item() > 0 or None
+            self.mean = metric
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean.update(batch[0])
+            return self.loss(batch, "train")
+
+    with warned(UserWarning, fix="self.mean.update(...)", says=("cannot be one graph", "self.mean of torchmetrics")):
+        fitted(Gathering, max_epochs=1, compile=WHOLE)

@@ -185,10 +185,3 @@ def test_notebook(tmp_path: Path) -> None:
     accuracy, steps = result(done.stdout, r"accuracy ([\d.]+) after (\d+) steps of 2 processes")
     assert accuracy > 0.85, done.stderr
     assert steps == 4 * 29  # 1797 images, of which each process has half
-
-
-def test_ray_train(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train")
-    done = run_python(EXAMPLES / "ray_train.py", cwd=tmp_path, RAY_TRAIN_V2_ENABLED="1")
-    (accuracy,) = result(done.stdout, r"accuracy ([\d.]+) with 2 workers, checkpoint: True")
-    assert accuracy > 0.85, done.stderr

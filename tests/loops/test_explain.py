@@ -42,6 +42,12 @@ def unpacks_three(self: Any, batch: Any, batch_idx: int) -> Any:
         (lambda self, batch, _: (self(batch[0]).argmax(1) == batch[1]).float().mean(), [".argmax() or =="]),
         (lambda self, batch, _: [self.optimizers()].zero_grad(), ["first, second = self.optimizers()"]),
         (lambda self, batch, _: torch.optim.Adam(self.parameters(), lr="1e-3"), ["Write a number: lr=1e-3"]),
+        (
+            lambda self, batch, _: torch.optim.lr_scheduler.OneCycleLR(
+                torch.optim.Adagrad(self.parameters()), 0.1, total_steps=5
+            ),
+            ["cycle_momentum=False"],
+        ),
         (lambda self, batch, _: self.outputs, ["Nothing has set self.outputs so far: set it in Net.__init__"]),
         (lambda self, batch, _: self.layer(batch[0]), ["Did you mean 'layers'?"]),
         (reaches_back, ["Detach what you carry over"]),

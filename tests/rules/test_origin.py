@@ -73,3 +73,77 @@ def test_what_code_calls_by_name_is_followed() -> None:
     assert origin.names_in(len) == set()
     assert origin.arguments_read(Owner.step) == set()
     assert origin.arguments_read(inner) == {"number"}
+
+
+def shown(number: int, index: int) -> str:
+    return f"{number} of {index}"
+
+
+class Base:
+    def step(self, batch: Any, index: int) -> Any:
+        return batch
+
+    def shared(self, batch: Any, number: int, *, name: str = "train") -> Any:
+        return [batch, name]
+
+    def counted(self, batch: Any, number: int) -> Any:
+        return batch if number else None
+
+    def any_number(self, batch: Any, *numbers: int) -> Any:
+        return batch
+
+    def again(self, batch: Any, index: int) -> Any:
+        return self.again(batch, index) if batch else None
+
+
+class Derived(Base):
+    def step(self, batch: Any, index: int) -> Any:
+        return super().step(batch, index)
+
+    def by_class(self, batch: Any, index: int) -> Any:
+        return Base.step(self, batch, index)
+
+    def by_name(self, batch: Any, index: int) -> Any:
+        return self.shared(batch, name="val", number=index), self.again(batch, index)
+
+    def deeper(self, batch: Any, index: int) -> Any:
+        return self.by_name(batch, index)
+
+    def twice(self, batch: Any, index: int) -> Any:
+        return self.by_name(batch, index), index + 1
+
+    def used_there(self, batch: Any, index: int) -> Any:
+        return self.counted(batch, index)
+
+    def by_function(self, batch: Any, index: int) -> Any:
+        return shown(1, index)
+
+    def by_print(self, batch: Any, index: int) -> Any:
+        return print(index)
+
+    def by_any(self, batch: Any, index: int) -> Any:
+        return self.any_number(batch, index)
+
+    def unpacked(self, batch: Any, index: int) -> Any:
+        return self.step(*batch, index)
+
+    def kept(self, batch: Any, index: int) -> Any:
+        self.index = index
+
+
+@pytest.mark.parametrize(
+    ("name", "uses"),
+    [(name, False) for name in ("step", "by_class", "by_name", "deeper", "again")]
+    + [(name, True) for name in ("twice", "used_there", "by_function", "by_print", "by_any", "unpacked", "kept")],
+)
+def test_an_argument_that_is_only_passed_on_is_not_used(name: str, uses: bool) -> None:
+    owner = Derived()
+    assert origin.uses_argument(getattr(owner, name), "index", owner) is uses
+    assert not origin.uses_argument(getattr(owner, name), "no_such_argument", owner)
+
+
+def test_code_without_a_source_uses_what_it_reads() -> None:
+    space: dict[str, Any] = {}
+    exec("def step(batch, index):\n    return other(batch, index)\ndef other(batch, index):\n    return batch\n", space)
+    assert origin.uses_argument(space["step"], "index")
+    assert not origin.uses_argument(space["other"], "index")

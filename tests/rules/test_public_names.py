@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.resources
+import importlib.util
 import inspect
 
 import pytest
 
 import hasten
 from tests.programs import run_python
+from tests.refusals import refused
 
 ROOMS = ("callbacks", "loggers", "strategies")
 
@@ -58,3 +60,44 @@ def test_names_are_imported_when_they_are_used() -> None:
         "Fabric, LightningModule\n"
     )
     assert run_python("-c", program).returncode == 0
+
+
+NAMES = {
+    "from hasten import ModelCheckpoint": "Write from hasten.callbacks import ModelCheckpoint.",
+    "from hasten import LightningCLI": "Write from hasten.cli import LightningCLI.",
+    "from hasten import ModelChekpoint": "Did you mean from hasten.callbacks import ModelCheckpoint?",
+    "from hasten import Trianer": "'Trainer'",
+    "from hasten.callbacks import EarlyStoping": "'EarlyStopping'",
+    "from hasten.callbacks import CSVLogger": "Write from hasten.loggers import CSVLogger.",
+    "from hasten.metrics import Accuracy": "torchmetrics",
+    "from hasten import metrics": "torchmetrics",
+    "import hasten.metrics.functional": "torchmetrics",
+    "import hasten.callbackz": "'callbacks'",
+    "from hasten.pytorch.plugins.io import CheckpointIO": "hasten.plugins",
+    "from hasten.pytorch.plugins import Nothing": "hasten.plugins",
+    "import hasten.pytorch.metrics": "torchmetrics",
+}
+
+
+@pytest.mark.parametrize(("line", "fix"), NAMES.items())
+def test_an_import_of_a_name_that_is_elsewhere_or_misspelt_says_what_to_write(line: str, fix: str) -> None:
+    with refused(ImportError, fix=fix, says="hasten has no"):
+        exec(line)
+
+
+def test_an_attribute_that_is_elsewhere_says_what_to_write() -> None:
+    for name, says in (("ModelCheckpoint", "from hasten.callbacks import"), ("metrics", "torchmetrics")):
+        with refused(AttributeError, says=says):
+            getattr(hasten, name)
+    program = "import hasten\nassert hasten.fabric.is_wrapped and hasten.fabric.Fabric is hasten.Fabric\n"
+    assert run_python("-c", program).returncode == 0
+
+
+def test_asking_for_a_module_that_is_not_there_gives_none() -> None:
+    for name in (
+        *("hasten.nonsense", "hasten.pytorch.nonsense", "hasten.pytorch.plugins.io", "hasten.metrics"),
+        *("hasten.speed.nonsense", "hasten.pytorch.callbacks.lr_monitor", "hasten.fabric.plugins.io"),
+    ):
+        assert importlib.util.find_spec(name) is None, name
+    for name in ("hasten.pytorch.callbacks", "hasten.pytorch.plugins", "hasten.speed.levers", "hasten.loops.fit"):
+        assert importlib.util.find_spec(name) is not None, name

@@ -636,6 +636,8 @@ _REMEDIES: tuple[tuple[str, tuple[type[BaseException], ...], str | _Remedy], ...
      "a second."),
     (r"_fused_(\w+)` does not support sparse gradients|sparse gradients?.*fused|fused.*sparse gradient", _ANY,
      _sparse_gradients),
+    (r"must support momentum or beta1 with `cycle_momentum`", (ValueError,),
+     "Write cycle_momentum=False in OneCycleLR or CyclicLR: this optimizer has no momentum."),
     # Devices.
     (r"not compiled with CUDA enabled", _ANY,
      "Leave .cuda() and device='cuda' out: batch and module are on the device of the run. For tensors of your own: "

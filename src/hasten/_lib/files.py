@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hasten._lib.errors import make_error
+from hasten._lib.errors import add_note, make_error
 
 # The end of the name of a file that is still being written; a cleaner removes those whose writer has died.
 TEMPORARY = ".hasten-tmp"
@@ -267,6 +267,20 @@ def why_not_written(error: OSError, folder: str | os.PathLike[str]) -> str:
         room = f" ({shutil.disk_usage(folder).free} bytes free in {folder})" if os.path.isdir(folder) else ""
         return os.strerror(error.errno) + room
     return os.strerror(error.errno) if error.errno else str(error)
+
+
+def in_the_way(error: OSError, folder: str | os.PathLike[str]) -> OSError:
+    """Return the error to raise for a folder whose name a file has, or that of a folder above it."""
+    path = Path(folder)
+    there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    named = type(error)(error.errno, f"{path} cannot be a folder: a file is in the way", str(there))
+    add_note(named, "", fix=f"Move {there} away, or save to another folder.")
+    return named
+
+
+def is_named(error: OSError) -> bool:
+    """Return whether an error says more than the system does."""
+    return error.errno is None or error.strerror != os.strerror(error.errno)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -46,11 +46,16 @@ def attach(
             return value
         if name in submodules:
             return importlib.import_module(f"{package}.{name}")
-        from hasten._lib.names import did_you_mean
+        from hasten.extend import frames
 
-        hint = did_you_mean(name, [*public, *submodules])
+        hint = ""
+        # `from package import name` asks before it looks for a module of this name.
+        if frames.name_of(frames.caller()) != "_handle_fromlist":
+            from hasten.extend.moved import what_to_write
+
+            hint = what_to_write(package, name, [*public, *submodules])
         # With a name, but without an object, for which Python would add a second hint.
-        raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}", name=name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}. {hint}".rstrip(), name=name)
 
     def listed() -> list[str]:
         return sorted([*public, *submodules])

@@ -41,6 +41,8 @@ from hasten._lib.errors import CheckpointRefused as CheckpointRefused
 from hasten._lib.errors import make_error
 from hasten._lib.files import (
     TEMPORARY,
+    in_the_way,
+    is_named,
     is_url,
     local,
     recover,
@@ -495,7 +497,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise type(error)(error.errno, f"{folder} cannot be a folder: a file is in the way", str(folder)) from None
+        raise in_the_way(error, folder) from None
     for each in missing:
         sync_folder(each.parent)
 
@@ -504,12 +506,14 @@ def _make_folder(folder: Path) -> None:
 def _explained(target: Path) -> Iterator[None]:
     try:
         yield
-    except (FileExistsError, NotADirectoryError, IsADirectoryError):
-        raise
     except OSError as error:
-        kept = "What was there before is untouched." if os.path.exists(target) else "Nothing is left of it."
+        if isinstance(error, NotADirectoryError) and not is_named(error):
+            raise in_the_way(error, target.parent) from error
+        if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError)):
+            raise
+        kept = "what was there before is untouched" if os.path.exists(target) else "nothing is left of it"
         why = why_not_written(error, target.parent)
-        raise type(error)(error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)) from error
+        raise type(error)(error.errno, f"could not write the checkpoint ({kept}): {why}", str(target)) from error
 
 
 # -- what a file may contain: only what can be read back without running code

@@ -38,7 +38,7 @@ class ModuleMetrics:
 
     def remember(self) -> None:
         """Remember the attributes of the metrics before training changes them; once for each."""
-        for _, metric in _named(self._module):
+        for _, metric in metrics_of(self._module):
             key = id(metric)
             if key not in _first_seen:
                 _first_seen[key] = (
@@ -59,11 +59,11 @@ class ModuleMetrics:
         """
         leave_out = self._start_again()
         starting_again = {
-            id(child) for _, metric in _named(self._module) if id(metric) in leave_out for child in metric.modules()
+            id(child) for _, metric in metrics_of(self._module) if id(metric) in leave_out for child in metric.modules()
         }
         take = _copied if copied else lambda value: value
         found = {}
-        for name, metric in _named(self._module):
+        for name, metric in metrics_of(self._module):
             entry: dict[str, Any] = {}
             if changed := _changed(metric):
                 entry["attributes"] = {key: take(value) for key, value in changed.items()}
@@ -83,7 +83,7 @@ class ModuleMetrics:
 
         These metrics start again. Other states are joined by the ``dist_reduce_fx`` that a metric declares.
         """
-        present, lost = dict(_named(self._module)), []
+        present, lost = dict(metrics_of(self._module)), []
         result: dict[str, Any] = {}
         for name in dict.fromkeys(name for state in states for name in state):
             found = [state[name] for state in states if name in state]
@@ -105,9 +105,9 @@ class ModuleMetrics:
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned; metrics it does not name are reset."""
-        for name, metric in _named(self._module):
+        for name, metric in metrics_of(self._module):
             _grow(metric, stored.get(name, {}).get("length", 0))
-        present = dict(_named(self._module))
+        present = dict(metrics_of(self._module))
         for metric in present.values():
             if _is_metric(metric):
                 metric.reset()
@@ -189,7 +189,7 @@ def _joined(values: list[Any], reduction: Any) -> Any:
 # -- which objects
 
 
-def _named(module: nn.Module) -> Iterable[tuple[str, Any]]:
+def metrics_of(module: nn.Module) -> Iterable[tuple[str, Any]]:
     """Yield metrics, and torchmetrics' containers of them, with their names."""
     if "torchmetrics" not in sys.modules:
         return

@@ -29,7 +29,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hasten._lib.errors import CheckpointDamaged, make_error
-from hasten._lib.files import TEMPORARY, put_in_place, replacing_folder, sync_folder, why_not_written
+from hasten._lib.files import (
+    TEMPORARY,
+    in_the_way,
+    is_named,
+    put_in_place,
+    replacing_folder,
+    sync_folder,
+    why_not_written,
+)
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import is_sharded, map_tensors
 from hasten.checkpoint import tensor_files
@@ -499,15 +507,17 @@ def _portable(error: BaseException) -> BaseException:
 
 def _explained(error: BaseException, target: _Target, rank: int) -> BaseException:
     """Return the error to raise for what happened on ``rank``."""
+    if isinstance(error, NotADirectoryError) and not is_named(error):
+        return in_the_way(error, os.path.dirname(str(target)))
     said = (IsADirectoryError, NotADirectoryError, FileExistsError, TypeError, ValueError)
     if isinstance(error, said) or _EXPLAINED in str(error):
         return error
     who = f"rank {rank} " if joined() and dist.get_world_size() > 1 else ""
-    kept = "What was there before is untouched." if target.is_there() else "Nothing is left of it."
+    kept = "what was there before is untouched" if target.is_there() else "nothing is left of it"
     if isinstance(error, OSError):
         why = why_not_written(error, os.path.dirname(str(target)))
-        return type(error)(error.errno, f"{who}{_EXPLAINED}: {why}. {kept}", str(target))
-    return RuntimeError(f"{who}{_EXPLAINED} {target}: {error}. {kept}")
+        return type(error)(error.errno, f"{who}{_EXPLAINED} ({kept}): {why}", str(target))
+    return RuntimeError(f"{who}{_EXPLAINED} {target} ({kept}): {error}")
 
 
 _EXPLAINED = "could not write the checkpoint"

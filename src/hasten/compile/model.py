@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hasten._lib.device import is_host
 from hasten._lib.errors import make_error
 from hasten.compile.cache import ColdSeconds, keep_torchs_cache
 from hasten.compile.regions import CompiledParts, alike_blocks
@@ -34,6 +35,7 @@ class CompiledModel:
         dims: how many leading dimensions of a batch may change from batch to batch.
         variant: whatever else decides what is computed, such as the precision.
         packed: its blocks compute rows of real tokens.
+        autocast: its calls are within ``torch.autocast``.
 
     """
 
@@ -45,8 +47,9 @@ class CompiledModel:
         dims: int = 1,
         variant: str = "",
         packed: bool = False,
+        autocast: bool = False,
     ) -> None:
-        self.key = (settings, device, dims, variant, packed)
+        self.key = (settings, device, dims, variant, packed, autocast)
         self.dims = dims
         self.settings = settings
         self._counters = CompileCounters(self.report)
@@ -58,6 +61,8 @@ class CompiledModel:
         cached = settings.cache and settings.backend == "inductor" and settings.context is None
         self._cold = ColdSeconds(module, settings, device, f"{dims} {variant}") if cached else None
         self._graphs_saved = 0
+        # On other devices torch asks for autocast itself.
+        self._changed = _without_fast_path if autocast and is_host(device) else nullcontext
 
     @contextmanager
     def enabled(self, *, writes: bool = True) -> Iterator[CompiledModel]:
@@ -73,7 +78,8 @@ class CompiledModel:
         self._counters.start()
         self._parts.enable()
         try:
-            yield self
+            with self._changed():
+                yield self
         finally:
             self._parts.disable()
             self._counters.stop()
@@ -160,12 +166,13 @@ def compiled_model(
     dims: int = 1,
     variant: str = "",
     packed: bool = False,
+    autocast: bool = False,
 ) -> CompiledModel:
     """Return ``module`` compiled: the same object as last time if the arguments are the same.
 
     Args: see ``CompiledModel``.
     """
-    key = settings, device, dims, variant, packed
+    key = settings, device, dims, variant, packed, autocast
     known = module.__dict__.get(_ATTRIBUTE)
     if known is None or known.key != key:
         known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, *key)
@@ -198,6 +205,21 @@ def for_strategy(owner: str, settings: CompileSettings, module: nn.Module, strat
         return dataclasses.replace(settings, regional=True)
 
     return strategy.sharding.compile_units(settings, by_block)
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Have torch's transformer layers evaluate by the operations of training.
+
+    Their one operation for evaluations takes weights and inputs of one type. Autocast gives them two, which the layers
+    ask for on GPUs alone; without a graph the parts of that operation are cast.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _nothing() -> None:

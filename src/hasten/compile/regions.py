@@ -17,7 +17,7 @@ from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import leaves, sharded_parameter
 from hasten.compile.cuda_graphs import kept_outputs
-from hasten.compile.report import FROZEN, CompileCounters, brief
+from hasten.compile.report import FROZEN, CompileCounters, brief, remedy_of
 from hasten.compile.settings import CompileSettings
 
 
@@ -118,6 +118,8 @@ class Compiled(ABC):
         self._graphs: dict[Any, Graph] = {}
         self._hook_sets: set[tuple[int, ...]] = set()
         self._stays_python = False
+        # The last cause for which a graph was made again.
+        self._recompile = ""
 
     @abstractmethod
     def _compile(self) -> Callable[..., Any]:
@@ -153,7 +155,7 @@ class Compiled(ABC):
             ran = counters.graphs_in_process() != before or graph.compiled
             if isinstance(error, torch.OutOfMemoryError) or (ran and not torch_private.is_error_of_compiler(error)):
                 raise
-            reason = f"{type(error).__name__}: {brief(str(error))}"
+            reason = self._why(error)
         else:
             return self._done(graph, output, before), graph
         self._leave_to_python(reason)
@@ -161,6 +163,10 @@ class Compiled(ABC):
         output = python()
         self._failed(reason)
         return output, None
+
+    def _why(self, error: Exception) -> str:
+        """Return why the function could not be compiled."""
+        return f"{type(error).__name__}: {brief(str(error))}"
 
     @abstractmethod
     def _failed(self, reason: str) -> None:
@@ -200,13 +206,11 @@ class Compiled(ABC):
         """Warn once of a recompile that could be avoided; the report lists them all."""
         for reason in self._counters.new_recompiles():
             if not reason.endswith(FROZEN):
+                self._recompile = reason
                 warn_once(
                     f"recompile {self.name}",
                     f"compile: a graph was made again. {reason}",
-                    fix=(
-                        "Pad inputs to few shapes (batching='length'), and keep what changes out of forward and of the "
-                        "step. All causes: trainer.compile_report.recompiles"
-                    ),
+                    fix=f"{remedy_of(reason)} All causes: trainer.compile_report.recompiles",
                 )
 
     def _leave_to_python(self, reason: str) -> None:

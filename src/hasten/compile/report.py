@@ -242,3 +242,41 @@ def brief(reason: str, width: int = 300) -> str:
         return text
     file, line, code = places[-1]
     return f"{text.removesuffix('.')}. At {os.path.basename(file)}:{line}: {code.strip()}"
+
+
+def without_metric(metric: str) -> str:
+    """Return what to write where a step calls ``metric``, such as "self.accuracy", which counts its calls."""
+    return (
+        f"Return what {metric} takes from the step, and write {metric}.update(...) and self.log(..., {metric}) in the "
+        "hook after it, such as on_train_batch_end."
+    )
+
+
+_SHAPES = "Pad inputs to few shapes (batching='length')."
+# What a guard says that does not hold, and what avoids that.
+_REMEDIES = (
+    (r"\['(?:momentum|beta1)'\]", "Write cycle_momentum=False in OneCycleLR or CyclicLR: a graph has one momentum."),
+    (r"(?:size|stride|rank) mismatch|\.(?:size|stride)\(\)|\.shape\b", _SHAPES),
+    (r"dtype mismatch", "Give inputs the same dtype in every batch."),
+    (r"dispatch key set mismatch|device index mismatch", "Give inputs the same device and layout in every batch."),
+)
+
+
+def remedy_of(recompile: str) -> str:
+    """Return what to write so that a graph is not made again.
+
+    Args:
+        recompile: a cause from ``CompileReport.recompiles``.
+
+    Example::
+
+        >>> remedy_of("tensor 'x' size mismatch at index 1. expected 8, actual 9")
+        "Pad inputs to few shapes (batching='length')."
+
+    """
+    if metric := re.search(r"_modules\['(\w+)'\]\._update_count", recompile):
+        return without_metric(f"self.{metric[1]}")
+    for found, remedy in _REMEDIES:
+        if re.search(found, recompile):
+            return remedy
+    return "Keep what this names the same in every step, or out of forward and of the step."

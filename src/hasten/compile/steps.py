@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import leaves
 from hasten.compile.regions import Compiled, InstalledHooks, must_stay_python, own_code
-from hasten.compile.report import CompileCounters
+from hasten.compile.report import FROZEN, CompileCounters, remedy_of
 from hasten.compile.settings import CompileSettings
-from hasten.extend.origin import arguments_read
+from hasten.extend.origin import functions_reached, names_in, uses_argument
 
 # A step is compiled once, and again for inputs of other shapes; beyond this it is left to Python.
 _MAX_COMPILES = 3
@@ -56,7 +57,10 @@ class Step(Compiled):
         self._loggers = [(part, _collect(part)) for part in module.modules() if callable(getattr(part, "log", None))]
         self._parts = [part for part in module.modules() if hasattr(part, "config")]
         self._hooks = InstalledHooks(module)
-        if (reason := _python_only(getattr(module, name, function))) is not None:
+        self._module, self._source = module, getattr(module, name, function)
+        # The torchmetrics because of which the step could not be compiled.
+        self._metrics: list[str] = []
+        if (reason := _python_only(self._source, module)) is not None:
             self._leave_to_python(reason)
             self._failed(reason)
 
@@ -93,12 +97,21 @@ class Step(Compiled):
             self._leave_to_python(
                 f"it was compiled {graph.compiled} times. The causes are in trainer.compile_report.recompiles"
             )
+            cause = self._recompile or FROZEN
             warn_once(
                 f"compile {self.name}",
-                f"compile: {self.name} stays Python from here on: each call would be compiled again.",
-                fix="See the causes in trainer.compile_report.recompiles; its forward stays compiled.",
+                f"compile: {self.name} stays Python from here on, and its forward compiled: each call would be "
+                f"compiled again. {cause}",
+                fix=f"{remedy_of(cause)} All causes: trainer.compile_report.recompiles",
             )
         return output, True
+
+    def _why(self, error: Exception) -> str:
+        reason = super()._why(error)
+        self._metrics = _metrics_called(self._source, self._module)
+        if not self._metrics:
+            return reason
+        return f"it calls {', '.join(self._metrics)} of torchmetrics, whose code is no graph. {reason}"
 
     def _failed(self, reason: str) -> None:
         """Do not warn: the parts of the step stay compiled, and the report has the reason."""
@@ -172,7 +185,7 @@ def settle_lazily(parts: list[nn.Module], batch: object) -> None:
 # -- steps that cannot be one graph
 
 
-def _python_only(step: Callable[..., Any]) -> str | None:
+def _python_only(step: Callable[..., Any], module: nn.Module) -> str | None:
     """Return why a step cannot be one graph; None if it may be."""
     function = inspect.unwrap(getattr(step, "__func__", step))
     code = getattr(function, "__code__", None)
@@ -181,11 +194,26 @@ def _python_only(step: Callable[..., Any]) -> str | None:
     taken = list(inspect.signature(function).parameters.values())
     if any(one.kind is one.VAR_POSITIONAL or one.kind is one.VAR_KEYWORD for one in taken):
         return "it takes any arguments (*args), batch_idx among them, which is another number each time."
-    used = arguments_read(function)
     for index in ("batch_idx", *[one.name for one in taken[2:]]):
-        if index in used:
-            return f"it uses {index}, or passes it on, which is another number each time. Its forward is compiled."
+        if uses_argument(function, index, module):
+            return (
+                f"it uses {index}, another number each time, or passes it on to what may use it. Its forward is "
+                "compiled."
+            )
     return None
+
+
+def _metrics_called(step: Callable[..., Any], module: nn.Module) -> list[str]:
+    """Return the torchmetrics of a module that its step names, as "self.accuracy"."""
+    from hasten.checkpoint.metrics import metrics_of  # Only where a step could not be compiled.
+
+    used: set[str] = set()
+    for function in functions_reached([step], lambda name: getattr(type(module), name, None)):
+        used |= names_in(function)
+    found = (re.split(r"[.\[]", name) for name, _ in metrics_of(module))
+    containers = (nn.ModuleDict, nn.ModuleList, list, tuple, dict)
+    own = {first for first, *more in found if not more or isinstance(getattr(module, first), containers)}
+    return [f"self.{name}" for name in sorted(own & used)]
 
 
 def _not_only_tensors(batch: Any) -> str | None:

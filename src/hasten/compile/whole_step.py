@@ -25,7 +25,7 @@ from hasten._lib.errors import Parts
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import map_tensors, parameters_of
 from hasten.compile.regions import must_stay_python, own_code
-from hasten.compile.report import CompileCounters
+from hasten.compile.report import CompileCounters, without_metric
 from hasten.compile.settings import CompileSettings
 from hasten.compile.steps import Step
 from hasten.optim.fast_step import is_watched
@@ -299,8 +299,11 @@ class WholeStep(Step):
         return output, in_graph
 
     def _failed(self, reason: str) -> None:
+        fix = "Use compile=True."
+        if self._metrics:
+            fix = f"{without_metric(self._metrics[0])} Or use compile=True."
         warn_once(
             f"compile {self.name} {reason}",
             f"Trainer(compile='step'): {self.name} cannot be one graph, and is computed as with compile=True. {reason}",
-            fix="Use compile=True.",
+            fix=fix,
         )

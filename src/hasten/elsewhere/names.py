@@ -1,4 +1,4 @@
-"""Names of strategies and accelerators of other libraries: why hasten does not have each, and what to write.
+"""Names of strategies, accelerators and modules of other libraries: why hasten does not have each, and what to write.
 
 ``hasten/resolve.py`` makes its messages from these tables, and ``scripts/scale.py`` the page ``docs/scale.md``.
 """
@@ -204,4 +204,9 @@ ACCELERATORS: dict[str, Refused] = {
     "neuron": Refused("AWS", _CUSTOM, ""),
     "trainium": Refused("AWS", _CUSTOM, ""),
     "directml": Refused("Windows", _CUSTOM, ""),
+}
+
+# Modules that other libraries have at their root, and what to write.
+MODULES = {
+    "metrics": "Use the package torchmetrics: self.log takes its metrics.",
 }

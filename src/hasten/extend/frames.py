@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -58,6 +60,12 @@ def full_name_of(frame: FrameType) -> str:
 def is_call_of(frame: FrameType, function: Callable[..., object]) -> bool:
     """Return whether this function runs in a frame."""
     return isinstance(function, FunctionType) and frame.f_code is function.__code__
+
+
+def asked_by_find_spec() -> bool:
+    """Return, in a finder, whether ``importlib.util.find_spec`` asks, which returns None for a missing module."""
+    near = islice(outwards(caller(2)), 3)
+    return any(is_call_of(frame, importlib.util.find_spec) for frame in near)
 
 
 def method_owner(frame: FrameType) -> Any:

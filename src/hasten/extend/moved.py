@@ -8,7 +8,10 @@ that replace ``lightning`` by ``hasten`` in their imports have ``import hasten.p
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -76,16 +79,23 @@ def new_name(name: str) -> str | None:
 class OldNames:
     """A finder for ``sys.meta_path``: the old name of a module gives the same module object as the new one.
 
-    A package gets a separate module object without a search path, so that this finder also finds its submodules.
+    A package gets a separate module object without a search path, so that this finder also finds its submodules; so
+    does a module that is a package in ``lightning``.
     """
 
     def __init__(self) -> None:
         # Importing has set ``__spec__`` to the spec of the old name; these are the former values.
         self._specs: dict[str, ModuleSpec | None] = {}
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return how to import a module that has moved; None for any other."""
         if not name.startswith("hasten.") or (new := new_name(name)) is None:
+            return None
+        from hasten.extend.frames import asked_by_find_spec  # ``import hasten`` does without it.
+
+        if asked_by_find_spec() and not _is_there(new):
             return None
         loader: Any = self
         return ModuleSpec(name, loader, origin=new)
@@ -97,18 +107,16 @@ class OldNames:
             ModuleNotFoundError: there is none; for a name of ``lightning`` the message says which package to import.
         """
         new = spec.origin or ""
-        try:
-            module = importlib.import_module(new)
-        except ModuleNotFoundError as error:
-            if error.name not in (new, new_name(new)):
-                raise
-            if not any(f"{spec.name}.".startswith(f"{root}.") for root in _OF_LIGHTNING):
+        of_lightning = any(f"{spec.name}.".startswith(f"{root}.") for root in _OF_LIGHTNING)
+        if not _is_there(new):
+            if not of_lightning:
                 # With the name that was asked for: Python then says which name it cannot import from the package.
-                raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name) from None
+                raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name)
             from hasten._lib.errors import make_error  # ``import hasten`` does without it.
 
-            raise make_error(ModuleNotFoundError, f"hasten has no {spec.name}.", fix=_instead(new)) from None
-        if hasattr(module, "__path__"):
+            raise make_error(ModuleNotFoundError, f"hasten has no {spec.name}.", fix=_instead(new))
+        module = importlib.import_module(new)
+        if hasattr(module, "__path__") or (of_lightning and new.count(".") == 1):
             package = ModuleType(spec.name, module.__doc__)
             package.__dict__.update(__path__=[], __getattr__=module.__getattribute__, __dir__=module.__dir__)
             package.__dict__.update({"__all__": module.__all__} if hasattr(module, "__all__") else {})
@@ -123,16 +131,109 @@ class OldNames:
             module.__spec__ = self._specs.pop(spec.name)
 
 
+class MissingNames:
+    """The last finder of ``sys.meta_path``: for names that hasten does not have, the error says what to write.
+
+    ``from package import name`` asks for a module of this name where the package has no such attribute.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """Return None for names of other packages, and where it is asked whether a module is there.
+
+        Raises:
+            ModuleNotFoundError: hasten has no module of this name.
+        """
+        if not name.startswith("hasten."):
+            return
+        from hasten._lib.errors import make_error
+        from hasten.extend.frames import asked_by_find_spec
+
+        if asked_by_find_spec():
+            return
+        package, _, last = name.rpartition(".")
+        # Without name=: with it, Python replaces the message.
+        fix = what_to_write(package, last, dir(sys.modules[package]))
+        raise make_error(ModuleNotFoundError, f"hasten has no {name}.", fix=fix)
+
+
 def install() -> None:
     """Let old names be imported; before other finders, which take a folder that git has left behind for a package."""
     sys.meta_path.insert(0, OldNames())
+    sys.meta_path.append(MissingNames())
+
+
+def what_to_write(package: str, name: str, known: Collection[str]) -> str:
+    """Return a sentence that says what to write in place of a name that a package of hasten lacks; "" for none.
+
+    Args:
+        package: the package that was asked.
+        name: the name.
+        known: the names that the package has.
+
+    Example::
+
+        >>> what_to_write("hasten", "ModelCheckpoint", ["Trainer"])
+        'Write from hasten.callbacks import ModelCheckpoint.'
+
+    """
+    from hasten._lib.names import did_you_mean, nearest
+    from hasten.elsewhere.names import MODULES
+
+    if name.startswith("_"):
+        return ""
+    if package in ("hasten", "hasten.pytorch") and name in MODULES:
+        return MODULES[name]
+    homes = _homes()
+    if name in homes:
+        return f"Write from {homes[name]} import {name}."
+    # The names of classes and modules often differ in case alone.
+    alike = [each for each in known if each[:1].isupper() == name[:1].isupper()]
+    if hint := (did_you_mean(name, alike) or did_you_mean(name, known)).strip():
+        return hint
+    near = nearest(name, homes)
+    return f"Did you mean from {homes[near]} import {near}?" if near is not None else ""
+
+
+# The packages in which programs look for classes, the most usual first.
+_PUBLIC = (
+    "hasten", "hasten.callbacks", "hasten.loggers", "hasten.strategies", "hasten.plugins", "hasten.profilers",
+    "hasten.tuner", "hasten.cli", "hasten.data", "hasten.accelerators", "hasten.utilities",
+)  # fmt: skip
+
+
+def _homes() -> dict[str, str]:
+    """Return the public package of each public class and function."""
+    homes: dict[str, str] = {}
+    for package in _PUBLIC:
+        # The packages beside the core may be left out.
+        with suppress(ImportError):
+            for name in getattr(importlib.import_module(package), "__all__", ()):
+                homes.setdefault(name, package)
+    return homes
+
+
+def _is_there(module: str) -> bool:
+    """Return whether a module can be imported.
+
+    Raises:
+        ModuleNotFoundError: a package above it is missing.
+    """
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return False  # What is above it is no package.
 
 
 def _instead(module: str) -> str:
     """Return the import to write in place of a module that hasten does not have."""
     from hasten._lib.names import nearest
+    from hasten.elsewhere.names import MODULES
 
     package, _, last = module.rpartition(".")
+    if package == "hasten" and last in MODULES:
+        return MODULES[last]
     names = [name for name in dir(importlib.import_module(package)) if not name.startswith("_")]
     # Lightning has ModelCheckpoint in a module of its own, model_checkpoint.
     same = next((name for name in names if name.lower() == last.replace("_", "").lower()), None)

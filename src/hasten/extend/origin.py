@@ -6,13 +6,15 @@ in any of these packages.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from os import path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 # The packages of the wheel.
@@ -190,3 +192,100 @@ def arguments_read(function: Callable[..., object]) -> set[str]:
     taken = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     loaded = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")]
     return {name for value in loaded for name in (value if isinstance(value, tuple) else (value,)) if name in taken}
+
+
+def uses_argument(function: Callable[..., object], argument: str, owner: object = None) -> bool:
+    """Return whether a function uses an argument, beyond passing it on to functions that do not.
+
+    Calls are followed that the code writes as ``self.name(...)``, ``super().name(...)``, ``name(...)`` or
+    ``Class.name(...)``, if they lead to functions of a program. Any other call uses what it is given.
+
+    Args:
+        function: a function or method of a program.
+        argument: its name there.
+        owner: what ``self`` is in the function; None where it has no such argument.
+
+    Example::
+
+        >>> def shown(batch, batch_idx):
+        ...     return print(batch_idx)
+        >>> uses_argument(shown, "batch_idx")
+        True
+
+    """
+    return _uses(function, argument, owner, set())
+
+
+def _uses(function: Callable[..., object], argument: str, owner: object, seen: set[tuple[object, str]]) -> bool:
+    plain = getattr(function, "__func__", function)
+    if argument not in arguments_read(plain) or (plain, argument) in seen:
+        return False
+    seen.add((plain, argument))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(plain.__code__)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    passed_on: set[ast.AST] = set()
+    for call, place, value in _passed(tree, argument):
+        called, its_owner = _called(call, plain, owner)
+        name = _parameter(called, place)
+        if name is None or _uses(called, name, its_owner, seen):
+            return True
+        passed_on.add(value)
+    return any(_reads(node, argument) and node not in passed_on for node in ast.walk(tree))
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    """Return whether a node of a source reads this name."""
+    return isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+
+
+def _passed(tree: ast.AST, argument: str) -> Iterator[tuple[ast.Call, int | str | None, ast.expr]]:
+    """Yield the calls that are given an argument as it is, with its position or its name there, and its node."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    for call in calls:
+        if not any(isinstance(each, ast.Starred) for each in call.args):
+            given: list[tuple[int | str | None, ast.expr]] = [*enumerate(call.args)]
+            given += [(each.arg, each.value) for each in call.keywords]
+            yield from ((call, place, value) for place, value in given if _reads(value, argument))
+
+
+def _called(call: ast.Call, function: FunctionType, owner: object) -> tuple[Any, object]:
+    """Return the function of a program that a call in ``function`` leads to, and its ``self``; None if unknown."""
+    taken = function.__code__.co_varnames[:1]
+    found: Any = None
+    match call.func:
+        case ast.Name(id=name):
+            found = _named(name, function)
+        case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+            found = getattr(owner if (name,) == taken else _named(name, function), attribute, None)
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[]), attr=attribute) if owner is not None:
+            kinds, kind = type(owner).__mro__, _named("__class__", function)
+            above = kinds[kinds.index(kind) + 1 :] if kind in kinds else ()
+            found = next((vars(each)[attribute] for each in above if attribute in vars(each)), None)
+            found = MethodType(found, owner) if isinstance(found, FunctionType) else None
+    plain = getattr(found, "__func__", found)
+    if not isinstance(plain, FunctionType) or package_of(plain) in _LIBRARIES:
+        return None, None
+    gets_self = bool(call.args) and isinstance(call.args[0], ast.Name) and (call.args[0].id,) == taken
+    return found, getattr(found, "__self__", owner if gets_self else None)
+
+
+def _parameter(function: Callable[..., object] | None, place: int | str | None) -> str | None:
+    """Return the parameter that gets an argument by its position or its name; None if none is known."""
+    if function is None or place is None:
+        return None
+    code, is_bound = getattr(function, "__func__", function).__code__, hasattr(function, "__self__")
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if isinstance(place, str):
+        return place if place in names else None
+    positional = names[int(is_bound) : code.co_argcount]
+    return positional[place] if place < len(positional) else None
+
+
+def _named(name: str, function: FunctionType) -> Any:
+    """Return what a name that a function does not assign stands for in its code; None if that is unknown."""
+    free = function.__code__.co_freevars
+    if name in free and function.__closure__ is not None:
+        return function.__closure__[free.index(name)].cell_contents
+    return function.__globals__.get(name)

@@ -455,7 +455,9 @@ class Fabric(RuntimeView):
         from hasten.compile.model import compiled_model, for_strategy
 
         settings = for_strategy("Fabric", settings, module, self.strategy)
-        model = compiled_model(module, settings, self.device, variant=str(self._runtime.precision.precision))
+        precision = str(self._runtime.precision.precision)
+        autocast = isinstance(self.autocast(), torch.autocast)
+        model = compiled_model(module, settings, self.device, variant=precision, autocast=autocast)
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
 

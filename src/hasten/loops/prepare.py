@@ -541,8 +541,15 @@ def compile_module(run: Run) -> None:
     dims = 1 if speed.batching is None and not speed.packed else 2
     # The graph differs from the one without them.
     changes = (runtime.precision.precision, speed.dropout, speed.memory)
+    autocast = isinstance(runtime.autocast(), torch.autocast)
     model = compiled_model(
-        run.module, settings, runtime.device, dims=dims, variant=str(changes), packed=bool(speed.packed)
+        run.module,
+        settings,
+        runtime.device,
+        dims=dims,
+        variant=str(changes),
+        packed=bool(speed.packed),
+        autocast=autocast,
     )
     if settings.cuda_graphs:
         run.undo.enter_context(marked_by_us())
