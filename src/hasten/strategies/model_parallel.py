@@ -93,6 +93,8 @@ class ModelParallelStrategy(ShardedStrategy):
             along the sequence.
         loss_parallel: compute cross entropy from logits that stay split over the classes; with ``plan="auto"`` the
             output layer leaves them so.
+        expert_parallel: with ``plan="auto"``, divide whole experts of a mixture over the processes of a group, instead
+            of splitting the matrices of each.
 
     Pipeline and context parallel are loops of your own, with Fabric: ``docs/model_parallel.md``.
 
@@ -132,6 +134,7 @@ class ModelParallelStrategy(ShardedStrategy):
         plan: Plan | None = None,
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        expert_parallel: bool = False,
         **unknown: object,
     ) -> None:
         owner = type(self).__name__
@@ -149,14 +152,20 @@ class ModelParallelStrategy(ShardedStrategy):
         check.boolean(owner, "save_distributed_checkpoint", save_distributed_checkpoint)
         check.boolean(owner, "sequence_parallel", sequence_parallel)
         check.boolean(owner, "loss_parallel", loss_parallel)
+        check.boolean(owner, "expert_parallel", expert_parallel)
         if not (plan is None or plan == "auto" or (isinstance(plan, dict) and plan)):
             raise check.wrong(owner, "plan", plan, "'auto', a dict {name pattern: ParallelStyle}, or None")
         if plan is not None and parallelize_fn is not None:
             raise MisconfigurationException(
                 f"{owner}(parallelize_fn, plan=...): both divide the module.", fix="Leave one out.", argument="plan"
             )
-        if plan is None and (sequence_parallel or loss_parallel):
-            given = "sequence_parallel" if sequence_parallel else "loss_parallel"
+        options = {
+            "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
+            "expert_parallel": expert_parallel,
+        }
+        if plan is None and any(options.values()):
+            given = next(name for name, on in options.items() if on)
             raise MisconfigurationException(
                 f"{owner}({given}=True): it belongs to a plan.",
                 fix="Pass plan='auto' or plan={...}, or leave it out.",
@@ -171,7 +180,7 @@ class ModelParallelStrategy(ShardedStrategy):
         self._asked_sizes: tuple[Size, Size] = (data_parallel_size, tensor_parallel_size)
         self._sizes = (1, 1)
         self._plan = plan
-        self._options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        self._options = options
         self._mesh: DeviceMesh | None = None
         self._loss_context = ExitStack()
         # The modules that the plan has split, and how; empty before.
@@ -311,7 +320,8 @@ class ModelParallelStrategy(ShardedStrategy):
     def _warn_of_little(self, module: nn.Module) -> None:
         """Warn if a model's plan leaves most of it whole: the plans of some models name the output layer only."""
         parameters = list(module.parameters())
-        split = sum(p.numel() for p in parameters if any(place.is_shard() for place in getattr(p, "placements", ())))
+        places = ((p.numel(), getattr(p, "placements", ())) for p in parameters)
+        split = sum(size for size, found in places if not all(place.is_replicate() for place in found))
         total = sum(p.numel() for p in parameters)
         if split < total / 2:
             warn_once(
