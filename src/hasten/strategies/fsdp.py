@@ -227,7 +227,7 @@ class FSDPStrategy(ShardedStrategy):
         return FSDPPrecision(name, device=device) if is_mixed(name) else None
 
     def set_precision(self, precision: Precision) -> None:
-        if isinstance(precision, MixedPrecision):
+        if isinstance(precision, MixedPrecision) and precision.can_be_sharded:
             name = precision.precision
             raise make_error(
                 ValueError,
@@ -249,7 +249,8 @@ class FSDPStrategy(ShardedStrategy):
         elif not precision.can_be_sharded:
             raise make_error(
                 ValueError,
-                f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes.",
+                f"precision={precision.precision!r}, strategy='fsdp': its layers cannot be divided over processes. It "
+                "puts them in place of others, whose parameters fully_shard gathers.",
                 fix="Use 'bf16-mixed', or strategy='ddp'.",
                 argument="precision",
             )
