@@ -317,7 +317,7 @@ class SpeedArguments:
     batch_size: int | str | None = _row(_or_word(int, _SAMPLES, "auto", at_least=1), default=None)
     micro_batch: int | str | None = _row(_or_word(int, _SAMPLES, "auto", at_least=1), default=None)
     shared_fields: frozenset[Any] | None = None
-    memory: str | None = _row(_words("auto", "selective", "full"), default=None)
+    memory: str | None = _row(_words("auto", "selective", "full", "offload"), default=None)
     dropout: str | None = _row(_words("fast"), default=None)
     allocator: str | None = _row(_words("keep", "tcmalloc", "jemalloc"), default=None)
 
@@ -414,8 +414,14 @@ def _check_speed_together(owner: str, arguments: SpeedArguments) -> None:
             fix="Use resident=True, which holds the data on the host.",
             argument="resident",
         )
+    if arguments.memory == "offload" and arguments.compile is not None:
+        raise MisconfigurationException(
+            f"{owner}(memory='offload', compile=...): a compiled block decides itself what it keeps for backward.",
+            fix="Leave one of them out, or use memory='selective'.",
+            argument="memory",
+        )
     for name, value in (("micro_batch", micro_batch), ("memory", arguments.memory)):
-        if batch_size == "auto" and value is not None and value not in ("selective", "full"):
+        if batch_size == "auto" and value is not None and value not in ("selective", "full", "offload"):
             raise MisconfigurationException(
                 f"{owner}(batch_size='auto', {name}={value!r}): with {name} memory is not used up, so there is no "
                 "largest size.",

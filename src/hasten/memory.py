@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute the repeated blocks of a module in backward instead of keeping activations."""
+"""Activations of repeated blocks: recomputed in backward (activation checkpointing), or kept in host memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
+from torch.utils.weak import TensorWeakRef
 
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, Parts, make_error
@@ -113,12 +115,57 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
 
 
 @contextmanager
+def offloaded(module: nn.Module, *, smallest_bytes: int = 65536) -> Iterator[int]:
+    """Keep in host memory what the repeated blocks of a module save for backward, inside the block.
+
+    Each tensor is copied to pinned memory when it is saved, and back when backward needs it. Results do not change.
+    Parameters stay on the device. On the CPU nothing is gained: the copies take the place of the tensors.
+
+    Args:
+        module: the module, on its device.
+        smallest_bytes: smaller tensors stay on the device: a copy takes longer than its memory is worth.
+
+    Yields:
+        the number of blocks.
+
+    Raises:
+        ValueError: the module has no repeated blocks.
+
+    Source: `PyTorch, saved tensors hooks
+    <https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-default-hooks>`_; Ren et al., ZeRO-Offload, 2021.
+
+    Example::
+
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
+        >>> model = nn.TransformerEncoder(layer, num_layers=3)
+        >>> with offloaded(model) as blocks:
+        ...     model(torch.ones(4, 1, 8)).sum().backward()
+        >>> blocks
+        3
+
+    """
+    blocks = repeated_blocks(module)
+    if not blocks:
+        what, _, _ = nothing_repeated(module)
+        raise make_error(ValueError, f"memory='offload': {what}", fix="Leave memory out.", argument="memory")
+    with _forwards_replaced(blocks, functools.partial(_Offloaded, smallest_bytes=smallest_bytes)):
+        yield len(blocks)
+
+
+@contextmanager
 def recomputed_blocks(blocks: Sequence[nn.Module], how: str) -> Iterator[None]:
     """Recompute these modules in backward, inside the block; see ``recomputed``."""
+    with _forwards_replaced(blocks, functools.partial(_Recomputed, selective=how == "selective")):
+        yield
+
+
+@contextmanager
+def _forwards_replaced(blocks: Sequence[nn.Module], replacement: Callable[..., Callable[..., Any]]) -> Iterator[None]:
+    """Call ``replacement(block, own)`` in place of the forward of each block, inside the block."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block, own in zip(blocks, before, strict=True):
         # Set in the instance's own dictionary, so that neither its class nor the names of its parts change.
-        block.__dict__["forward"] = _Recomputed(block, own, selective=how == "selective")
+        block.__dict__["forward"] = replacement(block, own)
     try:
         yield
     finally:
@@ -213,6 +260,93 @@ class _Recomputed:
             return output
 
         return compute
+
+
+class _Offloaded:
+    """Replaces the forward of one block by one that keeps in host memory what backward needs.
+
+    An object instead of a function: in a deep copy of the module it calls the copied block.
+    """
+
+    def __init__(self, block: nn.Module, own: Callable[..., Any] | None, *, smallest_bytes: int) -> None:
+        self.block = block
+        self.own = own
+        self.smallest_bytes = smallest_bytes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.block
+        function = self.own if self.own is not None else functools.partial(type(block).forward, block)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        # Here they are whole: ``fully_shard`` has gathered them, and frees them after the forward.
+        own = [torch_private.local_part(tensor) for tensor in (*block.parameters(), *block.buffers())]
+        stay = {torch_private.identity_of(tensor.untyped_storage()) for tensor in own}
+        # A tensor that several operations save is copied once. A weak reference keeps the storage's place taken, so
+        # no later storage is mistaken for it.
+        copies: dict[tuple[Any, ...], _OnHost] = {}
+
+        def pack(tensor: Tensor) -> Any:
+            part = torch_private.local_part(tensor)
+            if not self._moves(part) or torch_private.identity_of(part.untyped_storage()) in stay:
+                # An operation that saved its own output would refer to itself.
+                return tensor.detach()
+            place = (part.storage_offset(), part.shape, part.stride(), part.dtype, part._version, type(tensor))
+            key = (StorageWeakRef(part.untyped_storage()), *place)
+            if key not in copies:
+                copies[key] = _OnHost(tensor, part)
+            return copies[key]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _back):
+            return function(*args, **kwargs)
+
+    def _moves(self, part: Tensor) -> bool:
+        """Return whether a tensor is worth a copy; one that repeats its elements takes less memory than its copy."""
+        return (
+            type(part) in (Tensor, nn.Parameter)
+            and part.layout is torch.strided
+            and part.numel() * part.element_size() >= self.smallest_bytes
+            and 0 not in part.stride()
+        )
+
+
+class _OnHost:
+    """A copy of a tensor in host memory.
+
+    Args:
+        tensor: the tensor.
+        part: what this process has of it, if it is a ``DTensor``; else the tensor itself.
+
+    """
+
+    def __init__(self, tensor: Tensor, part: Tensor) -> None:
+        self._device = part.device
+        self._copy = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda, requires_grad=False)
+        # On the stream that has computed the tensor and will copy it back, so nothing waits on the host.
+        self._copy.copy_(part.detach(), non_blocking=True)
+        whole: Any = tensor
+        self._layout = None if part is tensor else (whole.device_mesh, whole.placements, whole.shape, whole.stride())
+        self._there: Callable[[], Tensor | None] = _nowhere
+
+    def back(self) -> Tensor:
+        """Return the tensor on its device, the same for all who need it at the same time."""
+        tensor = self._there()
+        if tensor is None:
+            tensor = self._copy.to(self._device, non_blocking=True)
+            if self._layout is not None:
+                from torch.distributed.tensor import DTensor
+
+                mesh, placements, shape, stride = self._layout
+                tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+            self._there = TensorWeakRef(tensor)
+        return tensor
+
+
+def _nowhere() -> None:
+    return None
+
+
+def _back(saved: Any) -> Any:
+    return saved.back() if isinstance(saved, _OnHost) else saved
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

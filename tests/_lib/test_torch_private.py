@@ -224,6 +224,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, CustomPolicy
 from hasten._lib import torch_private
@@ -257,6 +258,14 @@ mesh = init_device_mesh("cpu", (1,))
 assert isinstance(torch_private.registered_groups(mesh), dict)
 style = ColwiseParallel()
 assert callable(torch_private.prepare_input_of_style(style))
+packed = torch_private.shard_of_each_half(1)
+assert torch_private.is_strided(packed) and not torch_private.is_strided(Shard(1))
+assert torch_private.placement_along(packed, 0) == Replicate() == torch_private.placement_along(Replicate(), 0)
+assert torch_private.placement_along(Shard(1), 1) == Shard(0)
+alone = torch_private.placement_along(packed, 1)
+whole = torch.arange(8).view(2, 4)
+assert torch.equal(distribute_tensor(whole, mesh, [packed]).full_tensor(), whole)
+assert torch.equal(distribute_tensor(torch.arange(4), mesh, [alone]).to_local(), torch.arange(4))
 
 model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 policy = ModuleWrapPolicy({nn.Linear})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -13,13 +14,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import hasten as L
-from hasten.memory import recomputed, repeated_blocks
+from hasten._lib import torch_private
+from hasten.loops import micro_batches
+from hasten.memory import offloaded, recomputed, repeated_blocks
 from tests.models import Attempts, Classifier, loader, quiet, same_weights
-from tests.refusals import refused
+from tests.refusals import refused, warned
 
 
 class Block(nn.Module):
@@ -492,6 +496,104 @@ def test_products_changed_in_place_are_computed_again() -> None:
     auto = trained(InPlace, kind=limited(lambda n, how: how is not None), memory="auto")
     assert auto.tried == [(10, None), (10, "selective"), (10, "full")]
     assert same_weights(auto, trained(InPlace))
+
+
+# -- in host memory
+
+
+ACTIVATIONS: list[StorageWeakRef] = []
+
+
+class Kept(Block):
+    """Notes its largest activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.layers[1](self.layers[0](self.norm(x)))
+        ACTIVATIONS.append(StorageWeakRef(wide.untyped_storage()))
+        return x + self.back(wide * 2 * wide)
+
+
+def test_activations_leave_the_device_and_come_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Kept(norm=True), Kept(norm=True))
+    again = copy.deepcopy(model)
+    x = torch.randn(8, 16)
+    model(x).square().sum().backward()
+    ACTIVATIONS.clear()
+    with offloaded(again, smallest_bytes=0) as blocks:
+        loss = again(x).square().sum()
+        assert [each.expired() for each in ACTIVATIONS] == [True, True]
+        loss.backward()
+        copied = copy.deepcopy(again)
+        assert copied[0].__dict__["forward"].block is copied[0]
+    assert blocks == 2
+    assert not any("forward" in block.__dict__ for block in again)
+    assert same_weights(model, again)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    ACTIVATIONS.clear()
+    with offloaded(again, smallest_bytes=10**6):
+        loss = again(x).square().sum()
+        assert [each.expired() for each in ACTIVATIONS] == [False, False]
+    ACTIVATIONS.clear()
+
+
+def test_each_activation_is_copied_once_and_parameters_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[torch.Size] = []
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda like, **how: copies.append(like.shape) or empty_like(like, **how))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    x = torch.randn(3, 4, requires_grad=True)
+    with offloaded(model, smallest_bytes=0):
+        loss = model(x).sum()
+    assert copies == [x.shape] * 4
+    loss.backward()
+
+
+def test_a_run_with_activations_on_the_host_equals_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warned(UserWarning, says="memory='offload'"):
+        plain = trained(memory="offload")
+    # As on a GPU.
+    monkeypatch.setattr(micro_batches, "is_host", lambda device: False)
+    for arguments in ({}, {"micro_batch": 3}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}):
+        monkeypatch.setattr(micro_batches, "offloaded", functools.partial(offloaded, smallest_bytes=0))
+        assert same_weights(trained(memory="offload", **arguments), trained(**arguments))
+    assert same_weights(plain, trained())
+    with refused(ValueError, "memory", fix="Leave memory out.", says="Classifier"):
+        quiet(memory="offload").fit(Classifier(), loader(8, 4))
+    with refused(ValueError, "memory", fix="selective"):
+        quiet(memory="offload", compile=True)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.world_size(2)
+def test_shards_and_offloaded_activations_give_the_same(strategy: str) -> None:
+    shards: list[dict[str, Tensor]] = []
+    for moves in (False, True):
+        L.seed_everything(0, verbose=False)
+        model = Deep()
+        with offloaded(model, smallest_bytes=0) if moves else torch.enable_grad():
+            quiet(devices=2, strategy=strategy).fit(model, loader(40, 10))
+        shards.append({name: torch_private.local_part(each.detach()) for name, each in model.named_parameters()})
+    for name, one in shards[0].items():
+        assert torch.equal(one, shards[1][name]), name
+
+
+@pytest.mark.gpu
+def test_activations_on_the_host_free_memory_of_a_gpu() -> None:
+    peaks, gradients = [], []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
+        model = nn.TransformerEncoder(layer, 4).cuda()
+        torch.cuda.reset_peak_memory_stats()
+        with offloaded(model) if moves else torch.enable_grad():
+            model(torch.ones(16, 256, 256, device="cuda")).square().mean().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert peaks[1] < 0.7 * peaks[0]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Block(nn.Module):
 class Net(L.LightningModule):
     """A model with repeated blocks, whose step calls its parts and not itself."""
 
-    def __init__(self, width: int = 8, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+    def __init__(self, width: int = 8, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.optimizer_class = optimizer
@@ -432,13 +433,32 @@ class Skips(Net):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
+class ReplacesLayers(MixedPrecision):
+    """As 8-bit floats do."""
+
+    can_be_sharded = False
+
+
+def of_matrices(parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.ndim == 2], lr)
+
+
+def of_few_bits(module: str) -> type[torch.optim.AdamW]:
+    """Return an optimizer of the name that another package has."""
+    return type("AdamW8bit", (torch.optim.AdamW,), {"__module__": module})
+
+
 @pytest.mark.parametrize(
     ("strategy", "net", "options", "says"),
     [
         (FSDPStrategy(auto_wrap_policy={nn.LSTM}), Net, {}, r"auto_wrap_policy=\{LSTM\}.* has no such module"),
         ("fsdp", lambda: Net(optimizer=torch.optim.Adafactor), {}, "Adafactor and strategy='fsdp'"),
+        ("fsdp", lambda: Net(optimizer=of_matrices), {}, "Muon and strategy='fsdp': it computes with whole"),
+        ("fsdp", lambda: Net(optimizer=of_few_bits("bitsandbytes.optim.adamw")), {}, "its kernels take plain tensors"),
+        ("fsdp", lambda: Net(optimizer=of_few_bits("torchao.optim.adam")), {}, "depends on the number of processes"),
         ("fsdp", Net, {"precision": "bf16-true"}, "Use 'bf16-mixed'"),
         ("fsdp", Net, {"plugins": MixedPrecision("bf16-mixed", "cpu")}, r"FSDPPrecision\('bf16-mixed'\)"),
+        ("fsdp", Net, {"plugins": ReplacesLayers("bf16-mixed", "cpu")}, "whose parameters fully_shard gathers"),
         (FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), Net, {}, "a mesh of 4 processes"),
         ("fsdp", hooked, {}, "'embed.weight' has a hook.*on_after_backward"),
     ],

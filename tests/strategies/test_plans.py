@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from hasten.demos.transformer import LightningTransformer
+from hasten.strategies.experts import SplitExperts, WholeExperts
 from hasten.strategies.plans import resolve
 
 transformers = pytest.importorskip("transformers")
@@ -96,9 +97,7 @@ def test_models_of_hugging_face_bring_their_plans() -> None:
         qwen = transformers.Qwen3ForCausalLM(
             transformers.Qwen3Config(vocab_size=64, num_key_value_heads=2, head_dim=8, **sizes)
         )
-        mixtral = transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=2, **sizes)
-        )
+
         bert = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=64, **sizes))
         distilbert = transformers.DistilBertForSequenceClassification(
             transformers.DistilBertConfig(vocab_size=64, dim=32, hidden_dim=48, n_layers=1, n_heads=4)
@@ -108,13 +107,56 @@ def test_models_of_hugging_face_bring_their_plans() -> None:
             transformers.GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=1, attention_types=[[["global"], 1]])
         )
     assert isinstance(styles(qwen, "auto")["model.layers.0.self_attn.q_norm"], SequenceParallel)
-    assert "experts.gate_up_proj" in refusal(mixtral, "auto")
+
     assert isinstance(styles(bert, "auto")["bert.encoder.layer.0.attention.output.dense"], RowwiseParallel)
     assert "has 4 heads" in refusal(bert, "auto", 8).replace("num_attention_heads=4", "4 heads")
     assert len(styles(distilbert, "auto")) == 6
     assert "GPTNeoForCausalLM has no plan" in refusal(neo, "auto")
     assert "'transformer.h.0.mlp.c_fc' has out_features=128, which 3" in refusal(gpt2, "auto", 3)
     assert styles(gpt2, "auto", loss_parallel=True)["lm_head"].output_layouts == (Shard(-1),)
+
+
+def mixtral(**changes: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 4, "num_local_experts": 4}
+    with torch.device("meta"):
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(vocab_size=64, **{**sizes, **experts, **changes})
+        )
+
+
+def test_experts_are_split_or_divided_and_routers_stay_whole() -> None:
+    split, divided = styles(mixtral(), "auto"), styles(mixtral(), "auto", expert_parallel=True)
+    experts = "model.layers.1.mlp.experts"
+    assert isinstance(split[experts], SplitExperts)
+    assert isinstance(divided[experts], WholeExperts)
+    assert set(split) == set(divided)
+    assert not any("gate" in name for name in split)
+    named = styles(mixtral(), {"model.layers.*.mlp.experts": "expert"})
+    assert set(named) == {"model.layers.0.mlp.experts", experts}
+    assert isinstance(named[experts], WholeExperts)
+    assert set(styles(nn.ModuleDict({"net": mixtral()}), "auto")) == {f"net.{name}" for name in split}
+
+
+def test_experts_that_cannot_be_shared_are_refused_by_name() -> None:
+    few = mixtral(num_local_experts=3)
+    assert "experts' has num_experts=3, which 2" in refusal(few, "auto", expert_parallel=True)
+    assert "'gate_up_proj' with 49 hidden features, which 2" in refusal(mixtral(intermediate_size=49), "auto")
+    assert "no plan in LlamaForCausalLM names experts" in refusal(llama(), "auto", expert_parallel=True)
+    assert "the style 'expert'" in refusal(llama(), {"lm_head": "colwise_rep"}, expert_parallel=True)
+    assert "'0' is a Linear, and experts are divided" in refusal(mlp(), {"0": "expert"})
+    assert "has experts, whose router" in refusal(mixtral(), "auto", sequence_parallel=True)
+    model = mixtral()
+    model.model.layers[0].mlp.experts.bias = nn.Parameter(torch.zeros(32, device="meta"))
+    assert "the parameter 'bias', which SplitExperts" in refusal(model, "auto")
+    assert "the parameter 'bias', which WholeExperts" in refusal(model, "auto", expert_parallel=True)
+    model = mixtral()
+    model.model.layers[0].mlp.experts.is_transposed = True
+    assert "matrices that are transposed" in refusal(model, "auto")
+    assert styles(model, "auto", expert_parallel=True)
+    model = mixtral()
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.gate.weight": "colwise"}
+    assert "the parameter 'model.layers.0.mlp.gate.weight' the style 'colwise'" in refusal(model, "auto")
 
 
 def test_layers_of_torch_and_the_demo_have_ready_plans() -> None:

@@ -299,6 +299,30 @@ def prepare_input_of_style(style: Any) -> Callable[..., Any]:
     return prepare
 
 
+def shard_of_each_half(dim: int) -> Any:
+    """Return the placement of a ``DTensor`` of two halves along ``dim``, each of which is sharded along it."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=2)
+
+
+def is_strided(placement: object) -> bool:
+    """Return whether a placement may give a process several ranges of a dimension."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def placement_along(placement: Any, dim: int) -> Any:
+    """Return how a placement divides dimension ``dim``, as the placement of a tensor of one dimension."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if getattr(placement, "dim", None) != dim:
+        return Replicate()
+    return _StridedShard(0, split_factor=placement.split_factor) if is_strided(placement) else Shard(0)
+
+
 def has_policy(policy: object) -> bool:
     """Return whether this is an object of ``torch.distributed.fsdp.wrap`` that chooses modules."""
     return hasattr(policy, "_run_policy")

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hasten._lib import torch_private
+from hasten.checkpoint.flat import in_rectangles
 from hasten.checkpoint.places import INDEX_FILE, PLACEHOLDER, Place
 from hasten.machine.collectives import joined
 
@@ -179,7 +180,8 @@ def save(tensors: dict[str, Tensor], writer: Writer, group: Group) -> None:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # Only if torch would warn: all threads share the warning filters, and this may run in another thread.
     with nullcontext() if joined() else _without_warnings():
-        save_tensors(cast("Any", tensors), storage_writer=writer, planner=planner, process_group=group)
+        stored = {key: in_rectangles(tensor) for key, tensor in tensors.items()}
+        save_tensors(cast("Any", stored), storage_writer=writer, planner=planner, process_group=group)
 
 
 def new_stager() -> DefaultStager:
@@ -264,7 +266,8 @@ def fill(targets: Mapping[str, Tensor], reader: FileSystemReader) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad(), _without_warnings():
-            load_tensors(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+            parts: dict[str, Any] = {key: in_rectangles(target) for key, target in targets.items()}
+            load_tensors(parts, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise first_failure(error)[1] from None
 

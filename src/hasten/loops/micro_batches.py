@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from hasten._lib import torch_private
-from hasten._lib.device import free_cached_memory, is_out_of_memory
+from hasten._lib.device import free_cached_memory, is_host, is_out_of_memory
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten.batching.fields import sample_fields
@@ -28,7 +28,7 @@ from hasten.loops.processes import host_group, zero_loss
 from hasten.loops.progress import TrainerFn
 from hasten.loops.saved_state import SavedBatch, StepState
 from hasten.loops.user_code import MEMORY_NOTE
-from hasten.memory import nothing_repeated, recomputed, repeated_blocks
+from hasten.memory import nothing_repeated, offloaded, recomputed, repeated_blocks
 from hasten.module.datamodule import DataHooks
 
 if TYPE_CHECKING:
@@ -452,9 +452,18 @@ def prepare_module(run: Run) -> None:
         _check_processes(run, named[0])
     if speed.memory in ("selective", "full"):
         run.undo.enter_context(recomputed(module, speed.memory))
+    if speed.memory == "offload":
+        _offload(run)
     if speed.memory == "auto":
         rank_zero_debug("Trainer(memory='auto'): nothing is computed twice until memory runs out.")
     run.memory_limits = MemoryLimits(run)
+
+
+def _offload(run: Run) -> None:
+    if is_host(run.runtime.device):
+        warn_once("memory-offload", "Trainer(memory='offload') changes nothing on the CPU.", fix="Leave it out.")
+    else:
+        run.undo.enter_context(offloaded(run.module))
 
 
 def _check_processes(run: Run, asked: str) -> None:

@@ -50,6 +50,8 @@ class ModelParallelStrategy(MeshStrategy):
             along the sequence.
         loss_parallel: compute cross entropy from logits that stay split over the classes; with ``plan="auto"`` the
             output layer leaves them so.
+        expert_parallel: with ``plan="auto"``, divide whole experts of a mixture over the processes of a group, instead
+            of splitting the matrices of each.
 
     It is ``MeshStrategy(shard=data_parallel_size, tensor=tensor_parallel_size)`` with Lightning's arguments.
 
@@ -88,6 +90,7 @@ class ModelParallelStrategy(MeshStrategy):
         plan: Plan | None = None,
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        expert_parallel: bool = False,
         **unknown: object,
     ) -> None:
         if parallelize_fn is not None and not callable(parallelize_fn):
@@ -109,6 +112,7 @@ class ModelParallelStrategy(MeshStrategy):
             parallelize_fn=parallelize_fn,
             sequence_parallel=sequence_parallel,
             loss_parallel=loss_parallel,
+            expert_parallel=expert_parallel,
             state_dict_type="sharded" if save_distributed_checkpoint else "full",
             process_group_backend=process_group_backend,
             timeout=timeout,

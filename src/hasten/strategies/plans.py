@@ -28,6 +28,7 @@ from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors
+from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts
 
 OWNER = "ModelParallelStrategy"
 # The dimension of the mesh over which layers are split.
@@ -129,7 +130,10 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": _gathered_output,
     "sequence_parallel": functools.partial(SequenceParallel, use_local_output=True),
     "replicated_with_grad_allreduce": _per_head,
+    "moe_tp_experts": SplitExperts,
+    "ep_dispatch_experts": WholeExperts,
     # hasten's own.
+    "expert": WholeExperts,
     "split_dropout": _SplitDropout,
 }
 _WHOLE = "replicate"
@@ -218,7 +222,13 @@ class Part:
 
 
 def apply_plan(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, *, sequence_parallel: bool = False, loss_parallel: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    expert_parallel: bool = False,
 ) -> dict[str, ParallelStyle]:
     """Split the layers of ``model`` as ``plan`` says, in place.
 
@@ -231,6 +241,7 @@ def apply_plan(
         plan: name patterns and their styles, or "auto"; see ``resolve``.
         sequence_parallel: see ``resolve``.
         loss_parallel: see ``resolve``.
+        expert_parallel: see ``resolve``.
 
     Returns:
         the names of the modules that were split, and the style of each.
@@ -242,7 +253,14 @@ def apply_plan(
     Source: `PyTorch, Tensor Parallelism <https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html>`_.
 
     """
-    parts = resolve(model, plan, mesh.size(), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    parts = resolve(
+        model,
+        plan,
+        mesh.size(),
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
+        expert_parallel=expert_parallel,
+    )
     tied = _tied(model)
     for part in parts:
         if part.module in _split or any(map(_is_split, part.module.parameters())):
@@ -296,7 +314,13 @@ def _summed(gradient: Tensor) -> Tensor:
 
 
 def resolve(
-    model: nn.Module, plan: Plan, size: int, *, sequence_parallel: bool = False, loss_parallel: bool = False
+    model: nn.Module,
+    plan: Plan,
+    size: int,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    expert_parallel: bool = False,
 ) -> list[Part]:
     """Return the modules that ``plan`` splits, after checking that each can be split over ``size`` processes.
 
@@ -308,6 +332,8 @@ def resolve(
         size: the number of processes of a group.
         sequence_parallel: split the activations between blocks along the sequence; with "auto" only.
         loss_parallel: leave the logits split over the classes; with "auto", the logits of the output layer.
+        expert_parallel: with "auto", divide whole experts over the processes, instead of splitting the matrices of
+            each; other layers are split as without it.
 
     Raises:
         ValueError: the plan does not fit the model or the size of the group; the message names the module.
@@ -322,7 +348,7 @@ def resolve(
 
     """
     if plan == "auto":
-        named = _automatic(model)
+        named = _automatic(model, expert_parallel)
         if sequence_parallel:
             _split_sequence(model, named)
         if loss_parallel:
@@ -336,6 +362,13 @@ def resolve(
                     "In a plan of your own, give the norms SequenceParallel() and the layers beside them input_layouts "
                     "and output_layouts of Shard(1)."
                 ),
+                argument="plan",
+            )
+        if expert_parallel:
+            raise make_error(
+                ValueError,
+                f"{OWNER}(plan={{...}}, expert_parallel=True): it completes plan='auto'.",
+                fix="In a plan of your own, give the modules that hold the experts the style 'expert'.",
                 argument="plan",
             )
         named = _written(model, plan)
@@ -353,6 +386,8 @@ def resolve(
     ]
     for part in parts:
         _check(part, size)
+        if isinstance(part.style, ExpertStyle):
+            part.style.check(part.module, size, f"{OWNER}(plan=...): {part.name!r}")
     return parts
 
 
@@ -386,25 +421,35 @@ def _written(model: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> _Name
     return named
 
 
-def _automatic(model: nn.Module) -> _Named:
+def _automatic(model: nn.Module, expert_parallel: bool) -> _Named:
     named: _Named = {}
     for prefix, module in model.named_modules():
-        own, base = _own_plan(module)
+        own, base = _own_plan(module, expert_parallel)
         prefix = ".".join(filter(None, (prefix, base)))
-        inner = [name for name, _ in module.get_submodule(base).named_modules()] if own else []
+        part = module.get_submodule(base)
+        inner = [name for name, _ in part.named_modules()] if own else []
+        of_parameters: dict[str, str] = {}
         for pattern, style in own.items():
             full = ".".join(filter(None, (prefix, pattern)))
-            for name in _matching(pattern, inner):
+            found = list(_matching(pattern, inner))
+            if not found:
+                of_parameters[pattern] = style
+            for name in found:
                 whole = ".".join(filter(None, (prefix, name)))
                 # Outer plans contain the plans of their parts, and come first.
                 if style != _WHOLE and whole not in named:
                     named[whole] = (_style(style, full), full)
-            # Experts are parameters, not modules.
-            if style not in (*_STYLES, _WHOLE) and any(_matching(pattern, [n for n, _ in module.named_parameters()])):
-                _style(style, full)
+        if of_parameters:
+            _check_parameters(part, prefix, of_parameters, named)
         if isinstance(module, _TORCH_LAYERS):
             for pattern, make in _TORCH_PLAN.items():
                 named.setdefault(f"{prefix}.{pattern}".lstrip("."), (make(), pattern))
+    _check_found(model, named, expert_parallel)
+    return named
+
+
+def _check_found(model: nn.Module, named: _Named, expert_parallel: bool) -> None:
+    """Refuse a model without a plan, or without experts where they are asked for."""
     if not named:
         ready = ", ".join(_READY)
         raise make_error(
@@ -414,15 +459,42 @@ def _automatic(model: nn.Module) -> _Named:
             fix="Pass plan={pattern: style}.",
             argument="plan",
         )
-    return named
+    if expert_parallel and not any(isinstance(style, WholeExperts) for style, _ in named.values()):
+        raise make_error(
+            ValueError,
+            f"{OWNER}(plan='auto', expert_parallel=True): no plan in {type(model).__name__} names experts.",
+            fix="Leave it out, or give the modules that hold the experts the style 'expert': plan={pattern: 'expert'}.",
+            argument="plan",
+        )
 
 
-def _own_plan(module: nn.Module) -> tuple[Mapping[str, str], str]:
-    """Return the plan that a module carries, and the name of the part of it that the plan is about ("" for itself)."""
+def _check_parameters(module: nn.Module, prefix: str, patterns: Mapping[str, str], named: _Named) -> None:
+    """Refuse parameters that a plan divides, but for those of experts, which are divided with their module."""
+    names = [name for name, _ in module.named_parameters()]
+    for pattern, style in patterns.items():
+        for name in _matching(pattern, names):
+            owner, _, own = ".".join(filter(None, (prefix, name))).rpartition(".")
+            of_owner, _ = named.get(owner, (None, ""))
+            if style == _WHOLE or (isinstance(of_owner, ExpertStyle) and of_owner.takes(own, style)):
+                continue
+            raise make_error(
+                ValueError,
+                f"{OWNER}(plan='auto'): the plan of the model gives the parameter {f'{owner}.{own}'!r} the style "
+                f"{style!r}, which hasten has for layers and experts only.",
+                fix="Pass plan={pattern: style} with the layers to split.",
+                argument="plan",
+            )
+
+
+def _own_plan(module: nn.Module, expert_parallel: bool = False) -> tuple[Mapping[str, str], str]:
+    """Return the plan that a module carries, and the name of the part of it that the plan is about ("" for itself).
+
+    With ``expert_parallel``, what its plan for whole experts says takes the place of what the other says.
+    """
     for attribute in ("_tp_plan", "tp_plan"):
         plan = getattr(module, attribute, None)
         if isinstance(plan, Mapping) and plan:
-            return plan, ""
+            return _with_experts(plan, getattr(module, "_ep_plan", None), expert_parallel), ""
     config = getattr(module, "config", None)
     if config is None:
         return {}, ""
@@ -430,7 +502,12 @@ def _own_plan(module: nn.Module) -> tuple[Mapping[str, str], str]:
     if not _is_base(module):
         return _READY_AROUND.get(kind, {}), ""
     plan = getattr(config, "base_model_tp_plan", None)
+    plan = _with_experts(plan or {}, getattr(config, "base_model_ep_plan", None), expert_parallel)
     return plan or _READY.get(kind, {}), ""
+
+
+def _with_experts(plan: Mapping[str, str], experts: Any, expert_parallel: bool) -> Mapping[str, str]:
+    return {**plan, **experts} if expert_parallel and isinstance(experts, Mapping) else plan
 
 
 def _is_base(module: nn.Module) -> bool:
@@ -615,6 +692,9 @@ def _split_sequence(model: nn.Module, named: _Named) -> None:
     carriers = [(name, module) for name, module in model.named_modules() if _is_base(module) and _own_plan(module)[0]]
     if not carriers:
         raise _no_sequence(model, "no Hugging Face decoder in it")
+    experts = next((name for name, (style, _) in named.items() if isinstance(style, ExpertStyle)), None)
+    if experts is not None:
+        raise _no_sequence(model, f"{experts} has experts, whose router reads the whole sequence")
     for name, base in carriers:
         _split_sequence_of(model, named, name, base)
     outputs = _output_layers(model, named)

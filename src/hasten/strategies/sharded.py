@@ -18,7 +18,7 @@ from hasten._lib.tree import as_bytes, by_kind, is_sharded, leaves, map_tensors,
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import load_optimizer, load_weights
 from hasten.checkpoint.files import mapped_tensors
-from hasten.extend.origin import comes_from, is_builtin
+from hasten.extend.origin import comes_from, full_name, is_builtin
 from hasten.optim.fused import on_several_meshes
 from hasten.precision.base import to_floating
 from hasten.strategies.base import Sharding, StateIO, StepEngine
@@ -262,6 +262,12 @@ class DTensorEngine(StepEngine):
     def check_optimizer(self, optimizer: Optimizer, owner: str) -> None:
         """Refuse an optimizer that needs whole parameters."""
         for kind in type(optimizer).__mro__:
+            if (reason := _not_for_shards(kind)) is not None:
+                raise make_error(
+                    ValueError,
+                    f"{full_name(kind)} and strategy={self.strategy.name!r}: {reason}",
+                    fix="Use torch.optim.AdamW, or strategy='ddp_sharded', which gives an optimizer whole parameters.",
+                )
             if kind.__name__ in _NEEDS_WHOLE and (is_builtin(kind) or comes_from(kind, "torch.optim")):
                 raise make_error(
                     ValueError,
@@ -411,6 +417,18 @@ class DTensorEngine(StepEngine):
             self.drop_held_gradients(optimizer)
 
         return zero_all
+
+
+def _not_for_shards(kind: type) -> str | None:
+    """Return why an optimizer of another package, which keeps its state in few bits, cannot step a ``DTensor``."""
+    if comes_from(kind, "bitsandbytes.optim"):
+        # https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633
+        return "its kernels take plain tensors, and do not know that a parameter is divided."
+    few_bits = kind.__name__.endswith(("8bit", "4bit", "Fp8"))
+    if few_bits and comes_from(kind, "torchao.optim", "torchao.prototype.low_bit_optim"):
+        # https://github.com/pytorch/ao/issues/4912
+        return "whether it keeps a state in few bits depends on the number of processes, and the training with it."
+    return None
 
 
 class DTensorState(DividedState):

@@ -151,7 +151,8 @@ class Trainer(TrainerView):
             largest that trains.
         micro_batch: samples of a batch computed at once; "auto" shrinks when memory runs out; or a
             ``hasten.data.MicroBatch``.
-        memory: "auto" to recompute activations once memory runs out; "selective" or "full" from the start.
+        memory: "auto" to recompute activations once memory runs out; "selective" or "full" from the start; "offload"
+            to keep them in host memory.
         dropout: "fast" for masks from random bytes.
         allocator: "keep" not to return memory to the system between steps, "tcmalloc" or "jemalloc".
 
@@ -225,7 +226,7 @@ class Trainer(TrainerView):
         fused_optimizer: bool | None = None,
         batch_size: int | Literal["auto"] | None = None,
         micro_batch: int | Literal["auto"] | MicroBatch | None = None,
-        memory: Literal["auto", "selective", "full"] | None = None,
+        memory: Literal["auto", "selective", "full", "offload"] | None = None,
         dropout: Literal["fast"] | None = None,
         allocator: Literal["keep", "tcmalloc", "jemalloc"] | None = None,
     ) -> None:

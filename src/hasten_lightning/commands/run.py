@@ -28,7 +28,7 @@ OWN_ARGUMENTS = (
     ("fused_optimizer", "0", True, "update all parameters in one kernel"),
     ("batch_size", "N|auto", False, "samples of a batch"),
     ("micro_batch", "N|auto", False, "samples of a batch computed at once"),
-    ("memory", "auto|selective|full", False, "recompute activations"),
+    ("memory", "auto|selective|full|offload", False, "recompute activations, or keep them on the host"),
     ("dropout", "fast", False, "masks from random bytes"),
     ("allocator", "keep|tcmalloc|jemalloc", False, "how memory of the host is allocated"),
     ("uneven", "stop|error", False, "when processes have different numbers of batches"),

@@ -32,6 +32,7 @@ class LayerSplit:
         parallelize_fn: see ``MeshStrategy``.
         sequence_parallel: see ``MeshStrategy``.
         loss_parallel: see ``MeshStrategy``.
+        expert_parallel: see ``MeshStrategy``.
 
     Raises:
         ValueError: arguments contradict each other.
@@ -48,9 +49,15 @@ class LayerSplit:
         *,
         sequence_parallel: bool,
         loss_parallel: bool,
+        expert_parallel: bool,
     ) -> None:
-        check.boolean(owner, "sequence_parallel", sequence_parallel)
-        check.boolean(owner, "loss_parallel", loss_parallel)
+        self._options = {
+            "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
+            "expert_parallel": expert_parallel,
+        }
+        for name, value in self._options.items():
+            check.boolean(owner, name, value)
         if parallelize_fn is not None and not callable(parallelize_fn):
             raise make_error(
                 TypeError,
@@ -64,8 +71,8 @@ class LayerSplit:
             raise MisconfigurationException(
                 f"{owner}(parallelize_fn, plan=...): both divide the module.", fix="Leave one out.", argument="plan"
             )
-        if plan is None and (sequence_parallel or loss_parallel):
-            given = "sequence_parallel" if sequence_parallel else "loss_parallel"
+        if plan is None and any(self._options.values()):
+            given = next(name for name, on in self._options.items() if on)
             raise MisconfigurationException(
                 f"{owner}({given}=True): it belongs to a plan.",
                 fix="Pass plan='auto' or plan={...}, or leave it out.",
@@ -73,7 +80,6 @@ class LayerSplit:
             )
         self._owner, self._argument = owner, argument
         self._plan, self._function = plan, parallelize_fn
-        self._options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
         self._loss_context = ExitStack()
         # The modules that the plan has split, and how; empty before.
         self.styles: dict[str, ParallelStyle] = {}
@@ -140,7 +146,8 @@ class LayerSplit:
     def _warn_of_little(self, module: nn.Module) -> None:
         """Warn if a model's plan leaves most of it whole: the plans of some models name the output layer only."""
         parameters = list(module.parameters())
-        split = sum(p.numel() for p in parameters if any(place.is_shard() for place in getattr(p, "placements", ())))
+        places = ((p.numel(), getattr(p, "placements", ())) for p in parameters)
+        split = sum(size for size, found in places if not all(place.is_replicate() for place in found))
         total = sum(p.numel() for p in parameters)
         if split < total / 2:
             warn_once(

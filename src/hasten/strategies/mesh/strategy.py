@@ -128,6 +128,8 @@ class MeshStrategy(ParallelStrategy):
             along the sequence.
         loss_parallel: compute cross entropy from logits that stay split over the classes; with ``plan="auto"`` the
             output layer leaves them so.
+        expert_parallel: with ``plan="auto"``, divide whole experts of a mixture over the processes of a group, instead
+            of splitting the matrices of each.
         auto_wrap_policy: which parts are gathered by themselves: a set of module classes, or a function of FSDP1's
             form. By default every repeated block; ``strategy.plan`` shows the choice.
         reshard_after_forward: free the parameters of a block after its forward, and gather them again for its
@@ -188,6 +190,7 @@ class MeshStrategy(ParallelStrategy):
         parallelize_fn: Callable[[Any, DeviceMesh], nn.Module] | None = None,
         sequence_parallel: bool = False,
         loss_parallel: bool = False,
+        expert_parallel: bool = False,
         auto_wrap_policy: WrapPolicy | None = None,
         reshard_after_forward: bool = True,
         forward_prefetch: bool = False,
@@ -231,6 +234,7 @@ class MeshStrategy(ParallelStrategy):
             parallelize_fn,
             sequence_parallel=sequence_parallel,
             loss_parallel=loss_parallel,
+            expert_parallel=expert_parallel,
         )
         self.shards = ParameterShards(
             owner,
@@ -370,7 +374,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _check_converted(self, precision: Precision) -> None:
         """Check a number format into which parameters are converted when they are gathered."""
-        if isinstance(precision, MixedPrecision):
+        if isinstance(precision, MixedPrecision) and precision.can_be_sharded:
             name = precision.precision
             raise make_error(
                 ValueError,
@@ -401,7 +405,8 @@ class MeshStrategy(ParallelStrategy):
     def _not_divisible(self, precision: Precision, fix: str) -> ValueError:
         return make_error(
             ValueError,
-            f"precision={precision.precision!r}, strategy={self.name!r}: its layers cannot be divided over processes.",
+            f"precision={precision.precision!r}, strategy={self.name!r}: its layers cannot be divided over processes. It "
+            "puts them in place of others, whose parameters fully_shard gathers.",
             fix=fix,
             argument="precision",
         )
