@@ -302,6 +302,7 @@ def test_the_command_plans_a_mesh_of_the_program(tmp_path: Path) -> None:
 
 def test_the_command_wants_three_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     for options, said in ((("--mesh", "2,4,x"), "write three sizes"), (("--bandwidth", "450"), "write GB/s")):
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(SystemExit) as ended:
             make_parser().parse([*options, "program.py"])
+        assert ended.value.code == 2
         assert said in capsys.readouterr().err

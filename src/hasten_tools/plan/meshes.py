@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hasten._lib import check
 from hasten._lib.errors import make_error, parts_of
 from hasten.strategies.mesh import MeshStrategy
 from hasten.strategies.mesh_sizes import MeshSizes, Size
 from hasten_tools.plan.report import KEPT, Measured
+
+if TYPE_CHECKING:
+    from hasten.types import StrategyLike
 
 # Three sizes, of which one may be "auto", or "auto" for a search.
 Mesh = Sequence[Size] | Literal["auto"]
@@ -85,7 +88,7 @@ def _near(asked: Mapping[str, Size], devices: int) -> MeshSizes:
 # -- the strategy of a mesh
 
 
-def strategy_of(sizes: MeshSizes, own: object) -> MeshStrategy:
+def strategy_of(sizes: MeshSizes, own: StrategyLike | None) -> MeshStrategy:
     """Return the strategy with which a program trains on a mesh.
 
     Args:
@@ -108,7 +111,7 @@ def strategy_of(sizes: MeshSizes, own: object) -> MeshStrategy:
     return made
 
 
-def line_of(sizes: MeshSizes, own: object) -> str:
+def line_of(sizes: MeshSizes, own: StrategyLike | None) -> str:
     """Return what to write for a mesh; the arguments are those of ``strategy_of``.
 
     Example::
@@ -130,7 +133,7 @@ def _words(sizes: MeshSizes) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in named.items() if size > 1 or axis == "shard")
 
 
-def _splits(own: object) -> bool:
+def _splits(own: StrategyLike | None) -> bool:
     """Return whether the program's strategy says how to split layers."""
     return isinstance(own, MeshStrategy) and own.splits_layers
 
