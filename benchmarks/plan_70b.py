@@ -1,14 +1,17 @@
 """A transformer with the shapes of a Llama of 70 billion parameters, for ``hasten plan``.
 
     hasten plan --devices 1024 --memory 80GB benchmarks/plan_70b.py --memory full
+    hasten plan --devices 1024 --memory 80GB --mesh auto benchmarks/plan_70b.py --memory full
 
-It is made in ``configure_model``, so that it takes no memory here. Of the program's own options, ``--layers`` and
-``--tokens`` make it smaller, and ``--memory`` recomputes activations.
+It is made in ``configure_model``, so that it takes no memory here. Its modules name the layers that ``plan="auto"``
+splits (``tp_plan``). Of the program's own options, ``--layers`` and ``--tokens`` make it smaller, and ``--memory``
+recomputes activations.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +23,25 @@ WIDTH, HEADS, KEY_HEADS, HIDDEN, WORDS = 8192, 64, 8, 28672, 128_256
 
 
 class Attention(nn.Module):
-    """Causal attention in which several heads share their keys and values."""
+    """Causal attention in which several heads share their keys and values.
 
-    def __init__(self) -> None:
+    Args:
+        width: of a token.
+        heads: of queries.
+        key_heads: of keys and values.
+
+    """
+
+    # Each process has some of the heads.
+    tp_plan: ClassVar[dict[str, str]] = {"query": "colwise", "key": "colwise", "value": "colwise", "output": "rowwise"}
+
+    def __init__(self, width: int, heads: int, key_heads: int) -> None:
         super().__init__()
-        self.size = WIDTH // HEADS
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key = nn.Linear(WIDTH, KEY_HEADS * self.size, bias=False)
-        self.value = nn.Linear(WIDTH, KEY_HEADS * self.size, bias=False)
-        self.output = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.size = width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, key_heads * self.size, bias=False)
+        self.value = nn.Linear(width, key_heads * self.size, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attended tokens; both are (batch, tokens, width)."""
@@ -43,9 +56,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a gated feed-forward part."""
 
+    tp_plan: ClassVar[dict[str, str]] = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.norm1, self.norm2 = Attention(), nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention = Attention(WIDTH, HEADS, KEY_HEADS)
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
@@ -64,6 +80,8 @@ class Llama(L.LightningModule):
         super().__init__()
         self.layers = layers
         self.net: nn.Sequential | None = None
+        # The embedding, and the head after the last norm.
+        self.tp_plan = {"net.0": "embedding_rowwise", f"net.{layers + 2}": "colwise_gather_output"}
 
     def configure_model(self) -> None:
         """Make the layers where the strategy wants them."""

@@ -351,7 +351,9 @@ def _back(saved: Any) -> Any:
 
 def _alike(first: Tensor, second: Tensor) -> bool:
     """Return whether two results of one computation are equal up to rounding."""
-    if first.shape != second.shape or not first.is_floating_point():
+    # A plan (``hasten plan``) computes without values.
+    has_values = type(first).__name__ != "FakeTensor"
+    if first.shape != second.shape or not first.is_floating_point() or not has_values:
         return first.shape == second.shape
     fine = first.dtype in (torch.float32, torch.float64) and first.is_cpu
     tolerance = 1e-5 if fine else 1e-2

@@ -55,7 +55,7 @@ def strategies() -> dict[str, Any]:
 
 
 def loader() -> DataLoader[Tensor]:
-    tokens = torch.randint(0, WORDS, (64, TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, WORDS, (96, TOKENS), generator=torch.Generator().manual_seed(1))
     return DataLoader(tokens, batch_size=8)  # type: ignore[arg-type]
 
 
@@ -86,18 +86,21 @@ class _Watch(L.Callback):
         if batch_idx == STEP:
             self.mark.__exit__(None, None, None)
             sent = {name: [one.calls, one.payload_bytes, one.ring_bytes] for name, one in self.ledger.sent.items()}
+            links = {name: one.links() for name, one in self.ledger.sent.items()}
             parts = {name: getattr(p, "_local_tensor", p) for name, p in pl_module.named_parameters()}
-            self.found |= {"sent": sent, "shards": {name: list(part.shape) for name, part in parts.items()}}
+            shards = {name: list(part.shape) for name, part in parts.items()}
+            self.found |= {"sent": sent, "links": links, "shards": shards}
 
 
-def main(file: str) -> None:
+def main(file: str, strategies: dict[str, Any], devices: int, per_machine: int | None = None) -> None:
+    """Train under each strategy on ``devices`` processes, as if ``per_machine`` of them were on each machine."""
     found: dict[str, Any] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for name, strategy in strategies().items():
+        for name, strategy in strategies.items():
             gc.collect()
-            with Ledger() as ledger:
+            with Ledger(per_machine) as ledger:
                 watch = _Watch(name, ledger)
-                run = trainer(devices=2, strategy=strategy, callbacks=[watch])
+                run = trainer(devices=devices, strategy=strategy, callbacks=[watch])
                 run.fit(Transformer(), loader())
             found[name] = watch.found
     if not run.is_global_zero:
@@ -127,4 +130,4 @@ def _growth(events: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], strategies(), devices=2)

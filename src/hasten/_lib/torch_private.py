@@ -271,9 +271,13 @@ def groups_of_process() -> dict[ProcessGroup, Any]:
     return groups
 
 
-def size_of_group(name: str) -> int:
-    """Return how many processes the group with this name has; raise a KeyError or RuntimeError if there is none."""
-    return int(_c10d._resolve_process_group(name).size())
+def ranks_of_group(name: str) -> list[int] | None:
+    """Return the ranks of the group with this name, in their order in it; None if there is no such group."""
+    try:
+        ranks: list[int] = _c10d.get_process_group_ranks(_c10d._resolve_process_group(name))
+    except (RuntimeError, KeyError):
+        return None
+    return ranks
 
 
 def remove_ddp_hooks(ddp: Any) -> None:

@@ -6,9 +6,13 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from hasten.commands.parser import Option, Parser, positive, whole
 from hasten_lightning.commands import run
+
+if TYPE_CHECKING:
+    from hasten_tools.plan.report import Bandwidth
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     question = Question(
         devices=given.devices, nodes=given.nodes, strategy=given.strategy, tensor_parallel=given.tp,
         precision=given.precision, memory=given.memory, accelerator=given.accelerator, budget_seconds=given.budget,
+        mesh=given.mesh, bandwidth=given.bandwidth,
     )  # fmt: skip
     try:
         if given.json is not None:
@@ -49,20 +54,47 @@ def _size(text: str) -> int:
         raise ArgumentTypeError(str(error)) from None
 
 
+def _mesh(text: str) -> tuple[int | Literal["auto"], ...] | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    sizes: list[int | Literal["auto"]] = []
+    for word in text.split(","):
+        if word != "auto" and not (word.isdecimal() and int(word) > 0):
+            raise ArgumentTypeError(f"{text!r}: write three sizes, such as 2,64,8 for replicate=2, shard=64, tensor=8.")
+        sizes.append("auto" if word == "auto" else int(word))
+    return tuple(sizes)
+
+
+def _bandwidth(text: str) -> Bandwidth:
+    from hasten_tools.plan.report import parse_bandwidth
+
+    try:
+        return parse_bandwidth(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
 _OPTIONS: list[Option] = [
     ("--devices", "N", whole(1), "the number of devices in all; default: those of the program, or 8 a machine"),
     ("--nodes", "N", whole(1), "the number of machines; default: the program's, or with --devices machines of 8"),
     ("--strategy", "NAME", str, "as for Trainer(strategy=...); default: that of the program"),
     (
-        "--tp",
-        "N",
-        whole(1),
-        "split layers over N processes, by ModelParallelStrategy(tensor_parallel_size=N, plan='auto')",
+        "--mesh",
+        "R,S,T",
+        _mesh,
+        "plan with MeshStrategy(replicate=R, shard=S, tensor=T); auto: find the sizes with the shortest exchange",
     ),
+    ("--tp", "N", whole(1), "split layers over N processes: the same as --mesh 1,auto,N"),
     ("--precision", "NAME", str, "as for Trainer(precision=...); default: that of the program"),
     ("--memory", "SIZE", _size, "of a device, such as 80GB: says whether it fits, and which change would make it fit"),
     ("--accelerator", "", ("gpu", "cpu"), "the devices to plan for; default: gpu"),
-    ("--budget", "S", positive, "seconds for planning changes; none is begun after them; default: 45"),
+    ("--budget", "S", positive, "seconds for planning changes or meshes; none is begun after them; default: 45"),
+    (
+        "--bandwidth",
+        "WITHIN,BETWEEN",
+        _bandwidth,
+        "GB/s of a device within and between machines, to estimate seconds; with --mesh auto 450,50 by default",
+    ),
     ("--json", "FILE", Path, "write everything found"),
 ]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,40 @@ def held(tensor: Tensor) -> Tensor:
     return torch_private.local_part(tensor)
 
 
+class Spread(NamedTuple):
+    """How the processes of a group are spread over machines.
+
+    Args:
+        processes: how many there are.
+        crossing: how many of them send to another machine in a ring in the order of ranks.
+        elsewhere: how many are on other machines than the first of them.
+
+    """
+
+    processes: int
+    crossing: int
+    elsewhere: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], per_machine: int | None) -> Spread:
+        """Return the spread of a group.
+
+        Args:
+            ranks: of its processes, in their order in the group.
+            per_machine: ranks of each machine, which follow each other; None if all are on one.
+
+        Example::
+
+            >>> Spread.of(range(16), 8), Spread.of(range(0, 16, 8), 8)
+            (Spread(processes=16, crossing=2, elsewhere=8), Spread(processes=2, crossing=2, elsewhere=1))
+
+        """
+        machines = [0 if per_machine is None else rank // per_machine for rank in ranks]
+        following = machines[1:] + machines[:1]
+        crossing = sum(one != other for one, other in zip(machines, following, strict=True))
+        return cls(len(machines), crossing, sum(machine != machines[0] for machine in machines))
+
+
 @dataclass
 class Sent:
     """The collectives of one kind in one step, of one process.
@@ -38,18 +72,44 @@ class Sent:
             an all-reduce or a broadcast.
         ring_bytes: what this process sends in a ring: (n - 1) / n of the payload for all-gather and reduce-scatter,
             twice that for all-reduce.
+        parts: ``ring_bytes`` in parts, by the share of them that goes between machines: (of so many, of how many).
 
     """
 
     calls: int = 0
     payload_bytes: int = 0
     ring_bytes: int = 0
+    parts: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def add(self, payload: int, size: int, rounds: int) -> None:
-        """Add one call with ``payload`` bytes over ``size`` processes."""
+    def add(self, payload: int, spread: Spread, rounds: int, *, in_ring: bool = True) -> None:
+        """Add one call.
+
+        Args:
+            payload: its bytes.
+            spread: of the group.
+            rounds: how often the payload goes around the ring.
+            in_ring: each process sends to the next; False if each sends to all others.
+
+        """
+        size = spread.processes
+        sent = rounds * payload * (size - 1) // max(size, 1)
         self.calls += 1
         self.payload_bytes += payload
-        self.ring_bytes += rounds * payload * (size - 1) // max(size, 1)
+        self.ring_bytes += sent
+        share = (spread.crossing, size) if in_ring else (spread.elsewhere, size - 1)
+        self.parts[share] = self.parts.get(share, 0) + sent
+
+    def links(self) -> list[tuple[int, int]]:
+        """Return the bytes that a process sends within its machine and between machines, of each part.
+
+        In a ring over several machines a few processes send to another machine, and not always the same ones: this is
+        the mean of all processes.
+        """
+        found = []
+        for (crossing, of), sent in self.parts.items():
+            between = sent * crossing // max(of, 1)
+            found.append((sent - between, between))
+        return found
 
 
 @dataclass
@@ -66,6 +126,9 @@ class Ledger(torch_private.TorchDispatchMode):
     A tensor counts from the operation that makes it until nothing refers to its memory. It costs a few microseconds an
     operation, and works alike on real tensors and on tensors without data.
 
+    Args:
+        per_machine: how many processes are on each machine, in the order of ranks; None if all are on one.
+
     Example::
 
         >>> with Ledger() as ledger:
@@ -80,13 +143,16 @@ class Ledger(torch_private.TorchDispatchMode):
 
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_machine: int | None = None) -> None:
         super().__init__()
         self.phase = ACTIVATIONS
         self.is_backward = False
         self.live = 0
         self.peak = Peak()
         self.sent: dict[str, Sent] = {}
+        self._per_machine = per_machine
+        # By the name of a group; None for texts that name none.
+        self._spreads: dict[str, Spread | None] = {}
         # Returns what is known to be weights, gradients, ...
         self.owners: Callable[[], Mapping[str, Iterable[Tensor]]] = dict
         # By the address of the storage: its bytes, its category by when it was made, and what tells its end.
@@ -219,7 +285,22 @@ class Ledger(torch_private.TorchDispatchMode):
             for tensor in tensors:
                 self.see(tensor, GATHERED)
         payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.sent.setdefault(what, Sent()).add(payload, _size(args), rounds)
+        in_ring = what != "all-to-all"
+        self.sent.setdefault(what, Sent()).add(payload, self._spread(args), rounds, in_ring=in_ring)
+
+    def _spread(self, args: Any) -> Spread:
+        """Return how the processes of a collective are spread over machines."""
+        for value in reversed(args):
+            name = _name_of_group(value) if isinstance(value, torch.ScriptObject) else value
+            if not isinstance(name, str):
+                continue
+            if name not in self._spreads:
+                # Other texts name operations, such as "sum".
+                ranks = torch_private.ranks_of_group(name)
+                self._spreads[name] = None if ranks is None else Spread.of(ranks, self._per_machine)
+            if (found := self._spreads[name]) is not None:
+                return found
+        return Spread.of(range(torch.distributed.get_world_size()), self._per_machine)
 
 
 # By the name of the operation: kind, where its whole tensors are, and how often the payload goes around the ring.
@@ -256,19 +337,11 @@ _KINDS: dict[str, tuple[str, Any, int]] = {
 }
 
 
-def _size(args: Any) -> int:
-    """Return the number of processes of a collective."""
+def _name_of_group(boxed: torch.ScriptObject) -> str | None:
+    """Return the name of the process group in an argument of an operator; None if that is something else."""
     from torch.distributed import ProcessGroup
 
-    for value in reversed(args):
-        if isinstance(value, str):
-            try:
-                return torch_private.size_of_group(value)
-            except (RuntimeError, KeyError):
-                continue  # The name of an operation, such as "sum".
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return int(ProcessGroup.unbox(value).size())
-            except (RuntimeError, TypeError):
-                continue
-    return torch.distributed.get_world_size()
+    try:
+        return str(ProcessGroup.unbox(boxed).group_name)
+    except (RuntimeError, TypeError):
+        return None

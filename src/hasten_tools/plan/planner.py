@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hasten._lib import check
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, make_error, parts_of
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.host import usable_cores
 from hasten.machine.launch import end_when
 from hasten.resolve import PRECISIONS
-from hasten_tools.plan import simulated
-from hasten_tools.plan.report import Change, FitPlan, Measured
+from hasten_tools.plan import meshes, simulated
+from hasten_tools.plan.report import USABLE, Bandwidth, Change, FitPlan, Measured, PlannedMesh
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
+    from hasten.strategies.mesh.sizes import MeshSizes, Size
     from hasten.trainer import Trainer
     from hasten.types import Dataloaders, PrecisionName, StrategyLike
+    from hasten_tools.plan.meshes import Mesh
     from hasten_tools.plan.step import Order
 
 # No further change is planned after this time.
@@ -51,6 +55,8 @@ def plan_fit(
     memory_bytes: int | None = None,
     accelerator: str = "gpu",
     budget_seconds: float = BUDGET_SECONDS,
+    mesh: Mesh | None = None,
+    bandwidth: tuple[float, float] | None = None,
 ) -> FitPlan:
     """Return what ``trainer.fit(model, ...)`` would need on many devices, without using any.
 
@@ -65,11 +71,16 @@ def plan_fit(
         devices: the number of devices in all.
         num_nodes: the number of machines; by default machines of 8 devices.
         strategy: a name or an object; by default the Trainer's.
-        tensor_parallel_size: split layers over as many processes, by ``ModelParallelStrategy(plan="auto")``.
+        tensor_parallel_size: the same as ``mesh=(1, "auto", tensor_parallel_size)``.
         precision: by default the Trainer's.
         memory_bytes: of one device; with it the plan says whether it fits, and which single change would make it fit.
         accelerator: "gpu" to step optimizers as torch does there, which takes more memory; "cpu".
-        budget_seconds: for the changes; none is begun after this time.
+        budget_seconds: for the changes or the meshes; none is begun after this time.
+        mesh: plan with ``MeshStrategy(replicate, shard, tensor)``: three sizes, of which one may be "auto". Layers are
+            split by the plan of the program's own ``MeshStrategy``, whose other arguments stay, too, or else by
+            ``plan="auto"``. "auto" plans several meshes and finds the one with the shortest exchange that fits.
+        bandwidth: GB/s that a device sends within a machine and between machines; with it the plan estimates the
+            seconds that exchanging takes. For ``mesh="auto"`` the default is (450, 50).
 
     Raises:
         PlanError: a step needs the values of tensors, or fails without them; the message has the line.
@@ -89,51 +100,169 @@ def plan_fit(
     Source: `PyTorch, FakeTensor <https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html>`_.
 
     """
-    variants = Variants(trainer, devices, num_nodes, strategy, tensor_parallel_size, precision, accelerator)
+    mesh = chosen_mesh(mesh, tensor_parallel_size, strategy)
+    speed = None if bandwidth is None else Bandwidth(*bandwidth)
+    variants = Variants(trainer, devices, num_nodes, strategy, mesh, precision, accelerator)
 
     def fit() -> None:
         trainer.fit(model, train_dataloaders, datamodule=datamodule)
 
-    return plan_variants(trainer, type(model).__name__, variants, fit, memory_bytes, budget_seconds)
+    return plan_variants(trainer, type(model).__name__, variants, fit, memory_bytes, budget_seconds, speed)
 
 
 def plan_variants(
-    trainer: Trainer, model: str, variants: Variants, fit: Callable[[], None], memory: int | None, budget: float
+    trainer: Trainer,
+    model: str,
+    variants: Variants,
+    fit: Callable[[], None],
+    memory: int | None,
+    budget: float,
+    bandwidth: Bandwidth | None = None,
 ) -> FitPlan:
-    """Plan a fit, and single changes where it does not fit; ``budget`` is in seconds."""
+    """Plan a fit, and single changes where it does not fit, or the meshes for its devices.
+
+    Args:
+        trainer: of the program.
+        model: the name of the module's class.
+        variants: of the program.
+        fit: calls ``trainer.fit``.
+        memory: of a device, in bytes.
+        budget: for changes or meshes, in seconds.
+        bandwidth: to estimate seconds with; None leaves them out, but for a search of meshes.
+
+    """
+    until = time.monotonic() + budget
+    if variants.searches_mesh:
+        bandwidth = bandwidth or Bandwidth()
+        planned = _search(trainer, variants, fit, memory, until, bandwidth)
+        best = planned[0].measured
+        if best is None:
+            raise PlanError(f"{planned[0].line}: {planned[0].reason}")
+        return FitPlan(
+            variants.devices, variants.nodes, model, best, memory, (), variants.notes, tuple(planned), bandwidth
+        )
     found = _finish(_start(trainer, variants.base(), fit))
     changes: list[Change] = []
     if found.fits(memory) is False:
         changes = _planned(trainer, list(variants.changes(found)), fit, time.monotonic() + budget)
-    return FitPlan(variants.devices, variants.nodes, model, found, memory, tuple(changes), variants.notes)
+    return FitPlan(
+        variants.devices, variants.nodes, model, found, memory, tuple(changes), variants.notes, (), bandwidth
+    )
+
+
+_LATE = "the time is over (--budget)"
 
 
 def _planned(trainer: Trainer, asked: list[tuple[str, Order]], fit: Callable[[], None], until: float) -> list[Change]:
     """Plan changes, as many at once as there are cores, and at least one."""
     changes: list[Change] = []
-    running: deque[tuple[str, _Copy]] = deque()
-
-    def finish() -> None:
-        line, copy = running.popleft()
-        try:
-            changes.append(Change(line, _finish(copy)))
-        except (PlanError, ValueError, TypeError) as error:
-            changes.append(Change(line, reason=str(error).partition("\n")[0]))
-
-    late: list[str] = []
-    for line, order in asked:
-        if len(running) >= usable_cores():
-            finish()
-        if changes and time.monotonic() > until:
-            late.append(line)
+    late: list[Change] = []
+    for line, found in _measured(trainer, asked, fit, until):
+        if isinstance(found, Measured):
+            changes.append(Change(line, found))
         else:
-            running.append((line, _start(trainer, order, fit)))
+            (late if found == _LATE else changes).append(Change(line, reason=found))
+    return changes + late
+
+
+def _search(
+    trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None, until: float, speed: Bandwidth
+) -> list[PlannedMesh]:
+    """Plan meshes, as many as the time allows, and return all of them, the best one first."""
+    found: dict[MeshSizes, Measured] = {}
+    reasons: dict[MeshSizes, str] = {}
+    # An estimate may be wrong by a little.
+    usable = None if memory is None else 1.02 * USABLE * memory
+    asked = meshes.to_plan(variants.devices, variants.nodes, usable, found, reasons)
+    for sizes, one in _measured(trainer, ((sizes, variants.on_mesh(sizes)) for sizes in asked), fit, until):
+        if isinstance(one, Measured):
+            found[sizes] = one
+        else:
+            reasons[sizes] = one
+
+    def planned(sizes: MeshSizes) -> PlannedMesh:
+        one = found.get(sizes)
+        return PlannedMesh(
+            *(sizes.replicate, sizes.shard, sizes.tensor, variants.line_of(sizes), one),
+            seconds=None if one is None else one.seconds(speed),
+            reason=reasons.get(sizes, ""),
+        )
+
+    def place(mesh: PlannedMesh) -> tuple[bool, bool, float]:
+        fits = mesh.measured is not None and mesh.measured.fits(memory) is not False
+        memory_needed = math.inf if mesh.measured is None else float(mesh.measured.on_device)
+        return mesh.measured is None, not fits, mesh.seconds_for_all if fits else memory_needed
+
+    all_sizes = chain.from_iterable(meshes.candidates(variants.devices, variants.nodes).values())
+    return sorted(map(planned, all_sizes), key=place)
+
+
+_Key = TypeVar("_Key")
+
+
+def _measured(
+    trainer: Trainer, asked: Iterable[tuple[_Key, Order]], fit: Callable[[], None], until: float
+) -> Iterator[tuple[_Key, Measured | str]]:
+    """Yield what was asked for, and the plan of it or why there is none.
+
+    As many are planned at once as there are cores, and at least one. What to plan next is asked for when there is a
+    core for it, after the plans before it.
+    """
+    running: deque[tuple[_Key, _Copy]] = deque()
+    orders, has_one = iter(asked), False
+
+    def finish() -> tuple[_Key, Measured | str]:
+        key, copy = running.popleft()
+        try:
+            return key, _finish(copy)
+        except (PlanError, ValueError, TypeError) as error:
+            return key, str(error).partition("\n")[0]
+
+    while True:
+        if len(running) >= usable_cores():
+            has_one = True
+            yield finish()
+        following = next(orders, None)
+        if following is None:
+            break
+        key, order = following
+        if has_one and time.monotonic() > until:
+            yield key, _LATE
+        else:
+            running.append((key, _start(trainer, order, fit)))
     while running:
-        finish()
-    return changes + [Change(line, reason="the time is over (--budget)") for line in late]
+        yield finish()
 
 
-def _check_machines(devices: int, nodes: int, tensor_parallel: int | None, accelerator: str) -> None:
+def chosen_mesh(
+    mesh: Sequence[Size] | str | None, tensor_parallel: int | None, strategy: StrategyLike | None
+) -> Mesh | None:
+    """Return the mesh that a question asks for, after checking that the question does not contradict itself.
+
+    Args:
+        mesh: three sizes, or "auto".
+        tensor_parallel: short for ``(1, "auto", tensor_parallel)``.
+        strategy: that replaces the program's.
+
+    Raises:
+        ValueError: two arguments say over how many processes to split, or which strategy to use; a text is not "auto".
+
+    """
+    if isinstance(mesh, str) and mesh != "auto":
+        fix = "use 'auto' or three sizes, (replicate, shard, tensor)."
+        raise make_error(ValueError, f"mesh={mesh!r}:", fix=fix, argument="mesh")
+    if mesh is None:
+        return None if tensor_parallel is None else (1, "auto", tensor_parallel)
+    if tensor_parallel is not None:
+        what = f"--mesh and --tp {tensor_parallel}: both say over how many processes layers are split."
+        raise make_error(ValueError, what, fix="Leave --tp out.", argument="mesh")
+    if isinstance(strategy, str) and not strategy.startswith("fsdp"):
+        what = f"--mesh and --strategy {strategy}: a mesh is one of MeshStrategy."
+        raise make_error(ValueError, what, fix="Leave --strategy out.", argument="mesh")
+    return "auto" if isinstance(mesh, str) else mesh
+
+
+def _check_machines(devices: int, nodes: int, accelerator: str) -> None:
     check.whole("plan_fit", "devices", devices, at_least=1)
     check.whole("plan_fit", "num_nodes", nodes, at_least=1)
     if devices % nodes:
@@ -142,12 +271,6 @@ def _check_machines(devices: int, nodes: int, tensor_parallel: int | None, accel
         )
     if accelerator not in ("gpu", "cpu"):
         raise make_error(ValueError, f"accelerator={accelerator!r}:", fix="use 'gpu' or 'cpu'.", argument="accelerator")
-    if tensor_parallel is not None and (tensor_parallel < 1 or devices % tensor_parallel):
-        raise make_error(
-            ValueError,
-            f"layers split over {tensor_parallel} of {devices} devices:",
-            fix="use a divisor of the number of devices.",
-        )
 
 
 class Variants:
@@ -159,14 +282,14 @@ class Variants:
         devices: int,
         nodes: int | None,
         strategy: StrategyLike | None,
-        tensor_parallel: int | None,
+        mesh: Mesh | None,
         precision: str | int | None,
         accelerator: str,
         given: Mapping[str, Any] | None = None,
     ) -> None:
         if nodes is None:
             nodes = devices // PER_NODE if devices > PER_NODE and devices % PER_NODE == 0 else 1
-        _check_machines(devices, nodes, tensor_parallel, accelerator)
+        _check_machines(devices, nodes, accelerator)
         given = {**trainer.given_arguments, **(given or {})}
         self.devices, self.nodes = devices, nodes
         self._gpu = accelerator == "gpu"
@@ -174,9 +297,12 @@ class Variants:
         if not isinstance(self._plugins, (list, tuple)):
             self._plugins = [self._plugins]
         self._plugins = [plugin for plugin in self._plugins if not isinstance(plugin, ClusterEnvironment)]
-        self._strategy: Any = (
-            _tensor_parallel(tensor_parallel) if tensor_parallel else (strategy or given.get("strategy"))
-        )
+        # What the program says; --tp, --mesh and changes of the mesh keep its arguments where they can.
+        self._own: Any = strategy or given.get("strategy")
+        self.searches_mesh = mesh == "auto"
+        self._strategy = None if self.searches_mesh else self._own
+        if mesh is not None and not isinstance(mesh, str):
+            self._strategy = meshes.strategy_of(meshes.sizes_of(mesh, devices, nodes), self._own)
         name = str(self._strategy).lower()
         if name.startswith(("deepspeed", "xla", "single_xla")):
             raise make_error(
@@ -216,6 +342,14 @@ class Variants:
         base = {"strategy": self._strategy, "precision": self._precision, "plugins": self._plugins}
         return Order({**base, **changes}, self.devices, self.nodes, batch_parts, self._gpu)
 
+    def on_mesh(self, sizes: MeshSizes) -> Order:
+        """Return the program with a mesh of these sizes."""
+        return self._order(strategy=meshes.strategy_of(sizes, self._own))
+
+    def line_of(self, sizes: MeshSizes) -> str:
+        """Return the strategy to write for a mesh of these sizes."""
+        return meshes.line_of(sizes, self._own)
+
     def base(self) -> Order:
         return self._order()
 
@@ -245,22 +379,17 @@ class Variants:
             )
         size = min(PER_NODE, self.devices)
         if several and found.tensor_parallel == 1 and self.devices % size == 0:
-            yield f"--tp {size}", self._order(strategy=_tensor_parallel(size))
+            split = meshes.sizes_of((1, "auto", size), self.devices, self.nodes)
+            yield f"--tp {size}", self.on_mesh(split)
 
     def _half(self) -> dict[str, Any]:
         """Return the plugin with which sharded strategies take 16-bit weights."""
         from hasten.precision.builtin import HalfPrecision
 
         name = self._strategy if isinstance(self._strategy, str) else getattr(self._strategy, "name", "")
-        if not str(name).startswith(("fsdp", "model_parallel")):
+        if not str(name).startswith(("fsdp", "model_parallel", "mesh")):
             return {}
         return {"plugins": [*self._plugins, HalfPrecision("bf16-true", keep_small_updates=False)]}
-
-
-def _tensor_parallel(size: int) -> Any:
-    from hasten.strategies.model_parallel import ModelParallelStrategy
-
-    return ModelParallelStrategy(tensor_parallel_size=size, plan="auto")
 
 
 # -- copies of this process
@@ -307,7 +436,10 @@ def _finish(copy: _Copy) -> Measured:
     if kind == "measured":
         found: Measured = content
         return found
-    raise {"value": ValueError, "type": TypeError, "misuse": MisconfigurationException}.get(kind, PlanError)(content)
+    if isinstance(content, str):
+        raise PlanError(content)
+    raised = {"value": ValueError, "type": TypeError, "misuse": MisconfigurationException}[kind]
+    raise make_error(raised, content.what, fix=content.fix, argument=content.argument)
 
 
 def _copy(trainer: Trainer, order: Order, fit: Callable[[], None], writes: int) -> Any:
@@ -342,11 +474,11 @@ def _answer(trainer: Trainer, order: Order, fit: Callable[[], None]) -> tuple[st
     except Unplannable as error:
         return "plan", str(error)
     except MisconfigurationException as error:
-        return "misuse", str(error)
+        return "misuse", parts_of(error)
     except ValueError as error:
-        return "value", str(error)
+        return "value", parts_of(error)
     except TypeError as error:
-        return "type", str(error)
+        return "type", parts_of(error)
     except Exception as error:
         return "plan", f"{type(error).__name__}: {error}"
     except SystemExit as error:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.fabric import Fabric
 from hasten.machine.devices import number_of
 from hasten.trainer import Trainer
-from hasten_tools.plan.planner import BUDGET_SECONDS, PER_NODE, PlanError, Variants, plan_variants
-from hasten_tools.plan.report import FitPlan
+from hasten_tools.plan.planner import BUDGET_SECONDS, PER_NODE, PlanError, Variants, chosen_mesh, plan_variants
+from hasten_tools.plan.report import Bandwidth, FitPlan
+
+if TYPE_CHECKING:
+    from hasten_tools.plan.meshes import Mesh
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,9 @@ class Question:
         precision: its name.
         memory: of a device, in bytes.
         accelerator: "gpu" or "cpu".
-        budget_seconds: for the changes; none is begun after this time.
+        budget_seconds: for the changes or the meshes; none is begun after this time.
+        mesh: sizes of replicate, shard and tensor, or "auto" to find them.
+        bandwidth: with which seconds are estimated.
 
     """
 
@@ -39,6 +45,8 @@ class Question:
     memory: int | None = None
     accelerator: str = "gpu"
     budget_seconds: float = BUDGET_SECONDS
+    mesh: Mesh | None = None
+    bandwidth: Bandwidth | None = None
 
 
 class _End(SystemExit):
@@ -70,16 +78,14 @@ def plan_program(question: Question, run: Callable[[], int]) -> FitPlan:
     @functools.wraps(fit)
     def plan(trainer: Trainer, model: Any, *args: Any, **arguments: Any) -> NoReturn:
         own = given.get(trainer, {})
-        strategy = question.strategy or own.get("strategy")
-        devices, nodes = _machines(question, own)
         try:
-            variants = Variants(
-                trainer, devices, nodes, strategy, question.tensor_parallel, question.precision,
-                question.accelerator, own,
-            )  # fmt: skip
+            mesh = chosen_mesh(question.mesh, question.tensor_parallel, question.strategy)
+            devices, nodes = _machines(question, own)
+            strategy = question.strategy or own.get("strategy")
+            variants = Variants(trainer, devices, nodes, strategy, mesh, question.precision, question.accelerator, own)
             first = functools.partial(fit, trainer, model, *args, **arguments)
-            budget = question.budget_seconds
-            found.append(plan_variants(trainer, type(model).__name__, variants, first, question.memory, budget))
+            name, budget, speed = type(model).__name__, question.budget_seconds, question.bandwidth
+            found.append(plan_variants(trainer, name, variants, first, question.memory, budget, speed))
         except Exception as error:
             found.append(error)
         raise _End(0)
@@ -116,6 +122,9 @@ def _machines(question: Question, given: Mapping[str, Any]) -> tuple[int, int | 
     """Return the number of devices in all and of machines, None for machines of ``PER_NODE`` devices."""
     if question.devices is not None:
         return question.devices, question.nodes
+    sizes = [size for size in question.mesh or () if isinstance(size, int)]
+    if len(sizes) == 3:
+        return math.prod(sizes), question.nodes
     nodes: int = question.nodes or given.get("num_nodes") or 1
     return nodes * (number_of(given.get("devices")) or PER_NODE), nodes
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hasten._lib.errors import make_error
@@ -15,7 +16,47 @@ from hasten_tools.plan.ledger import CATEGORIES, GRADIENTS, OPTIMIZER, WEIGHTS
 # between tensors.
 USABLE = 0.9
 # Between one step and the next, or moved to host memory by cpu_offload.
-_KEPT = (WEIGHTS, OPTIMIZER, GRADIENTS)
+KEPT = (WEIGHTS, OPTIMIZER, GRADIENTS)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """How fast one device sends, in billions of bytes a second.
+
+    The defaults are the NVLink of an H100 (900 GB/s, half of it in each direction) and one 400 Gb/s InfiniBand adapter
+    a device.
+
+    Args:
+        within: to a device of the same machine.
+        between: to a device of another machine.
+
+    Raises:
+        ValueError: a number is not positive.
+
+    Source: `NVIDIA, H100 <https://www.nvidia.com/en-us/data-center/h100/>`_ and `DGX H100
+    <https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html>`_.
+
+    """
+
+    within: float = 450.0
+    between: float = 50.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.within < math.inf and 0 < self.between < math.inf):
+            raise make_error(
+                ValueError,
+                f"bandwidth {self.within:g},{self.between:g}:",
+                fix="use positive numbers of GB/s.",
+                argument="bandwidth",
+            )
+
+    def text(self) -> str:
+        """Return what is assumed, as a sentence."""
+        of = " (NVLink of an H100, 400 Gb/s InfiniBand)" if self == Bandwidth() else ""
+        return (
+            f"Seconds: a device sends {self.within:g} GB/s within a machine and {self.between:g} GB/s between "
+            f"machines{of}.\nLatency is not counted, nor what is computed meanwhile."
+        )
 
 
 @dataclass(frozen=True)
@@ -38,6 +79,9 @@ class Measured:
         peak_parts: by what.
         sent: by kind of collective: calls, payload, and what the process sends in a ring.
         shards: the shape of each parameter in this process.
+        mesh: the sizes of the axes "replicate", "shard" and "tensor"; empty for strategies without a mesh.
+        links: by kind of collective, the parts of what the process sends in a ring: bytes within its machine, and
+            bytes between machines. A part is what groups send that are spread over machines alike.
 
     """
 
@@ -56,18 +100,31 @@ class Measured:
     peak_parts: dict[str, int]
     sent: dict[str, tuple[int, int, int]]
     shards: dict[str, tuple[int, ...]]
+    mesh: dict[str, int] = field(default_factory=dict)
+    links: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @property
     def on_device(self) -> int:
         """The most memory on the device."""
         if not self.cpu_offload:
             return self.peak
-        return self.peak - sum(self.peak_parts.get(name, 0) for name in _KEPT)
+        return self.peak - sum(self.peak_parts.get(name, 0) for name in KEPT)
 
     @property
     def on_host(self) -> int:
         """The memory that ``cpu_offload`` takes on the host, for one process."""
         return self.weights + self.gradients + self.optimizer if self.cpu_offload else 0
+
+    def seconds(self, bandwidth: Bandwidth) -> float:
+        """Return about how long exchanging takes in a step, in seconds, if each collective sends as fast as it can.
+
+        A collective takes as long as the slower of its two links: what goes within machines is sent at the same time.
+        """
+        return sum(
+            max(within / bandwidth.within, between / bandwidth.between) / 1e9
+            for parts in self.links.values()
+            for within, between in parts
+        )
 
     def fits(self, memory: int | None) -> bool | None:
         """Return whether a device of ``memory`` bytes is large enough; None if it is not given."""
@@ -91,6 +148,35 @@ class Change:
 
 
 @dataclass(frozen=True)
+class PlannedMesh:
+    """What was found about one mesh.
+
+    Args:
+        replicate: the size of this axis.
+        shard: the same.
+        tensor: the same.
+        line: the strategy to write.
+        measured: the plan with it; None if there is none.
+        seconds: of exchange in a step; None without a plan.
+        reason: why there is no plan.
+
+    """
+
+    replicate: int
+    shard: int
+    tensor: int
+    line: str
+    measured: Measured | None = None
+    seconds: float | None = None
+    reason: str = ""
+
+    @property
+    def seconds_for_all(self) -> float:
+        """Seconds of exchange for as many batches as there are devices; a step has one for each group of ``tensor``."""
+        return math.inf if self.seconds is None else self.seconds * self.tensor
+
+
+@dataclass(frozen=True)
 class FitPlan:
     """The memory and communication that a program needs on many devices.
 
@@ -102,6 +188,8 @@ class FitPlan:
         memory: of a device, in bytes; None if it was not given.
         changes: single changes, if the plan does not fit.
         notes: what the plan leaves out of the program.
+        meshes: what was found about each mesh, the best one first, if the best one was searched.
+        bandwidth: with which seconds are estimated; None if they are not.
 
     """
 
@@ -112,6 +200,8 @@ class FitPlan:
     memory: int | None = None
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    meshes: tuple[PlannedMesh, ...] = ()
+    bandwidth: Bandwidth | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -120,7 +210,8 @@ class FitPlan:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        content: dict[str, Any] = {**asdict(self), "fits": self.fits}
+        seconds = None if self.bandwidth is None else self.measured.seconds(self.bandwidth)
+        content: dict[str, Any] = {**asdict(self), "fits": self.fits, "seconds": seconds}
         return json.dumps(content, indent=1)
 
     def table(self) -> str:
@@ -133,6 +224,8 @@ class FitPlan:
         split = f", layers split over {found.tensor_parallel}" if found.tensor_parallel > 1 else ""
         yield f"{self.model} on {self.devices:,} devices of {machines}"
         yield f"strategy {found.strategy!r}{split}, precision {found.precision!r}"
+        if found.mesh and (found.strategy == "mesh" or found.mesh["replicate"] > 1):
+            yield ", ".join(f"{axis}={count}" for axis, count in found.mesh.items())
         yield "of the first process, in one training step:"
         yield ""
         frozen = found.parameters - found.trainable
@@ -151,7 +244,7 @@ class FitPlan:
         rest = {
             name: found.peak_parts[name]
             for name in CATEGORIES
-            if name not in (*_KEPT, "buffers") and found.peak_parts.get(name)
+            if name not in (*KEPT, "buffers") and found.peak_parts.get(name)
         }
         facts += [[name, f"{size(count)} at the peak"] for name, count in rest.items()]
         facts.append(["peak", size(found.on_device) + self._verdict()])
@@ -163,16 +256,44 @@ class FitPlan:
         if not found.sent:
             yield "nothing is sent in a step"
         else:
-            rows = [["sent in a step", "calls", "tensors", "by each process (ring)"]]
+            heads = ("calls", "tensors", "by each process (ring)", "within a machine", "between machines")
+            rows = [["sent in a step", *heads]]
             for name, (calls, payload, ring) in sorted(found.sent.items()):
-                rows.append([name, f"{calls:,}", size(payload), size(ring)])
-            yield from aligned(rows, [18, 8, 12, 26], right_from=1)
+                parts = found.links.get(name, ())
+                ends = [size(sum(part[end] for part in parts)) for end in (0, 1)]
+                rows.append([name, f"{calls:,}", size(payload), size(ring), *ends])
+            yield from aligned(rows, [18, 8, 12, 26, 20, 20], right_from=1)
+        if self.bandwidth is not None:
+            yield ""
+            if self.meshes:
+                yield from self._meshes()
+            else:
+                yield f"exchanging takes about {duration(found.seconds(self.bandwidth))} in a step"
+            yield self.bandwidth.text()
         if self.changes:
             yield ""
             yield from self._changes()
         if self.notes:
             yield ""
             yield from self.notes
+
+    def _meshes(self) -> Iterator[str]:
+        """Yield the lines about meshes, if the best one was searched."""
+        rows = [["strategy=", "peak", "exchange", f"for {self.devices:,} batches", "fits"]]
+        unplanned: dict[str, list[str]] = {}
+        for mesh in self.meshes:
+            if mesh.measured is None or mesh.seconds is None:
+                unplanned.setdefault(mesh.reason, []).append(mesh.line)
+                continue
+            peak, fits = size(mesh.measured.on_device), mesh.measured.fits(self.memory)
+            costs = duration(mesh.seconds), duration(mesh.seconds_for_all)
+            rows.append([mesh.line, peak, *costs, {True: "yes", False: "no", None: "?"}[fits]])
+        yield from aligned(rows, right_from=1, gap="  ")
+        for reason, lines in unplanned.items():
+            what = f"{len(lines)} meshes are not planned, such as" if len(lines) > 1 else "1 mesh is not planned,"
+            yield f"{what} {lines[0]}: {reason.removesuffix('.')}."
+        yield ""
+        yield f"strategy={self.meshes[0].line}" if self.fits is not False else "No mesh fits."
 
     def _verdict(self) -> str:
         if self.memory is None:
@@ -193,6 +314,18 @@ def _outcome(change: Change) -> str:
         return f"not planned: {change.reason}"
     host = f", and {size(change.measured.on_host)} a process on the host" if change.measured.on_host else ""
     return f"peak {size(change.measured.on_device)}{host}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text.
+
+    Example::
+
+        >>> duration(12.34), duration(0.0567), duration(0)
+        ('12.3 s', '56.7 ms', '0 s')
+
+    """
+    return f"{seconds * 1000:.3g} ms" if 0 < seconds < 1 else f"{seconds:.3g} s"
 
 
 def size(count: float) -> str:
@@ -233,6 +366,30 @@ def parse_size(text: str) -> int:
             if number > 0:
                 return int(number * factor)
     raise make_error(ValueError, f"{text!r}:", fix="write a size with its unit, such as 80GB or 40GiB.")
+
+
+def parse_bandwidth(text: str) -> Bandwidth:
+    """Return the bandwidth of a text such as "450,50": GB/s within a machine and between machines.
+
+    Raises:
+        ValueError: it is not two positive numbers.
+
+    Example::
+
+        >>> parse_bandwidth("300,25")
+        Bandwidth(within=300.0, between=25.0)
+
+    """
+    try:
+        within, between = map(float, text.split(","))
+    except ValueError:
+        raise make_error(
+            ValueError,
+            f"bandwidth {text!r}:",
+            fix="write GB/s of a device within a machine and between machines, such as 450,50.",
+            argument="bandwidth",
+        ) from None
+    return Bandwidth(within, between)
 
 
 _UNITS = {

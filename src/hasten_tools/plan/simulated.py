@@ -9,7 +9,7 @@ package that users install.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from hasten.machine import collectives, same_program
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.mesh.sizes import MeshSizes, Size
 from hasten.strategies.mesh.strategy import MeshStrategy
 
 if TYPE_CHECKING:
@@ -221,6 +222,22 @@ def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
         _attend_as_on_gpus()
     _convert_without_data()
     _read_meshes()
+
+
+def note_sizes() -> list[Mapping[str, Size]]:
+    """Return a list of the sizes of meshes that do not fit the number of processes, to which such sizes are added."""
+    noted: list[Mapping[str, Size]] = []
+    of = MeshSizes.of
+
+    def noting(asked: Mapping[str, Size], **given: Any) -> MeshSizes:
+        try:
+            return of(asked, **given)
+        except ValueError:
+            noted.append(asked)
+            raise
+
+    setattr(MeshSizes, "of", noting)  # noqa: B010
+    return noted
 
 
 def _keep_buckets() -> None:

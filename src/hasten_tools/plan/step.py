@@ -23,7 +23,7 @@ from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
 from hasten.strategies.mesh.strategy import MeshStrategy
-from hasten_tools.plan import simulated
+from hasten_tools.plan import meshes, simulated
 from hasten_tools.plan.ledger import (
     ACTIVATIONS,
     BATCH,
@@ -109,14 +109,20 @@ def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured
     plugins = changes.pop("plugins", None) or []
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, _left_out())]
     trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-    trainer.change_arguments(
-        **changes,
-        accelerator="cpu",
-        devices=order.devices // order.nodes,
-        num_nodes=order.nodes,
-        plugins=[*plugins, simulated.SimulatedCluster(order.devices)],
-        accumulate_grad_batches=trainer.accumulate_grad_batches * order.batch_parts,
-    )
+    not_fitting = simulated.note_sizes()
+    try:
+        trainer.change_arguments(
+            **changes,
+            accelerator="cpu",
+            devices=order.devices // order.nodes,
+            num_nodes=order.nodes,
+            plugins=[*plugins, simulated.SimulatedCluster(order.devices)],
+            accumulate_grad_batches=trainer.accumulate_grad_batches * order.batch_parts,
+        )
+    except ValueError as error:
+        if not not_fitting:
+            raise
+        raise meshes.wrong_sizes(error, not_fitting[-1], order.devices) from None
     simulated.prepare_strategy(trainer.strategy, on_gpu=order.on_gpu)
     planned = _PlannedFit(order)
     trainer.redirect_fit(planned.take, planned.steps)
@@ -138,7 +144,7 @@ class _PlannedFit:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.mode = simulated.fake_mode()
-        self.ledger = Ledger()
+        self.ledger = Ledger(order.devices // order.nodes)
         self.modes = ExitStack()
         self.measured: Measured | None = None
         self._gradient_bytes = 0
@@ -251,13 +257,16 @@ class _PlannedFit:
     def _measured(self, run: Run) -> Measured:
         module, strategy = run.module, run.runtime.strategy
         parameters = self._parameters
-        offloads = isinstance(strategy, MeshStrategy) and strategy.offloads
-        tensor_parallel = strategy.tensor_parallel_size if isinstance(strategy, MeshStrategy) else 1
+        offloads = False
+        mesh: dict[str, int] = {}
+        if isinstance(strategy, MeshStrategy):
+            offloads, sizes = strategy.offloads, strategy.sizes
+            mesh = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
         peak = self.ledger.peak
         return Measured(
             strategy=strategy.name,
             precision=run.runtime.precision.precision,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=mesh.get("tensor", 1),
             cpu_offload=offloads,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -270,6 +279,8 @@ class _PlannedFit:
             peak_parts=dict(peak.parts),
             sent={name: (one.calls, one.payload_bytes, one.ring_bytes) for name, one in self.ledger.sent.items()},
             shards={name: tuple(held(parameter).shape) for name, parameter in module.named_parameters()},
+            mesh=mesh,
+            links={name: tuple(one.links()) for name, one in self.ledger.sent.items()},
         )
 
 

@@ -405,8 +405,8 @@ class MeshStrategy(ParallelStrategy):
     def _not_divisible(self, precision: Precision, fix: str) -> ValueError:
         return make_error(
             ValueError,
-            f"precision={precision.precision!r}, strategy={self.name!r}: its layers cannot be divided over processes. It "
-            "puts them in place of others, whose parameters fully_shard gathers.",
+            f"precision={precision.precision!r}, strategy={self.name!r}: its layers cannot be divided over processes. "
+            "It puts them in place of others, whose parameters fully_shard gathers.",
             fix=fix,
             argument="precision",
         )

@@ -1,0 +1,124 @@
+"""A mixture of experts with the shapes of Mixtral 8x22B (141 billion parameters), for ``hasten plan``.
+
+    hasten plan --devices 1024 --memory 80GB --mesh 16,64,1 benchmarks/plan_moe.py --memory full
+    hasten plan --devices 1024 --memory 80GB --mesh auto benchmarks/plan_moe.py --memory full
+
+Each token goes to two of the eight experts of a block. An expert takes at most ``CAPACITY`` times its share of the
+tokens, so all shapes are known without values, as a plan needs it; tokens beyond that pass by. Of the program's own
+options, ``--layers`` and ``--tokens`` make it smaller, and ``--memory`` recomputes activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hasten as L
+from plan_70b import Attention, Tokens
+
+WIDTH, HEADS, KEY_HEADS, HIDDEN, WORDS = 6144, 48, 8, 16_384, 32_768
+EXPERTS, CHOSEN, CAPACITY = 8, 2, 1.25
+
+
+class Expert(nn.Module):
+    """A gated feed-forward part."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (tokens, width) from the same."""
+        computed: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return computed
+
+
+class Mixture(nn.Module):
+    """Experts, of which a router chooses some for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, tokens, width) from the same."""
+        tokens = x.flatten(0, 1)
+        shares, chosen = self.router(tokens).softmax(-1).topk(CHOSEN, dim=-1)
+        capacity = math.ceil(CAPACITY * CHOSEN * len(tokens) / EXPERTS)
+        expert = chosen.flatten()
+        # The place of each token in its expert's queue.
+        is_for = expert[:, None] == torch.arange(EXPERTS, device=x.device)
+        place = (is_for.long().cumsum(0) - 1).gather(1, expert[:, None]).squeeze(1)
+        # Tokens without a place have the last row, which no expert sees.
+        last = EXPERTS * capacity
+        row = torch.where(place < capacity, expert * capacity + place, last)
+        queued = tokens.new_zeros(last + 1, WIDTH).index_copy(0, row, tokens.repeat_interleave(CHOSEN, dim=0))
+        parts = queued[:last].unflatten(0, (EXPERTS, capacity)).unbind()
+        computed = [one(part) for one, part in zip(self.experts, parts, strict=True)]
+        computed.append(computed[0].new_zeros(1, WIDTH))
+        added = torch.cat(computed)[row] * shares.flatten()[:, None].to(computed[0].dtype)
+        return added.unflatten(0, (-1, CHOSEN)).sum(1).unflatten(0, x.shape[:2])
+
+
+class Block(nn.Module):
+    """Attention and a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mixture = Attention(WIDTH, HEADS, KEY_HEADS), Mixture()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, tokens, width) from the same."""
+        x = x + self.attention(self.norm1(x))
+        added: Tensor = x + self.mixture(self.norm2(x))
+        return added
+
+
+class Mixtral(L.LightningModule):
+    """A language model."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.net: nn.Sequential | None = None
+        # The embedding, and the head after the last norm.
+        self.tp_plan = {"net.0": "embedding_rowwise", f"net.{layers + 2}": "colwise_gather_output"}
+
+    def configure_model(self) -> None:
+        """Make the layers where the strategy wants them."""
+        if self.net is None:
+            blocks = [Block() for _ in range(self.layers)]
+            head = nn.Linear(WIDTH, WORDS, bias=False)
+            self.net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.RMSNorm(WIDTH), head)
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss of the next tokens."""
+        assert self.net is not None
+        logits = self.net(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=56)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--memory", default=None)
+    given = parser.parse_args()
+    trainer = L.Trainer(
+        max_steps=10, precision="bf16-mixed", strategy="fsdp2", gradient_clip_val=1.0, memory=given.memory
+    )
+    trainer.fit(Mixtral(given.layers), DataLoader(Tokens(given.tokens), batch_size=1))

@@ -1,0 +1,308 @@
+"""``hasten plan`` on meshes: equal to runs of four processes, the best mesh, and sizes that do not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.strategies import FSDPStrategy, MeshStrategy
+from hasten.strategies.mesh.sizes import MeshSizes
+from hasten_tools.commands.plan import make_parser
+from hasten_tools.plan import plan_fit
+from hasten_tools.plan.ledger import Sent, Spread
+from hasten_tools.plan.meshes import candidates, expected_memory, line_of, to_plan
+from hasten_tools.plan.planner import chosen_mesh
+from hasten_tools.plan.report import Bandwidth, FitPlan, Measured, parse_bandwidth
+from tests.plan import on_four_processes
+from tests.plan.on_four_processes import MESHES, PER_MACHINE
+from tests.plan.on_two_processes import Transformer, loader, trainer
+from tests.programs import run_python
+from tests.refusals import refused
+
+pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a plan copies this process")
+
+
+# -- against real processes
+
+# The others differ from it in what the test of two processes compares. on_four_processes.py runs all of them.
+IN_SUITE = ("2x2x1",)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What four processes held and sent in a step, by mesh."""
+    file = tmp_path_factory.mktemp("plan") / "found.json"
+    ended = run_python(on_four_processes.__file__, file, *IN_SUITE)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("name", IN_SUITE)
+def test_a_plan_equals_a_run_of_four_processes(name: str, real: dict[str, Any]) -> None:
+    planned = plan_fit(
+        trainer(devices=1), Transformer(), loader(), devices=4, num_nodes=4 // PER_MACHINE, mesh=MESHES[name],
+        accelerator="cpu",
+    ).measured  # fmt: skip
+    found = real[name]
+    assert tuple(planned.mesh.values()) == MESHES[name]
+    assert {name: list(shape) for name, shape in planned.shards.items()} == found["shards"]
+    assert {name: list(sent) for name, sent in planned.sent.items()} == found["sent"]
+    assert {name: [list(part) for part in parts] for name, parts in planned.links.items()} == found["links"]
+    assert planned.peak == pytest.approx(found["peak"], rel=0.02)
+
+
+# -- links
+
+
+def test_a_ring_over_machines_crosses_once_for_each_machine() -> None:
+    # Two machines of eight: one process of each sends to the other machine.
+    world = Spread.of(range(16), 8)
+    sent = Sent()
+    sent.add(1600, world, 1)
+    assert sent.ring_bytes == 1500
+    assert sent.links() == [(1500 - 1500 * 2 // 16, 1500 * 2 // 16)]
+    # Copies of the same shard are on different machines.
+    copies = Sent()
+    copies.add(1000, Spread.of([0, 8], 8), 2)
+    assert copies.links() == [(0, 1000)]
+    inside = Sent()
+    inside.add(1000, Spread.of(range(8, 16), 8), 2)
+    assert inside.links() == [(1750, 0)]
+    # Every process sends to each of the others.
+    direct = Sent()
+    direct.add(1600, world, 1, in_ring=False)
+    assert direct.links() == [(700, 800)]
+
+
+def test_links_of_a_plan() -> None:
+    found = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=16, num_nodes=2, mesh=(2, 8, 1)).measured
+    # Shards are gathered within a machine; gradients are averaged between two.
+    assert sum(between for _, between in found.links["all-gather"]) == 0
+    assert sum(within for within, _ in found.links["all-gather"]) == found.sent["all-gather"][2]
+    gradients = sum(between for _, between in found.links["all-reduce"])
+    assert 0 < gradients <= found.sent["all-reduce"][2]
+
+
+def test_seconds_are_those_of_the_slower_link() -> None:
+    found = plan_fit(
+        trainer(devices=1), _Layers(), _rows(), devices=16, num_nodes=2, strategy="ddp", bandwidth=(400, 10)
+    )
+    (parts,) = found.measured.links.values()
+    within, between = (sum(part[end] for part in parts) for end in (0, 1))
+    assert within == pytest.approx(7 * between, abs=8 * len(parts))
+    assert found.measured.seconds(Bandwidth(400, 10)) == pytest.approx(between / 10e9)
+    assert found.measured.seconds(Bandwidth(1, 10)) == pytest.approx(within / 1e9)
+    assert "exchanging takes about" in found.table()
+    assert "400 GB/s within a machine and 10 GB/s between machines" in found.table()
+
+
+def test_bandwidths_are_two_positive_numbers() -> None:
+    assert parse_bandwidth("300,25") == Bandwidth(300, 25)
+    for wrong in ("300", "300,25,1", "fast,slow"):
+        with refused(ValueError, "bandwidth", fix="write GB/s"):
+            parse_bandwidth(wrong)
+    with refused(ValueError, "bandwidth", fix="positive"):
+        parse_bandwidth("300,0")
+
+
+# -- sizes
+
+
+class _Layers(L.LightningModule):
+    """Two layers with names for a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+_PLAN = {"net.0": "colwise", "net.2": "rowwise"}
+
+
+def _rows() -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(64, 64), batch_size=16)  # type: ignore[arg-type]
+
+
+def test_automatic_sizes_follow_the_number_of_devices() -> None:
+    strategy = MeshStrategy(replicate=2, shard="auto")
+    found = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, strategy=strategy).measured
+    assert found.mesh == {"replicate": 2, "shard": 16, "tensor": 1}
+    assert found.strategy == "mesh"
+
+
+def test_sizes_that_do_not_fit_are_refused_with_sizes_that_do() -> None:
+    strategy = MeshStrategy(replicate=2, shard=4, tensor=2, plan=_PLAN)
+    with refused(ValueError, "mesh", fix="--mesh 2,8,2", says="replicate=2, shard=4, tensor=2"):
+        plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, strategy=strategy)
+    hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 4))
+    with refused(ValueError, "mesh", fix="--mesh 2,16,1", says="device_mesh=(2, 4)"):
+        plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, strategy=hybrid)
+    with refused(ValueError, "mesh", fix="--mesh 2,16,1", says="32 devices"):
+        plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, mesh=(2, 4, 1))
+    with refused(ValueError, "mesh", fix="three sizes"):
+        plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, mesh=(2, 16))
+    with refused(ValueError, "mesh", fix="'auto' or three sizes"):
+        plan_fit(trainer(devices=1), _Layers(), _rows(), devices=32, mesh="best")  # type: ignore[arg-type]
+
+
+def test_arguments_that_contradict_a_mesh_are_refused() -> None:
+    with refused(ValueError, "mesh", fix="Leave --tp out"):
+        plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, mesh="auto", tensor_parallel_size=2)
+    with refused(ValueError, "mesh", fix="Leave --strategy out"):
+        plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, mesh="auto", strategy="ddp")
+
+
+def test_a_mesh_keeps_the_other_arguments_of_the_strategy() -> None:
+    own = MeshStrategy(cpu_offload=True, plan=_PLAN)
+    found = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, strategy=own, mesh=(1, 4, 2)).measured
+    assert found.cpu_offload
+    # Half of the rows of the first layer and of the columns of the second one, in four shards.
+    assert found.shards["net.0.weight"] == (256 // 2 // 4, 64)
+    assert found.shards["net.2.weight"] == (64 // 4, 256 // 2)
+    assert line_of(MeshSizes(1, 4, 2), own) == "MeshStrategy(shard=4, tensor=2, plan=...)"
+    assert line_of(MeshSizes(2, 4, 1), own) == "MeshStrategy(replicate=2, shard=4)"
+    assert line_of(MeshSizes(1, 8, 1), "fsdp_cpu_offload") == "MeshStrategy(shard=8, cpu_offload=True)"
+
+
+def test_tp_is_short_for_a_mesh() -> None:
+    assert chosen_mesh(None, 2, None) == (1, "auto", 2)
+    assert chosen_mesh((2, 4, 1), None, "fsdp") == (2, 4, 1)
+    own = MeshStrategy(plan=_PLAN)
+    found = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, strategy=own, tensor_parallel_size=2).measured
+    assert found.mesh == {"replicate": 1, "shard": 4, "tensor": 2}
+
+
+# -- the best mesh
+
+
+def test_meshes_of_many_machines() -> None:
+    meshes = candidates(1024, 128)
+    assert list(meshes) == [1, 2, 4, 8]
+    # First without copies, then with the most.
+    assert meshes[1][:3] == [MeshSizes(1, 1024, 1), MeshSizes(1024, 1, 1), MeshSizes(128, 8, 1)]
+    assert MeshSizes(2, 64, 8) in meshes[8]
+    found = [one for some in meshes.values() for one in some]
+    assert all(one.processes == 1024 for one in found)
+    assert len(set(found)) == len(found)
+    assert candidates(6, 1)[3] == [MeshSizes(1, 2, 3), MeshSizes(2, 1, 3)]
+
+
+def test_the_mesh_with_the_most_copies_that_fit_is_planned_third() -> None:
+    reasons: dict[MeshSizes, str] = {}
+    found: dict[MeshSizes, Measured] = {}
+    asked = to_plan(1024, 128, 60e9, found, reasons)
+    first, split = next(asked), next(asked)
+    assert (first, split) == (MeshSizes(1, 1024, 1), MeshSizes(1, 128, 8))
+    # 20 GB, of which 1 GB are shards: 1/16 of the shards take 16 GB more.
+    measured = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=8, strategy="fsdp2").measured
+    parts = {"weights": 10**9, "activations": 19 * 10**9}
+    found[first] = replace(measured, peak=20 * 10**9, peak_parts=parts, mesh={"shard": 1024})
+    assert next(asked) == MeshSizes(32, 32, 1)
+    assert MeshSizes(64, 16, 1) in reasons
+    # Layers cannot be split over eight.
+    reasons[split] = "no plan"
+    assert [next(asked).tensor for _ in range(3)] == [2, 4, 1]
+    assert {one.tensor for one in asked} == {1, 2, 4}
+    assert reasons[MeshSizes(2, 64, 8)] == "no plan"
+
+
+@pytest.fixture(scope="module")
+def best() -> FitPlan:
+    """Meshes of four devices of two machines, of which a device does not hold all parameters."""
+    whole = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=4, num_nodes=2, mesh=(4, 1, 1)).measured
+    return plan_fit(
+        trainer(devices=1), _Layers(), _rows(), devices=4, num_nodes=2, strategy=MeshStrategy(plan=_PLAN), mesh="auto",
+        memory_bytes=int(whole.peak / 0.9) - 1000, budget_seconds=600,
+    )  # fmt: skip
+
+
+def test_the_best_mesh_fits_and_exchanges_least(best: FitPlan) -> None:
+    assert best.fits is True
+    first = best.meshes[0]
+    assert first.measured == best.measured
+    assert len(best.meshes) == sum(map(len, candidates(4, 2).values()))
+    fitting = [one for one in best.meshes if one.measured is not None and one.measured.fits(best.memory)]
+    assert [one.seconds_for_all for one in fitting] == sorted(one.seconds_for_all for one in fitting)
+    assert list(best.meshes[: len(fitting)]) == fitting
+    whole = next(one for one in best.meshes if (one.replicate, one.shard) == (4, 1))
+    assert whole not in fitting
+    split = next(one for one in best.meshes if (one.replicate, one.shard, one.tensor) == (1, 2, 2))
+    assert split.line == "MeshStrategy(shard=2, tensor=2, plan=...)"
+    assert split.measured is not None
+
+
+def test_the_table_of_meshes(best: FitPlan) -> None:
+    text = best.table()
+    assert f"strategy={best.meshes[0].line}\n" in text
+    assert "450 GB/s within a machine and 50 GB/s between machines (NVLink of an H100" in text
+    assert "for 4 batches" in text
+    content = json.loads(best.to_json())
+    assert content["bandwidth"] == {"within": 450.0, "between": 50.0}
+    assert content["meshes"][0]["seconds"] == content["seconds"]
+
+
+def test_memory_on_fewer_shards_is_expected_from_a_plan(best: FitPlan) -> None:
+    found = {(one.replicate, one.shard, one.tensor): one.measured for one in best.meshes if one.measured}
+    expected = expected_memory(found[1, 4, 1], MeshSizes(2, 2, 1))
+    assert expected == pytest.approx(found[2, 2, 1].peak, rel=0.05)
+
+
+def test_layers_that_cannot_be_split_have_the_reason() -> None:
+    plan = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=4, num_nodes=2, mesh="auto")
+    assert plan.measured.tensor_parallel == 1
+    reasons = {one.reason for one in plan.meshes if one.tensor == 2}
+    assert len(reasons) == 1
+    assert "has no plan" in reasons.pop()
+    assert "meshes are not planned, such as" in plan.table()
+
+
+def test_no_mesh_is_begun_after_the_time() -> None:
+    own = MeshStrategy(plan=_PLAN)
+    plan = plan_fit(trainer(devices=1), _Layers(), _rows(), devices=64, strategy=own, mesh="auto", budget_seconds=0.001)
+    assert plan.meshes[0].measured is not None
+    late = [one for one in plan.meshes if one.measured is None]
+    assert len(late) > 10
+    assert {one.reason for one in late} == {"the time is over (--budget)"}
+
+
+# -- the command
+
+
+def test_the_command_plans_a_mesh_of_the_program(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tests.plan.on_two_processes import *\n"
+        "import hasten as L\n"
+        "L.Trainer(max_steps=2, strategy='ddp').fit(Transformer(), loader())\n",
+        encoding="utf-8",
+    )
+    file = tmp_path / "plan.json"
+    words = ("--mesh", "2,4,2", "--json", file, program)
+    ended = run_python("-m", "hasten", "plan", *words, cwd=tmp_path)
+    assert "Transformer on 16 devices of 2 machines\nstrategy 'mesh', layers split over 2" in ended.stdout, ended.stderr
+    assert "replicate=2, shard=4, tensor=2" in ended.stdout
+    assert json.loads(file.read_text(encoding="utf-8"))["measured"]["mesh"]["shard"] == 4
+
+
+def test_the_command_wants_three_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in ((("--mesh", "2,4,x"), "write three sizes"), (("--bandwidth", "450"), "write GB/s")):
+        with pytest.raises(SystemExit) as ended:
+            make_parser().parse([*options, "program.py"])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
