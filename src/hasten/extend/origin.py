@@ -217,7 +217,7 @@ def uses_argument(function: Callable[..., object], argument: str, owner: object 
 
 
 def _uses(function: Callable[..., object], argument: str, owner: object, seen: set[tuple[object, str]]) -> bool:
-    plain = getattr(function, "__func__", function)
+    plain: Any = getattr(function, "__func__", function)
     if argument not in arguments_read(plain) or (plain, argument) in seen:
         return False
     seen.add((plain, argument))

@@ -40,7 +40,7 @@ class MeshSizes:
         """Return the sizes for a number of machines and processes on each.
 
         Args:
-            asked: the size of each axis. One that is "auto" gets what the others leave. Of two, the outer one gets the
+            asked: the size of each axis, 1 by default. One that is "auto" gets what the others leave. Of two, the outer one gets the
                 number of machines.
             num_nodes: the number of machines.
             per_node: the processes of each.
@@ -49,9 +49,9 @@ class MeshSizes:
             ValueError: they do not multiply to the number of processes.
 
         """
-        sizes = dict(asked)
         world = num_nodes * per_node
-        open_axes = [axis for axis in ("replicate", "shard", "context", "tensor") if sizes[axis] == "auto"]
+        sizes: dict[str, Size] = {**dict.fromkeys(("replicate", "shard", "context", "tensor"), 1), **asked}
+        open_axes = [axis for axis, size in sizes.items() if size == "auto"]
         if len(open_axes) > 1:
             sizes[open_axes.pop(0)] = num_nodes
         known = math.prod(size for size in sizes.values() if isinstance(size, int))
