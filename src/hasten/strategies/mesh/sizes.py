@@ -40,8 +40,8 @@ class MeshSizes:
         """Return the sizes for a number of machines and processes on each.
 
         Args:
-            asked: the size of each axis, 1 by default. One that is "auto" gets what the others leave. Of two, the outer one gets the
-                number of machines.
+            asked: the size of each axis, 1 by default. One that is "auto" gets what the others leave. Of two, the outer
+                one gets the number of machines.
             num_nodes: the number of machines.
             per_node: the processes of each.
 
