@@ -14,6 +14,7 @@ from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.checkpoint.background import writer_of
+from hasten.checkpoint.places import NO_COPIES
 from hasten.extend.origin import is_builtin
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.precision.base import Precision
@@ -108,6 +109,8 @@ class Runtime:
         strategy.state.check_checkpoint_io()
         # Writes checkpoints while the fit goes on, where it may; set by ``follow_saves``.
         self.writer: BackgroundWriter | None = None
+        # The copies of the checkpoints of a fit.
+        self._copies = NO_COPIES
         self.device_ids = device_ids if device_ids is not None else list(range(strategy.num_processes))
         self._choose_functions()
 
@@ -355,10 +358,12 @@ class Runtime:
 
         """
         # Where other processes wait for the file, an error has to be theirs too.
-        self.writer = None if self.several_processes else writer_of(self.checkpoint_io)
+        io = self.checkpoint_io
+        self.writer = None if self.several_processes else writer_of(io)
         if self.writer is not None:
             self.writer.follow(notify)
-        self.checkpoint_io.copies.follow(None if self.several_processes else notify)
+        self._copies = io.copies
+        self._copies.follow(None if self.several_processes else notify)
 
     def finish_saves(self, *, failed: bool = False) -> None:
         """Wait until checkpoints are complete that are written in the background, and copied.
@@ -370,7 +375,7 @@ class Runtime:
         try:
             if self.writer is not None and not self.writer.is_idle:
                 self.writer.wait()
-            self.checkpoint_io.copies.finish()
+            self._copies.finish()
         except Exception as error:
             if not failed:
                 raise

@@ -523,6 +523,8 @@ def test_a_folder_that_becomes_a_file_is_named_with_what_to_move(tmp_path: Path,
     folder = tmp_path / "run"
 
     def replace() -> None:
+        while not list(folder.glob("*.ckpt")):
+            time.sleep(0.01)
         shutil.rmtree(folder)
         folder.touch()
 

@@ -216,7 +216,10 @@ class ModelCheckpoint(Checkpoint):
         self.verbose = verbose
         self.save_last = save_last
         self.save_top_k = save_top_k
-        self.keep_latest_k, self.keep_for = _retention(keep_latest_k, keep_for, save_top_k)
+        self.keep_latest_k: int | None = None
+        self.keep_for: timedelta | None = None
+        if keep_latest_k is not None or keep_for is not None:
+            self.keep_latest_k, self.keep_for = _retention(keep_latest_k, keep_for, save_top_k)
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -447,7 +450,12 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer, *, ranked: bool, at_once: bool = False) -> None:
         """Save the ranked file if it is good enough, then ``last``; then remove what they replace."""
         writer = trainer.runtime.writer
-        if at_once or writer is None or not is_builtin(type(self)) or checkpoint_files.is_followed(trainer):
+        if (
+            at_once
+            or writer is None
+            or not (type(self) is ModelCheckpoint or is_builtin(type(self)))
+            or checkpoint_files.is_followed(trainer)
+        ):
             self._save_files(trainer, ranked=ranked)
             return
         # Large files are written after this, while training continues.

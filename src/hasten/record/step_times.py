@@ -272,8 +272,9 @@ def compiles() -> bool:
 def compile_seconds() -> float:
     """Return how long the compiler has worked in this process; 0 where it was not used."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")
-    spent = getattr(compiler, "calculate_time_spent", None)
-    return 0.0 if spent is None else float(spent().get("total_wall_time", 0.0))
+    if not getattr(compiler, "compilation_time_metrics", None):
+        return 0.0
+    return float(compiler.calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def _replace(target: Any, name: str, function: Call, undo: ExitStack) -> None:

@@ -117,16 +117,10 @@ class ParameterShards:
             ignored_params=ignored or None,
         )
         if policy.param_dtype is not None:
-            # Running statistics in 32 bits need parameters in 32 bits.
-            in_full = type(policy)(torch.float32, torch.float32, policy.param_dtype)
-            for part in module.modules():
-                if isinstance(part, torch_private.NormBase) and part.track_running_stats:
-                    self._shard_part(part, partial(shard, mp_policy=in_full))
+            self._shard_statistics(module, policy, shard)
         blocks = self._blocks(module) if whole else []
         # Inner blocks first: a block has the parameters that no block inside of it has.
-        new: list[Any] = [block for block in reversed(blocks) if self._shard_part(block, shard, after=self._reshards)][
-            ::-1
-        ]
+        new: list[Any] = [block for block in blocks[::-1] if self._shard_part(block, shard, after=self._reshards)]
         rest: list[nn.Module] = [module]
         # The rest stays gathered between forward and backward, because backward begins with it.
         after = None if self._reshards else False
@@ -137,9 +131,16 @@ class ParameterShards:
         for part in rest if whole else ():
             self._shard_part(part, shard, after=after)
         if self._prefetches:
-            for block, following in pairwise(new):
+            for following, block in pairwise(new):
                 block.set_modules_to_forward_prefetch([following])
         self.layout = _layout(module, rest, mesh)
+
+    def _shard_statistics(self, module: nn.Module, policy: Any, shard: Callable[..., Any]) -> None:
+        """Shard batch normalizations in 32 bits, as their running statistics are."""
+        in_full = type(policy)(torch.float32, torch.float32, policy.param_dtype)
+        for part in module.modules():
+            if isinstance(part, torch_private.NormBase) and part.track_running_stats:
+                self._shard_part(part, partial(shard, mp_policy=in_full))
 
     def _shard_part(self, part: nn.Module, shard: Callable[..., Any], after: bool | None = None) -> bool:
         from torch.distributed.fsdp import FSDPModule

@@ -274,7 +274,10 @@ class MeshStrategy(ParallelStrategy):
         return f"unknown argument.{did_you_mean(name, known)}"
 
     def _sizes_text(self) -> str:
-        return ", ".join(f"{argument}={self._asked[axis]!r}" for axis, argument in self._arguments.items())
+        sizes = {argument: self._asked[axis] for axis, argument in self._arguments.items()}
+        if sizes.get("context") == 1:
+            del sizes["context"]
+        return ", ".join(f"{argument}={size!r}" for argument, size in sizes.items())
 
     def attach(
         self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
