@@ -101,9 +101,8 @@ class ModelParallelStrategy(MeshStrategy):
                 fix=f"Write data_parallel_size={parallelize_fn!r}.",
             )
         check.boolean(self._owner, "save_distributed_checkpoint", save_distributed_checkpoint)
-        for name, given in unknown.items():
-            what = f"{self._owner}({name}={given!r}): {self._problem_of_argument(name)}"
-            raise make_error(TypeError, what, argument=name)
+        # Here: the arguments of ``MeshStrategy`` are not those of this class.
+        self._refuse_unknown(unknown)
         super().__init__(
             1,
             data_parallel_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -210,9 +210,7 @@ class MeshStrategy(ParallelStrategy):
         **unknown: object,
     ) -> None:
         owner = self._owner
-        for name, given in unknown.items():
-            what = f"{owner}({name}={given!r}): {self._problem_of_argument(name)}"
-            raise make_error(TypeError, what, argument=name)
+        self._refuse_unknown(unknown)
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend=process_group_backend, timeout=timeout,
@@ -263,6 +261,11 @@ class MeshStrategy(ParallelStrategy):
 
     def _make_parts(self) -> tuple[DTensorSharding, DTensorEngine, DTensorState]:
         return DTensorSharding(self), DTensorEngine(self), DTensorState(self)
+
+    def _refuse_unknown(self, unknown: Mapping[str, object]) -> None:
+        for name, given in unknown.items():
+            what = f"{self._owner}({name}={given!r}): {self._problem_of_argument(name)}"
+            raise make_error(TypeError, what, argument=name)
 
     def _problem_of_argument(self, name: str) -> str:
         """Return the message for an unknown argument."""
