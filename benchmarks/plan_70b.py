@@ -76,6 +76,9 @@ class Block(nn.Module):
 class Llama(L.LightningModule):
     """A language model."""
 
+    block: type[nn.Module] = Block
+    width, words = WIDTH, WORDS
+
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.layers = layers
@@ -86,9 +89,9 @@ class Llama(L.LightningModule):
     def configure_model(self) -> None:
         """Make the layers where the strategy wants them."""
         if self.net is None:
-            blocks = [Block() for _ in range(self.layers)]
-            head = nn.Linear(WIDTH, WORDS, bias=False)
-            self.net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.RMSNorm(WIDTH), head)
+            blocks = [self.block() for _ in range(self.layers)]
+            head = nn.Linear(self.width, self.words, bias=False)
+            self.net = nn.Sequential(nn.Embedding(self.words, self.width), *blocks, nn.RMSNorm(self.width), head)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of the next tokens."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hasten as L
-from plan_70b import Attention, Tokens
+from plan_70b import Attention, Llama, Tokens
 
 WIDTH, HEADS, KEY_HEADS, HIDDEN, WORDS = 6144, 48, 8, 16_384, 32_768
 EXPERTS, CHOSEN, CAPACITY = 8, 2, 1.25
@@ -84,32 +84,11 @@ class Block(nn.Module):
         return added
 
 
-class Mixtral(L.LightningModule):
-    """A language model."""
+class Mixtral(Llama):
+    """The same language model with other blocks."""
 
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = layers
-        self.net: nn.Sequential | None = None
-        # The embedding, and the head after the last norm.
-        self.tp_plan = {"net.0": "embedding_rowwise", f"net.{layers + 2}": "colwise_gather_output"}
-
-    def configure_model(self) -> None:
-        """Make the layers where the strategy wants them."""
-        if self.net is None:
-            blocks = [Block() for _ in range(self.layers)]
-            head = nn.Linear(WIDTH, WORDS, bias=False)
-            self.net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.RMSNorm(WIDTH), head)
-
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        """Return the loss of the next tokens."""
-        assert self.net is not None
-        logits = self.net(tokens[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+    block = Block
+    width, words = WIDTH, WORDS
 
 
 if __name__ == "__main__":
