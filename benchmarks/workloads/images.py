@@ -148,7 +148,7 @@ class ViT(ImageWorkload):
 
     name = "vit"
     title = "Vision Transformer of 6 blocks of 192 (2.7 M parameters) on digits of 32 x 32, batches of 32"
-    goal, goal_text = 0.60, "accuracy 0.60 on other digits"
+    goal, goal_text = 0.55, "accuracy 0.55 on other digits"
     batch_size, learning_rate = 32, 5e-4
     max_steps, turn_steps, quick_steps = 300, 25, 4
 

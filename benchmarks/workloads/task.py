@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
@@ -12,7 +13,8 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 Batch = Any
-SEED = 0
+# Another one: ``WORKLOADS_SEED=1 python -m benchmarks.workloads``.
+SEED = int(os.environ.get("WORKLOADS_SEED", "0"))
 
 
 class Workload(ABC):
