@@ -7,7 +7,7 @@
 
 Each column trains in a process of its own. All of them take the same few steps in turns (A B C A B C), so that a slow
 minute of the machine weighs on all; a factor is the median of the ratios, round by round, without the first round.
-The seconds to the stated quality are those of the turns until then, without the evaluations.
+The seconds to the stated quality are those of the start and of the turns until then, without the evaluations.
 """
 
 from __future__ import annotations
