@@ -180,7 +180,7 @@ def test_the_documentation_has_the_classes_of_the_code() -> None:
         consent = "yes" if safety.is_automatic else f'with `speed="{safety}"`'
         consent = "never" if safety is Safety.OTHER_MATHS else consent
         assert f"| {safety} | {safety.means.removesuffix('.')} | {consent} |" in text
-    rows = dict(re.findall(r"^\| `Trainer\((.*?)\)`.*?\|.*?\|.*\| ([^|]+) \|$", text, re.MULTILINE))
+    rows = dict(re.findall(r"^\| \[`Trainer\((.*?)\)`.*?\|.*?\|.*\| ([^|]+) \|$", text, re.MULTILINE))
     checked = set()
     for lever in LEVERS:
         argument = ", ".join(
