@@ -10,7 +10,7 @@ Packages are unpacked and parsed, never installed nor run. A use is a name that 
 an attribute of the trainer, of Fabric or of a class of Lightning that the package subclasses, or a keyword argument of
 a call. It counts once for each package. Names are looked up, attributes are read from the objects of a short run, and
 arguments are compared with signatures, in the same way under both libraries. ``write`` renews the tables of
-``docs/compat.md`` and ``tests/compat/census.txt``, which a test reads.
+``docs/census.md`` and ``tests/compat/census.txt``, which a test reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = Path(__file__).with_name("census_packages.txt")
-PAGE, LIST = ROOT / "docs" / "compat.md", ROOT / "tests" / "compat" / "census.txt"
+PAGE, LIST = ROOT / "docs" / "census.md", ROOT / "tests" / "compat" / "census.txt"
 
 ROOTS = {"lightning": "lightning", "pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 DOTTED = re.compile(rf"(?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+")
@@ -586,11 +586,19 @@ class Result:
                 count = self.packages[package]
                 cells = " | ".join(count.of(kind) for kind in KINDS)
                 lines.append(f"| {package} {self.uses[package]['version']} | {field} | {cells} |")
-        lines += ["", "What is missing:", "", "| use | in | |", "|---|---|---|"]
-        for key, packages in sorted(self.missing.items(), key=lambda row: (row[0].partition(" ")[0] != "name", row[0])):
-            # The arguments of a missing class need no rows.
-            if key.startswith("name ") or f"name {key.removeprefix('argument ').partition('(')[0]}" not in self.missing:
-                lines.append(f"| `{_shown(key)}` | {', '.join(packages)} | {self._advice(key)} |")
+        # The arguments of a missing class need no rows.
+        missing = {
+            key: packages
+            for key, packages in self.missing.items()
+            if key.startswith("name ") or f"name {key.removeprefix('argument ').partition('(')[0]}" not in self.missing
+        }
+        public = {key: packages for key, packages in missing.items() if not re.search(r"(?<!\w)_", key)}
+        lines += [
+            *("", f"What is missing, beside {len(missing) - len(public)} private names:", ""),
+            *("| use | in | |", "|---|---|---|"),
+        ]
+        for key, packages in sorted(public.items(), key=lambda row: (row[0].partition(" ")[0] != "name", row[0])):
+            lines.append(f"| `{_shown(key)}` | {', '.join(packages)} | {self._advice(key)} |")
         return "\n".join(lines)
 
     def _advice(self, key: str) -> str:

@@ -9,7 +9,7 @@ import griffe
 
 _EXAMPLE = re.compile(r"^Examples?::\n\s*\n", re.MULTILINE)
 _LINK = re.compile(r"`([^`<>]+?)\s+<(https?://[^>\s]+)>`_{1,2}")
-_PAGE = re.compile(r"(?<![\w/(\[])`{0,2}docs/(\w+)\.md`{0,2}")
+_PAGE = re.compile(r"(?<![\w/(\[])`{0,2}docs/([\w/]+)\.md`{0,2}")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|ref|doc):`~?([^`<]+)`")
 
 

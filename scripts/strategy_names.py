@@ -1,6 +1,6 @@
-"""Write ``docs/scale.md``: every name of a strategy or an accelerator, and what it does.
+"""Write ``docs/strategy_names.md``: every name of a strategy or an accelerator, and what it does.
 
-    PYTHONPATH=src python scripts/scale.py
+    PYTHONPATH=src python scripts/strategy_names.py
 
 The tables are made from ``hasten/resolve.py`` and ``hasten/elsewhere/names.py``. A test compares the page with them.
 """
@@ -13,20 +13,24 @@ from pathlib import Path
 
 from hasten import elsewhere, resolve
 
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[1] / "docs" / "strategy_names.md"
 
 _BEGINNING = """\
 # Names of strategies and accelerators
 
-Every name that Lightning (1.x, 2.x and its plugins), Fabric, Accelerate and torch have used for a way to train on many
-devices, and what `strategy=` and `accelerator=` of hasten's `Trainer` and `Fabric` do with it. A refused name is an
-error before anything starts; its message is the reason and the line of this page. `scripts/scale.py` makes the page
-from the code.
+This page lists every name for a way to train on many devices that Lightning (1.x, 2.x and its plugins), Fabric, Accelerate and
+torch have used. It says what `strategy=` and `accelerator=` of hasten's `Trainer` and `Fabric` do with it. A refused name is an
+error before anything starts; its message is the reason and the line of this page.
 
-Which one to use: start with `strategy="ddp"`. If the optimizer's states do not fit, use `"ddp_sharded"`
-([ddp_sharded.md](ddp_sharded.md)); if weights and gradients do not fit either, `"fsdp"` ([fsdp.md](fsdp.md)); if a
-single layer is too large or too slow for a device, `ModelParallelStrategy` ([model_parallel.md](model_parallel.md)).
-`hasten plan` ([plan.md](plan.md)) says what each of them takes, without using a device.
+Which one to use, in this order ([Scaling](scaling.md) says more):
+
+1. Start with `strategy="ddp"`.
+2. If the optimizer's states do not fit: [`"ddp_sharded"`](ddp_sharded.md).
+3. If weights and gradients do not fit either: [`"fsdp"`](fsdp.md).
+4. If a single layer is too large or too slow for a device: [`ModelParallelStrategy`](model_parallel.md).
+
+[`hasten plan`](plan.md) says what each of them takes, without using a device. `scripts/strategy_names.py` makes this page from the
+code.
 """
 
 

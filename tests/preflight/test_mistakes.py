@@ -28,6 +28,8 @@ from tests.refusals import warned
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
 PAGE_TEXT = PAGE.read_text(encoding="utf-8")
+# The pages of the table, and the first mistake on each.
+TABLE_PAGES = {"check_steps.md": "no `training_step`", "check_settings.md": "no `configure_optimizers`"}
 TABLE = "<!-- mistakes -->", "<!-- end of mistakes -->"
 OUTPUT = "<!-- output -->", "<!-- end of output -->"
 
@@ -608,9 +610,13 @@ def test_a_missing_monitor_shows_where_only_validation_ran() -> None:
 # -- the table of the documentation
 
 
-def table() -> str:
-    lines = ["| mistake | what the check prints |", "|---|---|"]
+def tables() -> dict[str, str]:
+    """Return the tables by their pages."""
+    lines: dict[str, list[str]] = {}
+    first_on = {text: page for page, text in TABLE_PAGES.items()}
     for mistake in MISTAKES:
+        if mistake.text in first_on:
+            lines[first_on[mistake.text]] = here = ["| mistake | what the check prints |", "|---|---|"]
         torch.manual_seed(0)
         report = mistake.make()
         row = next(
@@ -621,8 +627,8 @@ def table() -> str:
             and mistake.said in f"{row.seen} {row.line}"
         )
         line = row.line or "at the line of the error"
-        lines.append(f"| {mistake.text} | {row.status}, {_cell(row.name)}: {_cell(row.seen)}<br>→ {_cell(line)} |")
-    return "\n".join(lines)
+        here.append(f"| {mistake.text} | {row.status}, {_cell(row.name)}: {_cell(row.seen)}<br>→ {_cell(line)} |")
+    return {page: "\n".join(rows) for page, rows in lines.items()}
 
 
 def _cell(text: str) -> str:
@@ -638,9 +644,12 @@ def between(page: str, begin: str, end: str) -> tuple[str, str, str]:
     return page[:start], page[start:stop], page[stop:]
 
 
-def test_the_table_of_the_documentation_is_that_of_the_tests() -> None:
-    lines = between(PAGE_TEXT, *TABLE)[1].strip().splitlines()
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
+def test_the_tables_of_the_documentation_are_those_of_the_tests() -> None:
+    rows = []
+    for name, first in TABLE_PAGES.items():
+        lines = between(PAGE.with_name(name).read_text(encoding="utf-8"), *TABLE)[1].strip().splitlines()[2:]
+        assert lines[0].startswith(f"| {first} |")
+        rows += [line.split(" | ")[0].removeprefix("| ") for line in lines]
     assert rows == [mistake.text for mistake in MISTAKES], "run: python -m tests.preflight.test_mistakes"
 
 
@@ -670,10 +679,9 @@ if __name__ == "__main__":
     where = PAGE.resolve()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        new, shown = table(), example()
-    page = where.read_text(encoding="utf-8")
-    for marks, text in ((TABLE, new), (OUTPUT, f"```text\n{shown.rstrip()}\n```")):
-        before, _, after = between(page, *marks)
-        page = f"{before}\n{text}\n{after}"
-    where.write_text(page, encoding="utf-8")
-    sys.stdout.write(f"wrote {where}\n")
+        new, shown = tables(), example()
+    texts = [(where.with_name(name), TABLE, text) for name, text in new.items()]
+    for page, marks, text in [*texts, (where, OUTPUT, f"```text\n{shown.rstrip()}\n```")]:
+        before, _, after = between(page.read_text(encoding="utf-8"), *marks)
+        page.write_text(f"{before}\n{text}\n{after}", encoding="utf-8")
+        sys.stdout.write(f"wrote {page}\n")

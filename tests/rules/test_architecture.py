@@ -1,4 +1,4 @@
-"""``docs/architecture.md`` and the other pages name files, links and arguments that exist."""
+"""``docs/where_things_are.md`` and the other pages name files, links and arguments that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import hasten
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "where_things_are.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
 MOST_GLOSSARY_TERMS = 25
 

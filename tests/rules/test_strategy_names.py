@@ -1,4 +1,4 @@
-"""``docs/scale.md`` is what the code does with each name of a strategy or an accelerator."""
+"""``docs/strategy_names.md`` is what the code does with each name of a strategy or an accelerator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import hasten as L
 from hasten import elsewhere, resolve, strategies
 
 ROOT = Path(__file__).parents[2]
-WRITE_IT = "If the change is meant, run: PYTHONPATH=src python scripts/scale.py"
+WRITE_IT = "If the change is meant, run: PYTHONPATH=src python scripts/strategy_names.py"
 # What the lines of the page are read with.
 _NAMES = {name: getattr(strategies, name) for name in strategies.__all__}
 
 
 def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale", ROOT / "scripts" / "scale.py")
+    spec = importlib.util.spec_from_file_location("strategy_names", ROOT / "scripts" / "strategy_names.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

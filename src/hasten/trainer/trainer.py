@@ -124,7 +124,7 @@ class Trainer(TrainerView):
             ``FloatingPointError`` that names the layer, "skip" continues with the next batch, "rewind" continues with
             the weights and optimizer states of up to ``log_every_n_steps`` steps before. Not with optimizers that step
             in backward; "skip" and "rewind" not with manual optimization or ``detect_anomaly``. See
-            docs/differences.md.
+            docs/bad_loss.md.
         barebones: switch off everything except training.
         plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
         sync_batchnorm: compute batch statistics over all processes.
@@ -136,7 +136,7 @@ class Trainer(TrainerView):
         speed: switch on the arguments below that make this training faster, up to a class of changes: "exact" for
             rounding at most, "auto" for other random draws as well (as if from another seed), "same samples in other
             batches" or "lower precision" to go further; "same bits" for nothing that changes a number. Choosing takes
-            at most 3 % of the expected training, and is remembered; see docs/speed.md.
+            at most 3 % of the expected training, and is remembered; see docs/speed/auto.md.
         compile: True, "regional", "step" (with the optimizer's step) or a dict of ``torch.compile`` options.
         batching: "length" to put samples of similar length in one batch, "tokens:4096" for batches of at most that many
             tokens, or a ``hasten.data.LengthBatching``.
