@@ -18,9 +18,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "strategy_names.md"
 _BEGINNING = """\
 # Names of strategies and accelerators
 
-This page lists every name for a way to train on many devices that Lightning (1.x, 2.x and its plugins), Fabric, Accelerate and
-torch have used. It says what `strategy=` and `accelerator=` of hasten's `Trainer` and `Fabric` do with it. A refused name is an
-error before anything starts; its message is the reason and the line of this page.
+This page lists every name for a way to train on many devices that Lightning (1.x, 2.x and its plugins), Fabric,
+Accelerate and torch have used. It says what `strategy=` and `accelerator=` of hasten's `Trainer` and `Fabric` do with
+it. A refused name is an error before anything starts; its message is the reason and the line of this page.
 
 Which one to use, in this order ([Scaling](scaling.md) says more):
 
@@ -29,8 +29,8 @@ Which one to use, in this order ([Scaling](scaling.md) says more):
 3. If weights and gradients do not fit either: [`"fsdp"`](fsdp.md).
 4. If a single layer is too large or too slow for a device: [`ModelParallelStrategy`](model_parallel.md).
 
-[`hasten plan`](plan.md) says what each of them takes, without using a device. `scripts/strategy_names.py` makes this page from the
-code.
+[`hasten plan`](plan.md) says what each of them takes, without using a device. `scripts/strategy_names.py`
+makes this page from the code.
 """
 
 

@@ -68,7 +68,7 @@ def test_sentences_are_short(page: str) -> None:
 
 
 def test_pages_are_short() -> None:
-    """All words count, also those of tables and programs. The reference is made from docstrings, to look things up in."""
+    """All words count, also in tables and programs. Pages made of docstrings, to look things up in, are not counted."""
     words = {page: len((ROOT / page).read_text(encoding="utf-8").split()) for page in pages()}
     assert {page: found for page, found in words.items() if found > MOST_WORDS} == {}, "make two pages of it"
 

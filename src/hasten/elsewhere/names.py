@@ -1,6 +1,6 @@
 """Names of strategies, accelerators and modules of other libraries: why hasten does not have each, and what to write.
 
-``hasten/resolve.py`` makes its messages from these tables, and ``scripts/strategy_names.py`` the page ``docs/strategy_names.md``.
+``hasten/resolve.py`` makes its messages from these tables, ``scripts/strategy_names.py`` ``docs/strategy_names.md``.
 """
 
 from __future__ import annotations
