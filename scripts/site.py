@@ -1,5 +1,7 @@
 """What ``mkdocs.yml`` adds to the pages of ``docs/``: pages for the files of the repository that they link to.
 
+It also makes the reference, tables that fit on a phone, and pages at the addresses that pages had before.
+
 A link such as ``../src/hasten/loops/fit.py`` works where the repository is read. On the site it leads to a page with
 the text of that file, which is made here. Of the Markdown files outside ``docs/``, those in ``PAGES`` are pages of the
 site.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import logging
 import re
 import sys
@@ -30,6 +33,38 @@ PAGES = {
     "README.md": "readme.md",
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
+}
+# Where pages and parts of pages have moved: the address before, and that of today.
+MOVED = {
+    "scale.html": "strategy_names.html",
+    "speed.html#measure-your-program-the-advisor": "speed/advise.html",
+    "speed.html#let-the-trainer-choose-trainerspeedauto": "speed/auto.html",
+    "speed.html#no-padding-in-transformer-blocks-trainerpackedtrue": "speed/packed.html",
+    "speed.html#the-last-block-for-one-token-trainerpackedfirst_token": (
+        "speed/packed.html#the-last-block-for-one-token-trainerpackedfirst_token"
+    ),
+    "speed.html#batching-by-length": "speed/batching.html",
+    "speed.html#dropout-masks-from-random-bytes-trainerdropoutfast": "speed/dropout.html",
+    "speed.html#keeping-memory-trainerallocatorkeep": "speed/allocator.html",
+    "speed.html#attention-dropout": "speed/dropout.html#attention-dropout",
+    "speed.html#data-loading": "speed/data_loading.html",
+    "speed.html#precision-and-optimizers": "speed/precision.html",
+    "speed.html#batches-that-do-not-fit-into-memory": "speed/out_of_memory.html",
+    "speed.html#compiling-trainercompiletrue": "speed/compile.html",
+    "check.html#mistakes-that-it-finds": "check_steps.html",
+    "checkpoints.html#sharded-checkpoints": "sharded_checkpoints.html",
+    "checkpoints.html#one-file-of-a-folder": "sharded_checkpoints.html#one-file-of-a-folder",
+    "checkpoints.html#folders-of-hugging-face": "sharded_checkpoints.html#folders-of-hugging-face",
+    "compat.html#what-packages-use": "census.html",
+    "differences.html#a-loss-that-is-not-finite": "bad_loss.html",
+    "differences.html#several-processes": "differences_by_part.html#several-processes",
+    "differences.html#checkpoints-and-resuming": "differences_by_part.html#checkpoints-and-resuming",
+    "differences.html#logging": "differences_by_part.html#logging",
+    "differences.html#callbacks": "differences_by_part.html#callbacks",
+    "differences.html#precision": "differences_by_part.html#precision",
+    "architecture.html#how-to-add": "where_things_are.html#how-to-add",
+    "architecture.html#where-an-argument-is-implemented": "where_things_are.html#where-an-argument-is-implemented",
+    "architecture.html#glossary": "where_things_are.html#glossary",
 }
 # Pages of the reference: title, what it is about, and the names on it, or the modules whose public names it has.
 REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -70,6 +105,31 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 # Of modules without __all__, the names of the interface.
 NAMES = {"hasten_tools.speed.levers": ["Lever", "register", "unregister", "known_levers"]}
+# What the index of the reference shows first: pages by what their reader does with the names.
+GROUPS = {
+    "What you call": (
+        *(
+            "trainer",
+            "fabric",
+            "functions",
+            "callbacks",
+            "loggers",
+            "strategies",
+            "plugins",
+            "accelerators",
+            "data",
+            "optim",
+        ),
+        *("speed", "profilers", "tuner", "cli"),
+    ),
+    "What you read": ("report", "compat", "demos", "utilities"),
+    "What you override": ("module", "datamodule", "callback"),
+}
+# Methods that authors of a class override; they call the others.
+OVERRIDDEN = re.compile(
+    r"on_\w+|configure_(?!gradient_clipping$)\w+|\w+_step|\w+_dataloader|setup|teardown|prepare_data|transfer_batch_to_device"
+    r"|forward|configure_gradient_clipping|optimizer_zero_grad|backward|run|(?:load_)?state_dict"
+)
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
 MOST_CHARACTERS = 100_000
@@ -194,6 +254,38 @@ def first_sentence(thing: Any) -> str:
     return in_markdown(" ".join(text.split())).replace("|", r"\|")
 
 
+def summary(owner: type, path: str) -> list[str]:
+    """Return tables of the members of a class: what users call, read and override.
+
+    Args:
+        owner: the class.
+        path: where it is defined, which the anchors of its members begin with.
+
+    """
+    rows: dict[str, list[str]] = {"What you call": [], "What you read": [], "What you override": []}
+    for name in dict.fromkeys(name for each in reversed(owner.__mro__) for name in vars(each)):
+        if name.startswith("_"):
+            continue
+        home = next(each for each in owner.__mro__ if name in vars(each))
+        thing = vars(home)[name]
+        if not home.__module__.startswith("hasten"):
+            continue
+        if isinstance(thing, property):
+            group, thing = "What you read", thing.fget
+        elif inspect.isroutine(thing) or isinstance(thing, (classmethod, staticmethod)):
+            group, thing = "What you call", inspect.unwrap(getattr(thing, "__func__", thing))
+            if OVERRIDDEN.fullmatch(name) and owner.__name__ != "Trainer":
+                group = "What you override"
+        else:
+            continue
+        rows[group].append(f"| [`{name}`](#{path}.{name}) | {first_sentence(thing)} |")
+    text = []
+    for group, lines in rows.items():
+        if lines:
+            text += [f"**{group}**", "", "| name | |", "|---|---|", *lines, ""]
+    return text
+
+
 def reference(*, whole: bool) -> tuple[dict[str, str], str]:
     """Return the pages of the reference, by their paths in ``docs/``, and the tables of all names that lead to them.
 
@@ -203,13 +295,12 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
     """
     pages: dict[str, str] = {}
     shown: dict[str, tuple[str, str]] = {}
-    rows = ["", "## Classes", "", "| name | |", "|---|---|"]
+    tables: dict[str, list[str]] = {}
     for page, names in public_names().items():
         title, about, places = REFERENCE[page]
         text = [f"# {title}", "", about, ""]
-        if "." not in places[0] or places[0].rpartition(".")[2][0].islower():
-            rows += ["", f"## {title}", "", f"{about} In " + ", ".join(f"`{place}`" for place in places[:1]) + ".", ""]
-            rows += ["| name | |", "|---|---|"]
+        module = places[0].removesuffix(f".{title}")
+        tables[page] = rows = [f"### {title}", "", f"{about} In `{module}`.", "", "| name | |", "|---|---|"]
         for name, thing in names.items():
             path, short = object_path(thing), name.rpartition(".")[2]
             if (path or short) in shown:
@@ -224,12 +315,17 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
                 value = f"{thing.__module__}.{thing.__qualname__}" if is_object else repr(thing)
                 text += [f"## {short}", "", "```python", re.sub(r" at 0x\w+", "", value), "```", ""]
             elif whole:
+                text += summary(thing, path) if name in places else []
                 text += [f"::: {path}", "    options:", f"      heading: {short}"]
                 text += ["      inherited_members: true", ""] if name in places else [""]
             else:
                 text += [f"## {short}", ""]
         pages[f"reference/{page}.md"] = "\n".join(text) + "\n"
-    return pages, "\n".join(rows) + "\n"
+    index: list[str] = []
+    for group, here in GROUPS.items():
+        index += [f"## {group}", "", *(line for page in here for line in [*tables.pop(page), ""])]
+    assert not tables, f"add {list(tables)} to GROUPS"
+    return pages, "\n" + "\n".join(index) + "\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -264,3 +360,55 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri == "reference/index.md":
         markdown = markdown.rpartition("\n\n")[0] + "\n" + config.extra["reference"]
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Tell the style sheet which tables are read row by row on a phone, and which first columns are short."""
+    return re.sub(r"<table>(.*?)</table>", _table, html, flags=re.DOTALL)
+
+
+def _table(found: re.Match[str]) -> str:
+    head, _, body = found[1].partition("<tbody>")
+    labels = [html_text(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", head, re.DOTALL)]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in body.split("</tr>")]
+    cells = [[html_text(cell) for cell in row] for row in rows if row]
+    marks = ""
+    if cells and max(len(row[0]) for row in cells) <= 40:
+        marks += " data-short"
+    # Sentences become narrow in columns; numbers are compared with those above them.
+    if sum(max((len(row[i]) for row in cells), default=0) > 24 for i in range(len(labels))) >= 2:
+        marks += " data-rows"
+        numbers = iter(range(body.count("<td")))
+        body = re.sub(r"<td", lambda _: f'<td data-label="{labels[next(numbers) % len(labels)]}"', body)
+    return f"<table{marks}>{head}<tbody>{body}</table>" if body else found[0]
+
+
+def html_text(html: str) -> str:
+    """Return the text of a piece of HTML."""
+    return re.sub(r"<[^>]+>", "", html).replace('"', "&quot;").strip()
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Lead from parts of a page that have moved to where they are."""
+    moved = {
+        f"#{part}": relative(there, page.url)
+        for before, there in MOVED.items()
+        for here, _, part in [before.partition("#")]
+        if here == page.url and part
+    }
+    if not moved:
+        return output
+    script = f"<script>var moved={json.dumps(moved)}[location.hash];if(moved)location.replace(moved)</script>"
+    return output.replace("</head>", f"{script}</head>", 1)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write a page at each address before that leads to the one of today."""
+    for before, there in MOVED.items():
+        if "#" not in before:
+            link = relative(there, before)
+            (Path(config.site_dir) / before).write_text(
+                f'<!doctype html><meta charset="utf-8"><title>Moved</title><meta name="robots" content="noindex">'
+                f'<meta http-equiv="refresh" content="0; url={link}"><a href="{link}">This page has moved.</a>\n',
+                encoding="utf-8",
+            )
