@@ -130,6 +130,8 @@ OVERRIDDEN = re.compile(
     r"on_\w+|configure_(?!gradient_clipping$)\w+|\w+_step|\w+_dataloader|setup|teardown|prepare_data|transfer_batch_to_device"
     r"|forward|configure_gradient_clipping|optimizer_zero_grad|backward|run|(?:load_)?state_dict"
 )
+# Output without columns: no two spaces between words.
+_MESSAGE = re.compile(r'<div class="language-text highlight">(?!(?:(?!</pre>).)*\S {2,}\S)', re.DOTALL)
 _WRAPPED = '<div class="language-text highlight" data-wrap>'
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
@@ -366,9 +368,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Tell the style sheet which tables are read row by row on a phone, and which output has no columns."""
     html = re.sub(r"<table>(.*?)</table>", _table, html, flags=re.DOTALL)
-    return re.sub(
-        r'<div class="language-text highlight">(?!(?:(?!</pre>).)*\S {2,}\S)', _WRAPPED, html, flags=re.DOTALL
-    )
+    return _MESSAGE.sub(_WRAPPED, html)
 
 
 def _table(found: re.Match[str]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -63,6 +65,81 @@ def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None
     pages = {path.relative_to(folder).with_suffix(".md").as_posix() for path in folder.rglob("*.html")}
     sources = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(sources - pages) == []
+
+
+# What is asked on the first day: a search, and the pages that answer it; the best of those that exist.
+QUESTIONS = {
+    "log values": ("guides/logging", "cookbook/training"),
+    "checkpoint": ("guides/checkpoints", "checkpoints"),
+    "resume": ("resuming",),
+    "out of memory": ("speed/out_of_memory",),
+    "multi gpu": ("guides/many_devices", "scaling"),
+    "mixed precision": ("guides/precision", "speed/precision"),
+    "learning rate": ("guides/learning_rates", "cookbook/training"),
+    "validation": ("guides/validation", "cookbook/training"),
+    "data loading": ("guides/data", "speed/data_loading"),
+    "nan loss": ("bad_loss",),
+    "faster": ("speed", "speed/advise"),
+    "error messages": ("errors",),
+}
+
+
+@pytest.mark.parametrize("query", QUESTIONS)
+def test_a_question_of_the_first_day_is_two_clicks_or_one_search_away(query: str, site: tuple[Path, list[str]]) -> None:
+    answers = [f"{page}.html" for page in QUESTIONS[query] if (site[0] / f"{page}.html").exists()]
+    assert answers, query
+    assert set(answers) & set(searched(query, site[0])[:3]), searched(query, site[0])[:5]
+    one = linked(site[0], "index.html")
+    two = {page for first in one if not first.startswith("files/") for page in linked(site[0], first)}
+    assert answers[0] in one | two
+
+
+def linked(folder: Path, page: str) -> set[str]:
+    """Return the pages that a page of the site links to."""
+    text = (folder / page).read_text(encoding="utf-8")
+    links = {link.partition("#")[0] for link in re.findall(r'<a [^>]*href="([^":?]+)"', text)}
+    found = ((folder / page).parent / link for link in links if link.endswith(".html"))
+    return {path.resolve().relative_to(folder.resolve()).as_posix() for path in found if path.exists()}
+
+
+def searched(query: str, folder: Path) -> list[str]:
+    """Return the pages that a search finds, best first: titles count most, as in the search of the site."""
+    documents = json.loads((folder / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    words = [word for word in query.lower().split() if len(word) > 2]
+    titles = [re.findall(r"\w+", document["title"].lower()) for document in documents]
+    scores: dict[str, float] = {}
+    for word in words:
+        holders = sum(any(each.startswith(word) for each in title) for title in titles)
+        weight = math.log(1 + len(documents) / (1 + holders))
+        for document, title in zip(documents, titles, strict=True):
+            # A short title is more about its words than a long one.
+            in_title = sum(each.startswith(word) for each in title) / (1 + len(title) / 5)
+            in_text = word in document["text"].lower()
+            score = weight * document.get("boost", 1) * (in_title + 0.01 * in_text)
+            key = document["location"]
+            scores[key] = scores.get(key, 0.0) + score
+    pages: dict[str, float] = {}
+    for location, score in scores.items():
+        page = location.partition("#")[0]
+        pages[page] = max(pages.get(page, 0.0), score)
+    return sorted(pages, key=lambda page: -pages[page])
+
+
+def test_old_addresses_lead_on(site: tuple[Path, list[str]]) -> None:
+    for before, there in script().MOVED.items():
+        here, _, part = before.partition("#")
+        page = (site[0] / here).read_text(encoding="utf-8")
+        target, _, anchor = there.partition("#")
+        assert target in page, before
+        assert f'id="{anchor}"' in (site[0] / target).read_text(encoding="utf-8") or not anchor, there
+        assert f'id="{part}"' not in page or not part, f"{before} has not moved"
+    pages = {f"docs/{path.relative_to(ROOT / 'docs').as_posix()}" for path in (ROOT / "docs").rglob("*.md")}
+    named = {
+        name
+        for path in (ROOT / "src").rglob("*.py")
+        for name in re.findall(r"docs/[\w/]+\.md", path.read_text("utf-8"))
+    }
+    assert named - pages == set()
 
 
 def test_links_of_the_pages_lead_to_files(site: tuple[Path, list[str]]) -> None:
