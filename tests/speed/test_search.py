@@ -205,7 +205,7 @@ def test_after_one_step_the_answer_names_what_was_not_measured() -> None:
     assert found.unchanged.step_seconds == 9.0
     assert not found.is_worth_keeping
     summary = found.summary()
-    assert "nothing is known to pay yet" in summary
+    assert "nothing is known to be faster yet" in summary
     assert re.search(r"not measured: double, triple; raise --budget to \d+", summary)
     # That budget is enough.
     needed = found.needed_seconds

@@ -153,9 +153,9 @@ class Advice:
         >>> advice.line
         ''
         >>> advice
-        <Advice on train.py: nothing pays>
+        <Advice on train.py: nothing is faster>
         >>> print(advice.summary().splitlines()[0])
-        train.py: nothing pays here, leave the program unchanged.
+        train.py: nothing is faster here, leave the program unchanged.
 
     """
 
@@ -180,7 +180,7 @@ class Advice:
 
     def __repr__(self) -> str:
         best = self.automatic
-        found = "nothing pays" if best is None else f"{self.factor(best)} with {best.line}".removeprefix(" with ")
+        found = "nothing is faster" if best is None else f"{self.factor(best)} with {best.line}".removeprefix(" with ")
         return f"<Advice on {self.program}: {found}>"
 
     def __str__(self) -> str:
@@ -207,11 +207,11 @@ class Advice:
 
     @property
     def automatic(self) -> Line | None:
-        """The best line that needs no consent; None if nothing pays."""
+        """The best line that needs no consent; None if nothing is faster."""
         return self.best_within(Safety.OTHER_DRAWS)
 
     def best_within(self, safety: Safety) -> Line | None:
-        """Return the best line of which every lever is of this class or a safer one; None if nothing pays.
+        """Return the best line of which every lever is of this class or a safer one; None if nothing is faster.
 
         Args:
             safety: the class.
@@ -234,7 +234,7 @@ class Advice:
 
     @property
     def line(self) -> str:
-        """The text of the best line that needs no consent; empty if nothing pays."""
+        """The text of the best line that needs no consent; empty if nothing is faster."""
         return "" if self.automatic is None else self.automatic.line
 
     def row(self, name: str) -> Row:
@@ -296,7 +296,11 @@ class Advice:
             unknown = any(row.verdict in (NO_TIME, UNCLEAR) for row in self.rows)
             if self.is_noisy:
                 return _cut(f"{program}: this machine is too busy to measure: run again when it is idle.", width)
-            text = "nothing is known to pay yet." if unknown else "nothing pays here, leave the program unchanged."
+            text = (
+                "nothing is known to be faster yet."
+                if unknown
+                else "nothing is faster here, leave the program unchanged."
+            )
             return _cut(f"{program}: {text}", width)
         lines = []
         for number, line in enumerate(chosen):
@@ -310,7 +314,7 @@ class Advice:
         noise = f", noise {self.noise:.0%}" if self.noise and not self.is_noisy else ""
         end = _cut(f"{self.seconds:.0f} s on {self._hardware()}{noise}; all figures: --verbose", width)
         if self.is_noisy and not self.lines:
-            text = f"{self._busy}, so no lever is known to pay or not to pay."
+            text = f"{self._busy}, so no lever is known to be faster or slower."
             return [*_cut(f'{text[:1].upper()}{text[1:]} Nothing is saved for speed="auto".', width), *end]
         groups: dict[str, list[str]] = {}
         for row in self._measured_first():
