@@ -337,7 +337,7 @@ class _Choosing:
             factor = advice.factor(best) if best is not None and len(levers) == len(wanted) else ""
             self._log(f"{f'{factor} with ' if factor else ''}{composed(levers)} ({origin}).")
         else:
-            self._log(f"nothing is faster here, training continues unchanged ({origin}).")
+            self._log(f"nothing is faster here, training goes on unchanged ({origin}).")
         self._recommend(advice)
         return self._switch_on(levers)
 
