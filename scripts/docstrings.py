@@ -35,6 +35,11 @@ class MarkdownDocstrings(griffe.Extension):
     """Changes each docstring when its object is found."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite the docstring of an object."""
+        """Rewrite the docstring of an object; leave private bases and parameters out."""
         if obj.docstring is not None:
             obj.docstring.value = in_markdown(obj.docstring.value)
+        if isinstance(obj, griffe.Class):
+            obj.bases = [base for base in obj.bases if not str(base).rpartition(".")[2].startswith("_")]
+        if isinstance(obj, griffe.Function):
+            for name in [each.name for each in obj.parameters if each.name.startswith("_")]:
+                del obj.parameters[name]

@@ -125,6 +125,8 @@ GROUPS = {
     "What you read": ("report", "compat", "demos", "utilities"),
     "What you override": ("module", "datamodule", "callback"),
 }
+# Methods of the Trainer that are functions of another module.
+TOOLS = ("advise", "check", "eject")
 # Methods that authors of a class override; they call the others.
 OVERRIDDEN = re.compile(
     r"on_\w+|configure_(?!gradient_clipping$)\w+|\w+_step|\w+_dataloader|setup|teardown|prepare_data|transfer_batch_to_device"
@@ -253,40 +255,49 @@ def object_path(thing: Any) -> str | None:
 
 def first_sentence(thing: Any) -> str:
     """Return the first paragraph of a docstring, for a row of a table."""
-    text = inspect.cleandoc(thing.__doc__ or "").partition("\n\n")[0] if object_path(thing) else ""
+    text = inspect.cleandoc(thing.__doc__ or "").partition("\n\n")[0]
     return in_markdown(" ".join(text.split())).replace("|", r"\|")
 
 
-def summary(owner: type, path: str) -> list[str]:
-    """Return tables of the members of a class: what users call, read and override.
+def summary(owner: type, path: str) -> tuple[list[str], list[str]]:
+    """Return tables of the members of a class, what users call, read and override, and members defined elsewhere.
 
     Args:
         owner: the class.
         path: where it is defined, which the anchors of its members begin with.
 
     """
-    rows: dict[str, list[str]] = {"What you call": [], "What you read": [], "What you override": []}
-    for name in dict.fromkeys(name for each in reversed(owner.__mro__) for name in vars(each)):
-        if name.startswith("_"):
-            continue
+    rows: dict[str, list[str]] = {group: [] for group in GROUPS}
+    elsewhere: list[str] = []
+    for name in dict.fromkeys(name for each in owner.__mro__ for name in vars(each)):
         home = next(each for each in owner.__mro__ if name in vars(each))
         thing = vars(home)[name]
-        if not home.__module__.startswith("hasten"):
+        function = inspect.unwrap(getattr(thing, "fget", None) or getattr(thing, "__func__", thing))
+        if name.startswith("_") or not (home.__module__.startswith("hasten") and hasattr(thing, "__get__")):
             continue
-        if isinstance(thing, property):
-            group, thing = "What you read", thing.fget
-        elif inspect.isroutine(thing) or isinstance(thing, (classmethod, staticmethod)):
-            group, thing = "What you call", inspect.unwrap(getattr(thing, "__func__", thing))
-            if OVERRIDDEN.fullmatch(name) and owner.__name__ != "Trainer":
-                group = "What you override"
-        else:
+        # Functions that tools use, and hooks that are made from others, have no text of their own.
+        here = getattr(function, "__qualname__", "") == f"{home.__qualname__}.{name}" and bool(function.__doc__)
+        if (
+            not here
+            and inspect.isroutine(thing)
+            and function.__module__.startswith("hasten.trainer.")
+            and name not in TOOLS
+        ):
             continue
-        rows[group].append(f"| [`{name}`](#{path}.{name}) | {first_sentence(thing)} |")
+        group = "What you read" if not inspect.isroutine(thing) else "What you call"
+        if group == "What you call" and OVERRIDDEN.fullmatch(name) and owner.__name__ != "Trainer":
+            group = "What you override"
+        anchor = f"{path}.{name}"
+        if not here and name in TOOLS:
+            anchor = f"{function.__module__}.{name}"
+            elsewhere.append(anchor)
+        shown = f"[`{name}`](#{anchor})" if here or anchor in elsewhere else f"`{name}`"
+        rows[group].append(f"| {shown} | {first_sentence(thing if thing.__doc__ else function)} |")
     text = []
     for group, lines in rows.items():
         if lines:
             text += [f"**{group}**", "", "| name | |", "|---|---|", *lines, ""]
-    return text
+    return text, elsewhere
 
 
 def reference(*, whole: bool) -> tuple[dict[str, str], str]:
@@ -311,16 +322,19 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
                 text += [f'<span id="{name}"></span>`{name}` is [`{other}`]({other_page}.md#{other}).', ""]
                 continue
             shown[path or short] = (page, name)
-            rows.append(f"| [`{short}`]({page}.md#{name}) | {first_sentence(thing)} |")
+            rows.append(f"| [`{short}`]({page}.md#{name}) | {first_sentence(thing) if path else ''} |")
             text += [f'<span id="{name}"></span>', ""]
             if path is None:
                 is_object = inspect.isclass(thing) or inspect.isroutine(thing)
                 value = f"{thing.__module__}.{thing.__qualname__}" if is_object else repr(thing)
                 text += [f"## {short}", "", "```python", re.sub(r" at 0x\w+", "", value), "```", ""]
             elif whole:
-                text += summary(thing, path) if name in places else []
-                text += [f"::: {path}", "    options:", f"      heading: {short}"]
+                tables_of_it, elsewhere = summary(thing, path) if name in places else ([], [])
+                text += [*tables_of_it, f"::: {path}", "    options:", f"      heading: {short}"]
                 text += ["      inherited_members: true", ""] if name in places else [""]
+                for other in elsewhere:
+                    heading = f"{short}.{other.rpartition('.')[2]}"
+                    text += [f"::: {other}", "    options:", f"      heading: {heading}", "      heading_level: 3", ""]
             else:
                 text += [f"## {short}", ""]
         pages[f"reference/{page}.md"] = "\n".join(text) + "\n"
@@ -366,7 +380,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Tell the style sheet which tables are read row by row on a phone, and which output has no columns."""
+    """Tell the style sheet how to show tables, and which output has no columns."""
     html = re.sub(r"<table>(.*?)</table>", _table, html, flags=re.DOTALL)
     return _MESSAGE.sub(_WRAPPED, html)
 
@@ -379,8 +393,11 @@ def _table(found: re.Match[str]) -> str:
     marks = ""
     if cells and max(len(row[0]) for row in cells) <= 40:
         marks += " data-short"
+    if len(labels) > 4:
+        marks += " data-wide"
     # Sentences become narrow in columns; numbers are compared with those above them.
-    if sum(max((len(row[i]) for row in cells), default=0) > 24 for i in range(len(labels))) >= 2:
+    long = sum(max((len(row[number]) for row in cells), default=0) > 24 for number in range(len(labels)))
+    if long >= max(2, len(labels) / 2):
         marks += " data-rows"
         numbers = iter(range(body.count("<td")))
         body = re.sub(r"<td", lambda _: f'<td data-label="{labels[next(numbers) % len(labels)]}"', body)

@@ -160,6 +160,7 @@ def page() -> str:
         for hook, who in rows:
             listeners[hook] = max(listeners.get(hook, []), who, key=len)
     lines = [
+        *("---", "hide: [toc]", "---", ""),  # The table is wide.
         "# The order of the hooks",
         "",
         "This page is recorded from runs, and a test compares it with new ones. To write it again:",
