@@ -34,6 +34,29 @@ PAGES = {
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
 }
+# How much a page counts in the search, by the beginning of its path: guides before what is looked up.
+BOOST = {
+    "guides/": 4.0,
+    "speed.md": 4.0,
+    "speed/out_of_memory.md": 4.0,
+    "scaling.md": 4.0,
+    "resuming.md": 4.0,
+    "bad_loss.md": 2.0,
+    "checkpoints.md": 2.0,
+    "install.md": 2.0,
+    "errors.md": 2.0,
+    "cookbook/": 1.5,
+    "differences": 0.5,
+    "census.md": 0.5,
+    "hooks.md": 0.5,
+    "reference/": 0.3,
+    "architecture.md": 0.3,
+    "where_things_are.md": 0.3,
+    "readme.md": 0.3,
+    "examples.md": 0.3,
+    "contributing.md": 0.3,
+    "changelog.md": 0.1,
+}
 # Where pages and parts of pages have moved: the address before, and that of today.
 MOVED = {
     "scale.html": "strategy_names.html",
@@ -370,7 +393,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Let the links of a page in ``docs/`` lead to pages of the site, and complete the index of the reference."""
+    """Weigh a page for the search, lead its links to pages of the site, and complete the index of the reference."""
+    boost = next((boost for start, boost in BOOST.items() if page.file.src_uri.startswith(start)), None)
+    if boost is not None:
+        page.meta.setdefault("search", {"boost": boost})
     if page.file.generated_by:
         return markdown
     markdown = with_links_of_the_site(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
@@ -430,6 +456,6 @@ def on_post_build(config: Any, **_: Any) -> None:
             link = relative(there, before)
             (Path(config.site_dir) / before).write_text(
                 f'<!doctype html><meta charset="utf-8"><title>Moved</title><meta name="robots" content="noindex">'
-                f'<meta http-equiv="refresh" content="0; url={link}"><a href="{link}">This page has moved.</a>\n',
+                f'<meta http-equiv="refresh" content="0; url={link}"><a href={link}>This page has moved.</a>\n',
                 encoding="utf-8",
             )
