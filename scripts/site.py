@@ -350,7 +350,7 @@ def reference(*, whole: bool) -> tuple[dict[str, str], str]:
             if path is None:
                 is_object = inspect.isclass(thing) or inspect.isroutine(thing)
                 value = f"{thing.__module__}.{thing.__qualname__}" if is_object else repr(thing)
-                text += [f"## {short}", "", "```python", re.sub(r" at 0x\w+", "", value), "```", ""]
+                text += [f"## {short}", "", "```text", re.sub(r" at 0x\w+", "", value), "```", ""]
             elif whole:
                 tables_of_it, elsewhere = summary(thing, path) if name in places else ([], [])
                 text += [*tables_of_it, f"::: {path}", "    options:", f"      heading: {short}"]
@@ -417,7 +417,7 @@ def _table(found: re.Match[str]) -> str:
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in body.split("</tr>")]
     cells = [[html_text(cell) for cell in row] for row in rows if row]
     marks = ""
-    if cells and max(len(row[0]) for row in cells) <= 40:
+    if cells and max(len(row[0]) for row in cells) <= 28:
         marks += " data-short"
     if len(labels) > 4:
         marks += " data-wide"
