@@ -190,7 +190,7 @@ class TransformersTrainer:
             options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             given["compile"] = {name: value for name, value in options.items() if value is not None}
         if args.eval_strategy == "steps":
-            given |= {"val_check_interval": f"{args.eval_steps}st", "check_val_every_n_epoch": None}
+            given["val_check_interval"] = f"{args.eval_steps}st"
         saves, often = [], {"steps": {"every_n_train_steps": args.save_steps}}.get(args.save_strategy, {})
         common: dict[str, Any] = {"dirpath": args.output_dir, "save_weights_only": args.save_only_model}
         common["auto_insert_metric_name"] = False
