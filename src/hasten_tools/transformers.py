@@ -1,4 +1,4 @@
-"""``TransformersTrainer``: programs for ``transformers.Trainer``, with their ``TrainingArguments``, trained by hasten."""
+"""``TransformersTrainer``: programs for ``transformers.Trainer``, with their ``TrainingArguments``, on hasten."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ if TYPE_CHECKING:
 __all__ = ["TransformersTrainer"]
 
 # The fields of TrainingArguments that are read. Any other is refused if it has been changed.
-_READ = """
-    output_dir per_device_train_batch_size per_device_eval_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2
-    adam_epsilon gradient_accumulation_steps max_grad_norm bf16 fp16 tf32 use_cpu seed activation_checkpointing
-    gradient_checkpointing torch_compile torch_compile_backend torch_compile_mode logging_strategy logging_steps
-    disable_tqdm report_to run_name eval_strategy eval_steps save_strategy save_steps save_total_limit save_only_model
-    load_best_model_at_end metric_for_best_model greater_is_better dataloader_drop_last dataloader_num_workers
-    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor remove_unused_columns label_names
-    train_sampling_strategy
-""".split()
+_READ = [
+    "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "max_steps",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim",
+    "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "gradient_accumulation_steps",
+    "max_grad_norm", "bf16", "fp16", "tf32", "use_cpu", "seed", "activation_checkpointing",
+    "gradient_checkpointing", "torch_compile", "torch_compile_backend", "torch_compile_mode", "logging_strategy",
+    "logging_steps", "disable_tqdm", "report_to", "run_name", "eval_strategy", "eval_steps", "save_strategy",
+    "save_steps", "save_total_limit", "save_only_model", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns", "label_names",
+    "train_sampling_strategy",
+]  # fmt: skip
 # transformers.Trainer does not read these either: scripts do.
 _FOR_SCRIPTS = ["do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"]
 _INSTEAD = {
@@ -327,7 +329,12 @@ def _check(args: TrainingArguments) -> None:
             raise _refused(name, value, "Set max_steps." if name == "num_train_epochs" else "Write a number of steps.")
     for name, value, wrong, fix in (
         ("train_sampling_strategy", _sampling(args), ["batch_rebalance"], "Use 'group_by_length'."),
-        ("lr_scheduler_type", args.lr_scheduler_type, ["reduce_lr_on_plateau", "greedy"], "Give optimizers=(..., ...)."),
+        (
+            "lr_scheduler_type",
+            args.lr_scheduler_type,
+            ["reduce_lr_on_plateau", "greedy"],
+            "Give optimizers=(..., ...).",
+        ),
         *(("report_to", value, [value], f"Use 'none', {', '.join(map(repr, _LOGGERS))}.") for value in unknown),
     ):
         if value in wrong:

@@ -101,7 +101,9 @@ def test_options_are_saved_in_a_file_and_taken_from_it(
     monkeypatch.setattr(launch, "_launch", lambda given, *others: launched.append(given) or 0)
     Path("train.py").write_text("")
 
-    assert main("launch --nnodes 1:2 --rdzv node1:29400 --restarts 3 --save cluster.yaml".split()) == 0
+    assert (
+        main(["launch", "--nnodes", "1:2", "--rdzv", "node1:29400", "--restarts", "3", "--save", "cluster.yaml"]) == 0
+    )
     assert launched == []
     assert Path("cluster.yaml").read_text() == "nodes: '1:2'\nrdzv: node1:29400\nrestarts: 3\n"
     assert "hasten launch --config cluster.yaml train.py" in capsys.readouterr().err
@@ -115,12 +117,12 @@ def test_options_are_saved_in_a_file_and_taken_from_it(
     assert capsys.readouterr().err.count("--restarts comes after train.py") == 1
 
     # With a program, it is started, too; a file can be made from another.
-    assert main("launch --config cluster.yaml --nodes 2 --save other.yaml -m json.tool".split()) == 0
+    assert main(["launch", "--config", "cluster.yaml", "--nodes", "2", "--save", "other.yaml", "-m", "json.tool"]) == 0
     assert launched[-1].module == "json.tool"
     assert Path("other.yaml").read_text() == "nodes: 2\nrdzv: node1:29400\nrestarts: 3\n"
 
     Path("by_hand.yaml").write_text("nodes: 1:2\nrdzv: node1")
-    assert main("launch --config by_hand.yaml train.py".split()) == 0
+    assert main(["launch", "--config", "by_hand.yaml", "train.py"]) == 0
     assert launched[-1].nodes == (1, 2)
 
 
