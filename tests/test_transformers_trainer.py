@@ -22,13 +22,12 @@ from tests.refusals import refused
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it")
 
-SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def language_model() -> nn.Module:
     torch.manual_seed(1)
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=20, **SIZES, **no_dropout))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=20, **SIZES))
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
@@ -61,8 +60,8 @@ def test_accumulated_batches_count_by_their_targets_as_one_large_batch_does(tmp_
     assert trainer.train().global_step == 3
 
     plain = language_model()
-    decayed = [each for name, each in plain.named_parameters() if "ln_" not in name and "bias" not in name]
-    others = [each for name, each in plain.named_parameters() if "ln_" in name or "bias" in name]
+    decayed = [each for name, each in plain.named_parameters() if "norm" not in name]
+    others = [each for name, each in plain.named_parameters() if "norm" in name]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=1e-2)
     schedule = transformers.get_linear_schedule_with_warmup(adamw, 1, 3)
@@ -104,7 +103,7 @@ def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
     assert values == pytest.approx({name: expected[name] for name in ("eval_loss", "eval_accuracy")})
 
     trainer.save_model(str(tmp_path / "saved"))
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
     longer = TransformersTrainer(

@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, accelerator, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -131,7 +132,7 @@ class TransformersTrainer:
         self.trainer = Trainer(**given)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train, and return the number of steps and the mean of the logged losses.
+        """Train, and return the number of steps and the mean loss of all batches.
 
         Args:
             resume_from_checkpoint: a checkpoint of hasten to continue from; True for the newest in ``output_dir``, or
@@ -143,19 +144,19 @@ class TransformersTrainer:
         args, trainer = self.args, self.trainer
         start = "last" if resume_from_checkpoint is True else resume_from_checkpoint or None
         self.model.train()
+        self.module.loss_sum, self.module.batches = torch.zeros(()), 0
         loader = self._loader(self.train_dataset, training=True)
         trainer.fit(self.module, loader, self._loader(self.eval_dataset, args.eval_strategy != "no"), ckpt_path=start)
         if args.save_strategy == "steps" and trainer.global_step % args.save_steps:
             trainer.save_checkpoint(os.path.join(args.output_dir, f"checkpoint-{trainer.global_step}.ckpt"))
         if self.best is not None and args.load_best_model_at_end:
             self.module.load_state_dict(files.load(self.best.best_model_path)["state_dict"])
-        losses = trainer.history["loss"].values if args.logging_strategy != "no" else [math.nan]
-        return TrainOutput(trainer.global_step, math.fsum(losses) / len(losses), {})
+        return TrainOutput(trainer.global_step, float(self.module.loss_sum) / max(1, self.module.batches), {})
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
         loader = self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
-        return self.trainer.validate(self.module, loader, verbose=False)[0]
+        return self.trainer.test(self.module, loader, verbose=False)[0]
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write a folder that ``from_pretrained`` reads; by default the ``output_dir`` of the arguments."""
@@ -186,6 +187,7 @@ class TransformersTrainer:
             "logger": [CSVLogger(args.output_dir, name="logs"), *(_LOGGERS[name](args) for name in args.report_to)],
             "enable_progress_bar": not args.disable_tqdm,
             "enable_checkpointing": args.save_strategy != "no",
+            "limit_val_batches": 0 if args.eval_strategy == "no" else None,
             "num_sanity_val_steps": 0,
         }
         if args.torch_compile:
@@ -221,7 +223,7 @@ class TransformersTrainer:
             collate_fn=RemoveColumnsCollator(collate, self.module.columns) if args.remove_unused_columns else collate,
             drop_last=args.dataloader_drop_last,
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and accelerator.is_available(),
+            pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
@@ -237,6 +239,7 @@ class _Module(LightningModule):
         super().__init__()
         self.model, self.args, self.optimizers_given = owner.model, owner.args, owner.optimizers
         self.compute_metrics = compute_metrics
+        self.loss_sum, self.batches = torch.zeros(()), 0
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         parameters = inspect.signature(inner.forward).parameters
         self.label_names: list[str] = self.args.label_names or find_labels(type(inner))
@@ -248,6 +251,7 @@ class _Module(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, strategy = self.model(**batch)["loss"], self.args.logging_strategy
+        self.loss_sum, self.batches = self.loss_sum.to(loss.device) + loss.detach(), self.batches + 1
         if strategy != "no":
             self.log("loss", loss, on_step=strategy == "steps", on_epoch=strategy == "epoch")
         labels = batch.get("labels")
@@ -283,6 +287,11 @@ class _Module(LightningModule):
         predictions, labels = (functools.reduce(nested_concat, part) for part in parts)
         for name, value in self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels)).items():
             self.log(f"eval_{name.removeprefix('eval_')}", float(value), sync_dist=True)
+
+    # ``evaluate`` does what a validation does, also where a fit has none.
+    on_test_epoch_start, test_step, on_test_epoch_end = (
+        on_validation_epoch_start, validation_step, on_validation_epoch_end,
+    )  # fmt: skip
 
     def configure_optimizers(self) -> Any:
         import transformers
