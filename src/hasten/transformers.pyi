@@ -1,1 +1,1 @@
-from hasten_tools.transformers import TransformersTrainer as TransformersTrainer
+from hasten_tools.transformers import *

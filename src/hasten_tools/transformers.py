@@ -7,14 +7,14 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten import LightningModule, Trainer, seed_everything
 from hasten._lib.errors import make_error
@@ -26,6 +26,8 @@ from hasten.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogg
 if TYPE_CHECKING:
     from transformers import TrainingArguments
     from transformers.trainer_utils import TrainOutput
+
+Samples = Dataset[Any] | Sequence[Mapping[str, Any]]
 
 __all__ = ["TransformersTrainer"]
 
@@ -99,9 +101,9 @@ class TransformersTrainer:
         model: nn.Module,
         args: TrainingArguments,
         data_collator: Callable[[list[Any]], Any] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        train_dataset: Samples | None = None,
+        eval_dataset: Samples | None = None,
+        processing_class: object = None,
         *,
         compute_metrics: Callable[[Any], dict[str, float]] | None = None,
         callbacks: list[Callback] | None = None,
@@ -149,11 +151,11 @@ class TransformersTrainer:
         trainer.fit(self.module, loader, self._loader(self.eval_dataset, args.eval_strategy != "no"), ckpt_path=start)
         if args.save_strategy == "steps" and trainer.global_step % args.save_steps:
             trainer.save_checkpoint(os.path.join(args.output_dir, f"checkpoint-{trainer.global_step}.ckpt"))
-        if self.best is not None and args.load_best_model_at_end:
+        if self.best is not None and self.best.best_model_path and args.load_best_model_at_end:
             self.module.load_state_dict(files.load(self.best.best_model_path)["state_dict"])
         return TrainOutput(trainer.global_step, float(self.module.loss_sum) / max(1, self.module.batches), {})
 
-    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Samples | None = None) -> dict[str, float]:
         """Return ``eval_loss`` and the metrics of a data set, by default of ``eval_dataset``."""
         loader = self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
         return self.trainer.test(self.module, loader, verbose=False)[0]
@@ -195,6 +197,11 @@ class TransformersTrainer:
             given["compile"] = {name: value for name, value in options.items() if value is not None}
         if args.eval_strategy == "steps":
             given["val_check_interval"] = f"{args.eval_steps}st"
+        return {**given, "callbacks": [*callbacks, LearningRateMonitor("step"), *self._checkpoints()]}
+
+    def _checkpoints(self) -> list[ModelCheckpoint]:
+        """Return callbacks that save the newest states, and the best."""
+        args = self.args
         saves, often = [], {"steps": {"every_n_train_steps": args.save_steps}}.get(args.save_strategy, {})
         common: dict[str, Any] = {"dirpath": args.output_dir, "save_weights_only": args.save_only_model}
         common["auto_insert_metric_name"] = False
@@ -207,7 +214,7 @@ class TransformersTrainer:
             often = {"every_n_train_steps": args.eval_steps} if args.eval_strategy == "steps" else {}
             self.best = ModelCheckpoint(filename="best-{step}", monitor=name, mode=mode, **often, **common)
             saves.append(self.best)
-        return {**given, "callbacks": [*callbacks, LearningRateMonitor("step"), *saves]}
+        return saves
 
     def _loader(self, dataset: Any, wanted: bool = True, *, training: bool = False) -> DataLoader[Any] | None:
         from transformers.trainer_utils import RemoveColumnsCollator
