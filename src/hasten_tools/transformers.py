@@ -43,16 +43,18 @@ _READ = [
     "greater_is_better", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "remove_unused_columns", "label_names",
     "train_sampling_strategy",
+    # transformers.Trainer does not read these either: scripts do.
+    "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank",
 ]  # fmt: skip
-# transformers.Trainer does not read these either: scripts do.
-_FOR_SCRIPTS = ["do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"]
 _INSTEAD = {
     "auto_find_batch_size": "batch_size='auto'",
     "deepspeed": "strategy=hasten.strategies.DeepSpeedStrategy(config=...)",
     "fsdp": "strategy='fsdp'",
     "full_determinism": "deterministic=True",
 }
+_OF_LOADERS = ("drop_last", "num_workers", "persistent_workers", "prefetch_factor")
 _WHOLE = ("num_train_epochs", "logging_steps", "eval_steps", "save_steps")
+_VALUES = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "train_sampling_strategy": ("batch_rebalance",)}
 _LOGGERS: dict[str, Callable[[TrainingArguments], Any]] = {
     "comet_ml": lambda args: CometLogger(name=args.run_name),
     "mlflow": lambda args: MLFlowLogger(run_name=args.run_name),
@@ -117,21 +119,17 @@ class TransformersTrainer:
         seed_everything(args.seed, verbose=False)
         self.model, self.args, self.processing_class = model, args, processing_class
         self.train_dataset, self.eval_dataset, self.optimizers = train_dataset, eval_dataset, optimizers
-        pads = hasattr(processing_class, "pad")
-        self.data_collator = data_collator or (
-            DataCollatorWithPadding(processing_class) if pads else default_data_collator
-        )
+        pads = DataCollatorWithPadding(processing_class) if hasattr(processing_class, "pad") else None
+        self.data_collator = data_collator or pads or default_data_collator
         self.module = _Module(self, compute_metrics)
         self.best: ModelCheckpoint | None = None
-        if (devices := arguments.get("devices", 1)) not in (1, "auto") and not dist.is_initialized():
-            raise make_error(
-                ValueError,
-                f"TransformersTrainer(devices={devices!r}): the processes have to be there before TrainingArguments.",
-                fix=f"Leave it out, and write hasten launch --procs {devices} train.py.",
-                argument="devices",
-            )
-        given = {"devices": "auto" if dist.is_initialized() else 1, **self._arguments(callbacks or []), **arguments}
+        joined = dist.is_initialized()
+        given = {"devices": "auto" if joined else 1, **self._arguments(callbacks or []), **arguments}
         self.trainer = Trainer(**given)
+        if self.trainer.num_devices > 1 and not joined:
+            what = f"TransformersTrainer(devices={given['devices']!r}): the processes start after TrainingArguments."
+            fix = f"Leave it out, and write hasten launch --procs {self.trainer.num_devices} train.py."
+            raise make_error(ValueError, what, fix=fix, argument="devices")
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train, and return the number of steps and the mean loss of all batches.
@@ -148,7 +146,7 @@ class TransformersTrainer:
         self.model.train()
         self.module.loss_sum, self.module.batches = torch.zeros(()), 0
         loader = self._loader(self.train_dataset, training=True)
-        trainer.fit(self.module, loader, self._loader(self.eval_dataset, args.eval_strategy != "no"), ckpt_path=start)
+        trainer.fit(self.module, loader, self._loader(self.eval_dataset), ckpt_path=start)
         if args.save_strategy == "steps" and trainer.global_step % args.save_steps:
             trainer.save_checkpoint(os.path.join(args.output_dir, f"checkpoint-{trainer.global_step}.ckpt"))
         if self.best is not None and self.best.best_model_path and args.load_best_model_at_end:
@@ -184,7 +182,7 @@ class TransformersTrainer:
             "matmul_precision": {True: "high", False: "highest", None: None}[args.tf32],
             "accelerator": "cpu" if args.use_cpu else "auto",
             "memory": "full" if args.gradient_checkpointing else None,
-            "batching": "length" if _sampling(args) == "group_by_length" else None,
+            "batching": "length" if vars(args).get("train_sampling_strategy") == "group_by_length" else None,
             "log_every_n_steps": int(args.logging_steps) if args.logging_strategy == "steps" else 0,
             "logger": [CSVLogger(args.output_dir, name="logs"), *(_LOGGERS[name](args) for name in args.report_to)],
             "enable_progress_bar": not args.disable_tqdm,
@@ -216,23 +214,20 @@ class TransformersTrainer:
             saves.append(self.best)
         return saves
 
-    def _loader(self, dataset: Any, wanted: bool = True, *, training: bool = False) -> DataLoader[Any] | None:
+    def _loader(self, dataset: Any, *, training: bool = False) -> DataLoader[Any] | None:
         from transformers.trainer_utils import RemoveColumnsCollator
 
         args, collate = self.args, self.data_collator
-        if dataset is None or not wanted:
+        if dataset is None:
             return None
-        shuffles = training and _sampling(args) != "sequential"
+        shuffles = training and vars(args).get("train_sampling_strategy") != "sequential"
         return DataLoader(
             dataset,
             batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
             shuffle=None if isinstance(dataset, IterableDataset) else shuffles,
             collate_fn=RemoveColumnsCollator(collate, self.module.columns) if args.remove_unused_columns else collate,
-            drop_last=args.dataloader_drop_last,
-            num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
+            **{name: getattr(args, f"dataloader_{name}") for name in _OF_LOADERS},
         )
 
 
@@ -296,9 +291,8 @@ class _Module(LightningModule):
             self.log(f"eval_{name.removeprefix('eval_')}", float(value), sync_dist=True)
 
     # ``evaluate`` does what a validation does, also where a fit has none.
-    on_test_epoch_start, test_step, on_test_epoch_end = (
-        on_validation_epoch_start, validation_step, on_validation_epoch_end,
-    )  # fmt: skip
+    on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
+    test_step = validation_step
 
     def configure_optimizers(self) -> Any:
         import transformers
@@ -310,10 +304,7 @@ class _Module(LightningModule):
                 raise _refused("optim", args.optim, "Give optimizers=(optimizer, scheduler).")
             # The method does not read its Trainer.
             decays = transformers.Trainer.get_decay_parameter_names(cast(Any, None), self.model)
-            groups: list[dict[str, Any]] = [
-                {"params": [], "weight_decay": args.weight_decay},
-                {"params": [], "weight_decay": 0.0},
-            ]
+            groups: list[dict[str, Any]] = [{"params": [], "weight_decay": each} for each in (args.weight_decay, 0.0)]
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     groups[name not in decays]["params"].append(parameter)
@@ -335,28 +326,14 @@ def _refused(name: str, value: object, fix: str) -> ValueError:
 def _check(args: TrainingArguments) -> None:
     """Refuse the first field whose value would be ignored."""
     plain = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
-    unknown = [name for name in args.report_to if name not in _LOGGERS]
     for name in (field.name for field in dataclasses.fields(args)):
         value = getattr(args, name)
-        if name not in _READ and name not in _FOR_SCRIPTS and value != getattr(plain, name):
+        if name not in _READ and value != getattr(plain, name):
             instead = f", and give TransformersTrainer(..., {_INSTEAD[name]})" if name in _INSTEAD else ""
             raise _refused(name, value, f"Leave it out{instead}.")
         if name in _WHOLE and value is not None and value != int(value):
-            raise _refused(name, value, "Set max_steps." if name == "num_train_epochs" else "Write a number of steps.")
-    for name, value, wrong, fix in (
-        ("train_sampling_strategy", _sampling(args), ["batch_rebalance"], "Use 'group_by_length'."),
-        (
-            "lr_scheduler_type",
-            args.lr_scheduler_type,
-            ["reduce_lr_on_plateau", "greedy"],
-            "Give optimizers=(..., ...).",
-        ),
-        *(("report_to", value, [value], f"Use 'none', {', '.join(map(repr, _LOGGERS))}.") for value in unknown),
-    ):
-        if value in wrong:
-            raise _refused(name, value, fix)
-
-
-def _sampling(args: TrainingArguments) -> str:
-    """Return in which order samples are drawn; older versions of transformers have other fields for it."""
-    return getattr(args, "train_sampling_strategy", "random")
+            raise _refused(name, value, "Write a whole number, or max_steps=.")
+        if value in _VALUES.get(name, ()):
+            raise _refused(name, value, "Use another, or give optimizers=(optimizer, scheduler).")
+    if unknown := [name for name in args.report_to if name not in _LOGGERS]:
+        raise _refused("report_to", unknown[0], f"Use 'none', {', '.join(map(repr, _LOGGERS))}.")
