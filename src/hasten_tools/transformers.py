@@ -240,8 +240,7 @@ class _Module(LightningModule):
 
         super().__init__()
         self.model, self.args, self.optimizers_given = owner.model, owner.args, owner.optimizers
-        self.compute_metrics = compute_metrics
-        self.loss_sum, self.batches = torch.zeros(()), 0
+        self.compute_metrics, self.loss_sum, self.batches = compute_metrics, torch.zeros(()), 0
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         parameters = inspect.signature(inner.forward).parameters
         self.label_names: list[str] = self.args.label_names or find_labels(type(inner))
