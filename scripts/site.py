@@ -113,6 +113,7 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "report": ("Reports", "Model summaries and plots.", ("hasten.report",)),
     "cli": ("LightningCLI", "Command line programs.", ("hasten.cli",)),
     "compat": ("Lightning's names", "Programs written for Lightning, unchanged.", ("hasten_lightning",)),
+    "transformers": ("Hugging Face's Trainer", "Its programs, with `TrainingArguments`.", ("hasten.transformers",)),
     "demos": ("Demos", "Small models and data for tests and examples.", ("hasten.demos",)),
     "functions": ("Functions", "The functions at the top of the package.", ("hasten",)),
     "utilities": (
@@ -143,7 +144,7 @@ GROUPS = {
             "data",
             "optim",
         ),
-        *("speed", "profilers", "tuner", "cli"),
+        *("speed", "profilers", "tuner", "cli", "transformers"),
     ),
     "What you read": ("report", "compat", "demos", "utilities"),
     "What you override": ("module", "datamodule", "callback"),

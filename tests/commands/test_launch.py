@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from tests.programs import ROOT, run_python, start_python
 
 from hasten.commands import main
+from hasten_tools.commands import launch
 
 RESTARTS = ROOT / "benchmarks" / "restarts.py"
 TWO_PROCESSES = ROOT / "tests" / "machine" / "programs.py"
@@ -47,6 +49,8 @@ if os.environ["RANK"] == "1":
         ("--num_processes=2 x.py", "unknown option --num_processes. Did you mean '--procs'?"),
         ("--num-nodes 2 x.py", "unknown option --num-nodes. Did you mean '--nodes'?"),
         ("--colour red x.py", "unknown option --colour. See hasten launch --help."),
+        ("--config_file saved.yaml x.py", "unknown option --config_file. Did you mean '--config'?"),
+        ("--save no_folder/saved.yaml x.py", "--save no_folder/saved.yaml cannot be written: No such file"),
         ("--restart 3 x.py", "unknown option --restart. Did you mean '--restarts'?"),
         ("--master_addr host x.py", "machines meet at --rdzv HOST:PORT here"),
         ("--rdzv-backend=etcd x.py", "torchrun has other ways"),
@@ -87,6 +91,62 @@ def test_options_may_be_spelled_as_torchrun_spells_them_and_exit_codes_are_the_p
     assert code == 137
     assert "hasten launch: restart 1 of 1, with 2 processes." in said
     assert "the process of rank 1 was killed by SIGKILL" in said
+
+
+def test_options_are_saved_in_a_file_and_taken_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launched: list[argparse.Namespace] = []
+    monkeypatch.setattr(launch, "_launch", lambda given, *others: launched.append(given) or 0)
+    Path("train.py").write_text("")
+
+    assert (
+        main(["launch", "--nnodes", "1:2", "--rdzv", "node1:29400", "--restarts", "3", "--save", "cluster.yaml"]) == 0
+    )
+    assert launched == []
+    assert Path("cluster.yaml").read_text() == "nodes: '1:2'\nrdzv: node1:29400\nrestarts: 3\n"
+    assert "hasten launch --config cluster.yaml train.py" in capsys.readouterr().err
+
+    # The command line comes first, also where it says what is the default; --restarts after the program is its own.
+    words = "launch --restarts 0 --config cluster.yaml --procs 2 train.py --restarts 5"
+    assert main(words.split()) == 0
+    assert [getattr(launched[-1], name) for name in ("nodes", "rdzv", "restarts", "procs")] == [
+        (1, 2), "node1:29400", 0, 2
+    ]  # fmt: skip
+    assert capsys.readouterr().err.count("--restarts comes after train.py") == 1
+
+    # With a program, it is started, too; a file can be made from another.
+    assert main(["launch", "--config", "cluster.yaml", "--nodes", "2", "--save", "other.yaml", "-m", "json.tool"]) == 0
+    assert launched[-1].module == "json.tool"
+    assert Path("other.yaml").read_text() == "nodes: 2\nrdzv: node1:29400\nrestarts: 3\n"
+
+    Path("by_hand.yaml").write_text("nodes: 1:2\nrdzv: node1")
+    assert main(["launch", "--config", "by_hand.yaml", "train.py"]) == 0
+    assert launched[-1].nodes == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "--config saved.yaml: no such file. Write one: hasten launch --procs 4 --save saved.yaml"),
+        ("proc: 4", "--config saved.yaml: unknown option 'proc'. Did you mean 'procs'?"),
+        ("num_processes: 4", "--config saved.yaml: unknown option 'num_processes'."),
+        ("procs: none", "'none': use a whole number of at least 1, auto, gpu or cpu."),
+        ("- procs", "--config saved.yaml: use lines such as procs: 4"),
+        ("procs: [", "--config saved.yaml cannot be read:"),
+    ],
+)
+def test_a_file_of_options_that_is_wrong_is_refused(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("saved.yaml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--config", "saved.yaml", "train.py"])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_restarted_runs_end_with_the_same_weights_under_both_launchers(tmp_path: Path) -> None:

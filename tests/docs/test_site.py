@@ -70,6 +70,7 @@ def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None
 
 # What is asked on the first day: a search, and the pages that answer it; the best of those that exist.
 QUESTIONS = {
+    "log values": ("guides/logging",),
     "checkpoint": ("guides/checkpoints", "checkpoints"),
     "resume": ("resuming",),
     "out of memory": ("speed/out_of_memory",),

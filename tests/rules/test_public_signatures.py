@@ -41,6 +41,7 @@ MODULES = (
     "hasten.profilers",
     "hasten.report",
     "hasten.strategies",
+    "hasten.transformers",
     "hasten.tuner",
     "hasten.utilities",
     "hasten.utilities.data",

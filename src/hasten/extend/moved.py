@@ -40,6 +40,7 @@ MOVED = {
     **{f"hasten.commands.{name}": f"hasten_lightning.commands.{name}" for name in ("migrate", "run")},
     # These stay: public names, to which stubs beside the core's modules lead type checkers.
     **{f"hasten.{name}": f"hasten_lightning.{name}" for name in ("demos", "utilities")},
+    "hasten.transformers": "hasten_tools.transformers",
     "hasten.fabric.loggers": "hasten_lightning._classes.fabric_loggers",
     "hasten.trainer.loop_counts": "hasten_lightning.loops.counts",
     "hasten.trainer.loop_views": "hasten_lightning.loops.views",

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import make_error
+from hasten._lib.files import write_atomically
+from hasten._lib.names import did_you_mean
 from hasten.commands.parser import Parser, whole
 from hasten_lightning.commands.run import add_program, check_program, parse_program, program_words
 
@@ -30,6 +32,8 @@ _FIRST_NOTICE_SECONDS, _NEXT_NOTICE_SECONDS = 10.0, 60.0
 _CAUSE_SECONDS = 30
 # A process that was asked to stop saves a checkpoint, which may take longer than the 30 s that torchrun gives it.
 _STOP_SECONDS = 300
+# The options that --save writes.
+_SAVED = ("procs", "nodes", "min-nodes", "max-nodes", "rdzv", "rdzv-id", "local-addr", "restarts", "log-dir")
 # What the Trainer, torchrun's fellows and schedulers call the options.
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -39,6 +43,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("num-nodes", "n-nodes", "machines", "num-machines"), "nodes"),
     **dict.fromkeys(("retries", "max-retries"), "restarts"),
+    "config-file": "config",
 }  # fmt: skip
 _RULES = """\
 A process that fails ends all others. With --restarts, all start again, and a program that trains with
@@ -50,8 +55,14 @@ def main(arguments: Sequence[str]) -> int:
     """Launch a program; return its exit code."""
     parser = make_parser()
     given, rest = parse_program(parser, arguments)
-    check_program(parser, given)
+    if given.config is not None:
+        given = parser.parse([*_saved_options(given.config, parser), *arguments[: len(arguments) - len(rest)]])
     nodes = _nodes(given, parser)
+    if given.save is not None:
+        _save_options(given, parser)
+        if given.program is None and given.module is None:
+            return 0
+    check_program(parser, given)
     endpoint = _endpoint(given, nodes, parser)
     return _launch(given, nodes, endpoint, ["-u", *program_words(parser, given, rest)])
 
@@ -85,11 +96,48 @@ def make_parser() -> Parser:
     add("--restarts", "--max-restarts", metavar="N", type=whole(0), default=0,
         help="start all processes again so often when one has failed (default 0)")  # fmt: skip
     add("--log-dir", metavar="FOLDER", help="write the output of each process to a file there, too")
+    add("--save", metavar="FILE", help="write the other options to this YAML file; without PROGRAM, do nothing else")
+    add("--config", metavar="FILE", help="take options from this file; those of the command line come first")
     add("--standalone", action="store_true", help="as torchrun has it: one machine, which is the default")
     for name in ("--master-addr", "--master-port", "--node-rank", "--rdzv-backend"):
         add(name, metavar="X", type=_not_needed(name), help=argparse.SUPPRESS)
     add_program(parser)
     return parser
+
+
+def _saved_options(file: str, parser: Parser) -> list[str]:
+    """Return the options in a file that ``--save`` has written, as words of a command line."""
+    import yaml
+
+    try:
+        # Each value stays the text that is written there: YAML itself reads 1:2 as 62.
+        saved = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        parser.error(f"--config {file}: no such file. Write one: hasten launch --procs 4 --save {file}")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(f"--config {file} cannot be read: {shown(error)}")
+    if not isinstance(saved, dict):
+        parser.error(f"--config {file}: use lines such as procs: 4, one for each option.")
+    for name in saved:
+        if name not in _SAVED:
+            parser.error(f"--config {file}: unknown option {name!r}.{did_you_mean(str(name), _SAVED)}")
+    return [f"--{name}={value}" for name, value in saved.items()]
+
+
+def _save_options(given: argparse.Namespace, parser: Parser) -> None:
+    """Write the options that differ from their defaults to the file of ``--save``."""
+    import yaml
+
+    values = {name: getattr(given, name.replace("-", "_")) for name in _SAVED}
+    if given.nodes is not None:
+        smallest, largest = given.nodes
+        values["nodes"] = largest if smallest == largest else f"{smallest}:{largest}"
+    changed = {name: value for name, value in values.items() if value != parser.get_default(name.replace("-", "_"))}
+    try:
+        write_atomically(given.save, yaml.safe_dump(changed, sort_keys=False))
+    except OSError as error:
+        parser.error(f"--save {given.save} cannot be written: {error.strerror}.")
+    _say(f"wrote {given.save}. To use it: hasten launch --config {given.save} train.py")
 
 
 def _procs(text: str) -> int | str:

@@ -1,0 +1,1 @@
+from hasten_tools.transformers import *

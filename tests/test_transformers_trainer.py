@@ -1,0 +1,147 @@
+"""Programs for the Trainer of Hugging Face train with ``TransformersTrainer``, and no argument is ignored.
+
+``docs/start/transformers.md``, whose programs are run, compares the weights with those of ``transformers.Trainer``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.callbacks import EarlyStopping
+from hasten.transformers import TransformersTrainer
+from tests.docs.blocks import ROOT
+from tests.refusals import refused
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="TrainingArguments need it")
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=20, **SIZES))
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(3, 20, (22, 8), generator=generator)
+    labels = rows.clone()
+    for row, length in enumerate(torch.randint(2, 8, (22,), generator=generator)):
+        labels[row, length:] = -100
+    return [{"input_ids": ids, "labels": targets} for ids, targets in zip(rows, labels, strict=True)]
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    return transformers.TrainingArguments(
+        str(folder), use_cpu=True, disable_tqdm=True, per_device_train_batch_size=4, **given
+    )
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    guessed, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((guessed == labels)[labels != -100].mean())}
+
+
+def test_accumulated_batches_count_by_their_targets_as_one_large_batch_does(tmp_path: Path) -> None:
+    data, model = texts(), language_model()
+    args = arguments(
+        tmp_path, num_train_epochs=1, gradient_accumulation_steps=2, train_sampling_strategy="sequential",
+        weight_decay=0.1, warmup_steps=1, learning_rate=1e-2, max_grad_norm=0.5, save_strategy="no",
+    )  # fmt: skip
+    trainer = TransformersTrainer(model, args, train_dataset=data, enable_model_summary=False)
+    assert trainer.train().global_step == 3
+
+    plain = language_model()
+    decayed = [each for name, each in plain.named_parameters() if "norm" not in name]
+    others = [each for name, each in plain.named_parameters() if "norm" in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-2)
+    schedule = transformers.get_linear_schedule_with_warmup(adamw, 1, 3)
+    for rows in (data[:8], data[8:16], data[16:]):
+        plain(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        adamw.step()
+        schedule.step()
+        adamw.zero_grad()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6), name
+
+
+def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
+    data = texts()
+    options: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "save_total_limit": 1, "logging_steps": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "learning_rate": 1e-2,
+    }  # fmt: skip
+    given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data[:9], "compute_metrics": accuracy}
+    model = language_model()
+    trainer = TransformersTrainer(
+        model, arguments(tmp_path, num_train_epochs=2, **options), **given,
+        callbacks=[EarlyStopping("eval_loss", patience=9)], enable_model_summary=False,
+    )  # fmt: skip
+    done = trainer.train()
+    assert done.global_step == 12
+    assert trainer.trainer.history["eval_accuracy"].steps == [3, 7, 11]
+    assert len(trainer.trainer.history["loss"]) == 6
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*.ckpt")) == ["checkpoint-12.ckpt"]
+    best = max(trainer.trainer.history["eval_accuracy"])
+    values = trainer.evaluate()
+    assert values["eval_accuracy"] == pytest.approx(best)
+
+    theirs = transformers.Trainer(
+        model, arguments(tmp_path / "theirs"), eval_dataset=data[:9], compute_metrics=accuracy
+    )
+    expected = theirs.evaluate()
+    assert values == pytest.approx({name: expected[name] for name in ("eval_loss", "eval_accuracy")})
+
+    trainer.save_model(str(tmp_path / "saved"))
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+    longer = TransformersTrainer(
+        language_model(), arguments(tmp_path, num_train_epochs=3, **options), **given, enable_model_summary=False
+    )
+    assert longer.train(resume_from_checkpoint=True).global_step == 18
+    assert longer.trainer.history["eval_accuracy"].steps == [3, 7, 11, 15]
+
+
+def test_each_field_is_read_and_on_the_page_or_refused_by_its_name(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "start" / "transformers.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(\w+)`", text.partition("Read: ")[2].partition("\n\n")[0]))
+    fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert listed <= fields
+    for name in sorted(fields - listed):
+        args = arguments(tmp_path)
+        setattr(args, name, "another")
+        with refused(ValueError, name, fix="Leave it out"):
+            TransformersTrainer(nn.Linear(1, 1), args)
+
+
+@pytest.mark.parametrize(
+    ("given", "argument", "fix"),
+    [
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha", "Leave it out."),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size", "TransformersTrainer(..., batch_size='auto')"),
+        ({"num_train_epochs": 2.5}, "num_train_epochs", "max_steps"),
+        ({"logging_steps": 0.1}, "logging_steps", "a whole number"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy", "another"),
+        ({"report_to": ["azure_ml"]}, "report_to", "'wandb'"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "lr_scheduler_type", "optimizers="),
+    ],
+)
+def test_what_is_refused_says_what_to_write(given: dict[str, Any], argument: str, fix: str, tmp_path: Path) -> None:
+    with refused(ValueError, argument, fix=fix):
+        TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path, **given))
+
+
+def test_processes_have_to_be_there_before_the_arguments(tmp_path: Path) -> None:
+    with refused(ValueError, "devices", fix="hasten launch --procs 2"):
+        TransformersTrainer(nn.Linear(1, 1), arguments(tmp_path), devices=2)
