@@ -89,7 +89,7 @@ class Decoder(L.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
 
-def data(batch_size: int, samples: int = 58) -> DataLoader[Any]:
+def data(batch_size: int, samples: int = 42) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, WORDS, (samples, 5), generator=generator)
     return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size)
@@ -132,14 +132,12 @@ def assert_alike(found: Any, expected: Any, folder: Path, name: str) -> None:
 
 @pytest.mark.world_size(4)
 def test_stages_train_as_one_process_and_their_checkpoints_go_on_elsewhere(tmp_path: Path) -> None:
-    alone = fitted("auto", 1)
+    alone = fitted("auto", 1, callbacks=[SaveAt(1, tmp_path / "alone.ckpt")])
     for sizes, options in (
         # Uneven stages.
         ((1, 1, 1, 1, 4), {"split": ["blocks.1", "blocks.4", "blocks.7"]}),
-        ((2, 1, 1, 1, 2), {"micro_batches": 4, "schedule": "GPipe"}),
         ((1, 2, 1, 1, 2), {"micro_batches": 4, "schedule": "Interleaved1F1B"}),
-        ((1, 1, 1, 1, 4), {"micro_batches": 8, "schedule": "InterleavedZeroBubble"}),
-        ((1, 1, 1, 1, 4), {"micro_batches": 8, "schedule": "zbvzerobubble"}),
+        ((1, 1, 1, 1, 4), {"micro_batches": 4, "schedule": "zbvzerobubble"}),
     ):
         strategy = MeshStrategy(*sizes, **options)
         found = fitted(strategy, 4, 16 // (sizes[0] * sizes[1]), callbacks=[SaveAt(1, tmp_path / "stages.ckpt")])
@@ -153,15 +151,13 @@ def test_stages_train_as_one_process_and_their_checkpoints_go_on_elsewhere(tmp_p
     for other in ("ddp", "fsdp"):
         with refused(ValueError, "strategy", fix="new module"):
             quiet(devices=4, strategy=other).fit(module, data(4))
-    # In the middle of an accumulation: from stages to one process, and from there to another number of stages.
-    for then, path in (("auto", "stages.ckpt"), (MeshStrategy(2, 1, pipeline=2), "alone.ckpt")):
-        save = [SaveAt(2, tmp_path / "alone.ckpt")] if then == "auto" else []
-        devices = 1 if then == "auto" else 4
-        size = 16 if then == "auto" else 8
-        resumed = fitted(then, devices, size, ckpt_path=tmp_path / path, callbacks=save)
+    # In the middle of an accumulation: from stages to one process, and from one process to stages beside copies.
+    copies = MeshStrategy(2, 1, pipeline=2, schedule="GPipe")
+    for path, then, devices in (("stages.ckpt", "auto", 1), ("alone.ckpt", copies, 4)):
+        resumed = fitted(then, devices, 16 if devices == 1 else 8, ckpt_path=tmp_path / path)
         weights = whole(resumed[1], tmp_path, "resumed.ckpt")["state_dict"]
         for key, value in alone[0].state_dict().items():
-            torch.testing.assert_close(weights[key], value, atol=1e-12, rtol=0, msg=f"{then} {key}")
+            torch.testing.assert_close(weights[key], value, atol=1e-12, rtol=0, msg=f"{path} {devices} {key}")
 
 
 def one_stage(module: nn.Module, stage: int, split: list[str] | None = None) -> Stages:
