@@ -29,7 +29,7 @@ from hasten.strategies.context import attention
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.qkv": "colwise_rep", "head": "colwise_rep"}
-WIDTH, WORDS, BATCH, HEADS = 16, 48, 16, 8
+WIDTH, WORDS, BATCH, HEADS, BLOCKS = 16, 48, 16, 8, 8
 
 
 def main() -> int:
@@ -39,10 +39,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    print("processes replicate  shard tensor context      loss grad_norm    weight")
+    print("processes replicate  shard tensor context pipeline      loss grad_norm    weight")
     for processes in options.processes:
         for row in measured(processes):
-            sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6, 7), strict=True))
+            sizes = " ".join(f"{size:>{width}}" for size, width in zip(row["mesh"], (9, 6, 6, 7, 8), strict=True))
             differences = " ".join(f"{row[name]:>9.1e}" for name in ("loss", "grad_norm", "weight"))
             print(f"{processes:>9} {sizes} {differences}", flush=True)
             rows.append(row)
@@ -59,12 +59,13 @@ def measured(processes: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def meshes(processes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the sizes of the axes that multiply to a number of processes."""
+def meshes(processes: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the sizes of the axes that multiply to a number of processes: pipelines beside copies and shards only."""
     divisors = [size for size in range(1, processes + 1) if processes % size == 0]
-    for replicate, shard, tensor, context in itertools.product(divisors, repeat=4):
-        if replicate * shard * tensor * context == processes:
-            yield replicate, shard, tensor, context
+    for replicate, shard, tensor, context, pipeline in itertools.product(divisors, repeat=5):
+        fits = replicate * shard * tensor * context * pipeline == processes
+        if fits and (pipeline == 1 or tensor * context == 1):
+            yield replicate, shard, tensor, context, pipeline
 
 
 def compare() -> None:
@@ -82,7 +83,7 @@ def compare() -> None:
                 "mesh": sizes,
                 "loss": largest(found.losses, expected.losses),
                 "grad_norm": largest(found.norms, expected.norms),
-                "weight": largest(found.weights(), expected.weights()),
+                "weight": found.largest_difference(expected),
             }
         )
     if rank == 0:
@@ -118,17 +119,19 @@ class Decoder(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.head = nn.Linear(WIDTH, WORDS)
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets = batch
         logits = self.head(self.blocks(self.words(tokens)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        self.losses.append(self.all_gather(loss.detach()).mean())
-        return loss
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.all_gather(outputs["loss"]).mean())
 
     def configure_gradient_clipping(self, optimizer: Any, **how: Any) -> None:
         self.norms.append(self.trainer.runtime.engine.clip_norm(self.parameters(), how["gradient_clip_val"]))
@@ -136,9 +139,13 @@ class Decoder(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    def weights(self) -> list[Tensor]:
-        """Return the parameters, whole."""
-        return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in self.parameters()]
+    def largest_difference(self, other: Decoder) -> float:
+        """Return the largest difference to the parameters of another module, on any process."""
+        weights = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in self.parameters()]
+        # The parameters of other stages are not numbers.
+        held = [(one, two) for one, two in zip(weights, other.parameters(), strict=True) if not one.isnan().any()]
+        difference = torch.tensor(largest(*map(list, zip(*held, strict=True))))
+        return float(self.trainer.strategy.all_reduce(difference, reduce_op="max"))
 
 
 def train(devices: int, strategy: Any, batch_size: int) -> Decoder:

@@ -228,6 +228,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, CustomPolicy
 from hasten._lib import torch_private
+from hasten.strategies.mesh import schedule
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 torch_private.set_timeout(timedelta(seconds=60))
@@ -298,6 +299,15 @@ with torch.no_grad():
 root.forget_forwards()
 torch_private.forget_that_it_was_sharded(model)
 fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
+
+layer, passed = nn.Linear(2, 1), []
+for name in ("GPipe", "LoopedBFS"):
+    order = schedule.Schedule(name, 1, 1, 2, "")
+    step = lambda *at: passed.append(at) or layer(torch.ones(2))
+    stage = schedule.Stage(0, order, dist.group.WORLD, torch.device("cpu"), step, [])
+    stage.begin([None, None], sends_headers=False)
+    torch_private.run_schedule(order.make([stage], 2), 2)
+assert passed == [(0, 0, None), (0, 1, None)] * 2 and layer.bias.grad == 4
 dist.destroy_process_group()
 print("done")
 """
@@ -306,6 +316,16 @@ print("done")
 def test_processes(tmp_path: Path) -> None:
     done = run_python("-c", PROCESSES, tmp_path / "meeting", cwd=tmp_path)
     assert "done" in done.stdout, done.stderr[-3000:]
+
+
+def test_backward_in_two_parts() -> None:
+    layer, received = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    groups = torch_private.gradients_of_inputs(layer(received), torch.ones(1, 2), received, list(layer.parameters()))
+    assert layer.weight.grad is None
+    assert torch.equal(received.grad, layer.weight.detach().sum(0, keepdim=True))
+    torch_private.gradients_of_parameters(list(layer.parameters()), groups)
+    assert torch.equal(layer.weight.grad, torch.ones(2, 2))
+    assert torch.equal(layer.bias.grad, torch.ones(2))
 
 
 def test_files_and_the_processor() -> None:

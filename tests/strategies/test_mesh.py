@@ -116,7 +116,8 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         ({"cpu_offload": "yes"}, TypeError, "cpu_offload", "'yes'"),
         ({"parallelize_fn": 2}, TypeError, "parallelize_fn", "2"),
         ({"tensro": 2}, TypeError, "tensro", "'tensor'"),
-        ({"pipeline": 2}, TypeError, "pipeline", "examples/pipeline_parallel.py"),
+        ({"pipeline": "auto"}, TypeError, "pipeline", "'auto'"),
+        ({"pipeline_stages": 2}, TypeError, "pipeline_stages", "MeshStrategy(pipeline=N)"),
     ):
         with refused((ValueError, TypeError), argument, says=says) as caught:
             MeshStrategy(**arguments)  # type: ignore[arg-type]

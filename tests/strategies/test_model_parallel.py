@@ -468,7 +468,7 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         ({"parallelize_fn": 2}, "Write data_parallel_size=2"),
         ({"save_distributed_checkpoint": None}, "save_distributed_checkpoint=None"),
         ({"tensor_parallel": 2}, "tensor_parallel=2): unknown argument. Did you mean 'tensor_parallel_size'?"),
-        ({"pipeline_parallel_size": 2}, "as examples/pipeline_parallel.py does"),
+        ({"pipeline_parallel_size": 2}, "MeshStrategy(pipeline=N)"),
         ({"context_parallel_size": 2}, "MeshStrategy(context=N)"),
     ):
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):

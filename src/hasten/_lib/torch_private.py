@@ -539,3 +539,46 @@ def cpp_compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return str(get_cpp_compiler())
+
+
+# -- pipelines
+
+
+def run_schedule(schedule: Any, parts: int) -> None:
+    """Run a schedule of ``torch.distributed.pipelining`` on micro-batches that its stages have.
+
+    Args:
+        schedule: the schedule, whose stages know what they exchange.
+        parts: the number of micro-batches.
+
+    """
+    for kind in ("stage", "stages"):
+        setattr(schedule, f"_{kind}_forward_initialized", True)
+        setattr(schedule, f"_{kind}_backward_initialized", True)
+    schedule._step_microbatches([()] * parts, [{}] * parts, [None] * parts, return_outputs=False)
+
+
+def gradients_of_inputs(
+    output: Tensor, gradient: Tensor | None, received: Tensor, parameters: list[nn.Parameter]
+) -> list[Any]:
+    """Compute the gradient of what a stage has received; return what ``gradients_of_parameters`` needs.
+
+    Args:
+        output: what the stage has computed; detached in place.
+        gradient: its gradient; None for a loss.
+        received: gets the gradient.
+        parameters: those of the stage, and others.
+
+    """
+    from torch.distributed.pipelining import _backward
+
+    gradients = None if gradient is None else [gradient]
+    groups: list[Any] = _backward.stage_backward_input([output], gradients, [received], iter(parameters))[1]
+    return groups
+
+
+def gradients_of_parameters(parameters: list[nn.Parameter], groups: list[Any]) -> None:
+    """Compute the gradients of the parameters of a stage, after ``gradients_of_inputs``."""
+    from torch.distributed.pipelining import _backward
+
+    _backward.stage_backward_weight(iter(parameters), groups)

@@ -371,8 +371,12 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 
 def sharded_parameter(module: nn.Module) -> str | None:
-    """Return the name of a parameter of ``module`` that is a ``DTensor``; None if all are whole."""
-    return next((name for name, parameter in module.named_parameters() if is_sharded(parameter)), None)
+    """Return the name of a parameter of ``module`` of which other processes have a part or all; None if none has."""
+    return next((name for name, p in module.named_parameters() if is_sharded(p) or hasattr(p, ABSENT)), None)
+
+
+# The attribute of a parameter whose values another process has: one with another stage of a pipeline.
+ABSENT = "_hasten_absent"
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:

@@ -64,10 +64,8 @@ _OLD_NATIVE = "That was the name of torch's FSDP beside FairScale's; there is on
 _OLD_SPAWN = "Discontinued: FairScale's sharded DDP is no longer developed."
 _LAYERS = "The sizes of the groups have to be given with an object."
 _RPC = "Discontinued: FairScale's pipeline is no longer developed."
-_PIPELINE = (
-    "A pipeline schedule owns forward and backward, which a Trainer calls itself: docs/model_parallel.md has an "
-    "example with Fabric and torch.distributed.pipelining."
-)
+_PIPELINE = "The number of processes for the layers has to be given with an object."
+_STAGES = "strategy=MeshStrategy(pipeline=2)"
 _CONTEXT = "The number of processes for a sequence has to be given with an object."
 _SEQUENCES = "strategy=MeshStrategy(context=2)"
 _RAY = "Ray starts the processes, and the strategy is the usual one: use ray.train.torch.TorchTrainer."
@@ -118,9 +116,9 @@ STRATEGIES: dict[str, Refused] = {
     "sequence_parallel": Refused(
         _TORCH, _LAYERS, "strategy=ModelParallelStrategy(plan='auto', sequence_parallel=True)"
     ),
-    "pipeline": Refused(_TORCH, _PIPELINE, ""),
-    "pipeline_parallel": Refused(_TORCH, _PIPELINE, ""),
-    "pp": Refused(_ACCELERATE, _PIPELINE, ""),
+    "pipeline": Refused(_TORCH, _PIPELINE, _STAGES),
+    "pipeline_parallel": Refused(_TORCH, _PIPELINE, _STAGES),
+    "pp": Refused(_ACCELERATE, _PIPELINE, _STAGES),
     "context_parallel": Refused(_TORCH, _CONTEXT, _SEQUENCES),
     "cp": Refused(_ACCELERATE, _CONTEXT, _SEQUENCES),
     "expert_parallel": Refused(

@@ -369,8 +369,7 @@ class Sharding(StrategyPart):
         if (name := sharded_parameter(module)) is not None:
             raise make_error(
                 ValueError,
-                f"strategy={self.strategy.name!r}: the parameter {name!r} is a DTensor, of which this process has a "
-                "part.",
+                f"strategy={self.strategy.name!r}: this process has a part of the parameter {name!r}, or none of it.",
                 fix=(
                     "After a run with shards, save a checkpoint and load it into a new module; before one, pass the "
                     "module whole. strategy='fsdp' and MeshStrategy go on with shards."

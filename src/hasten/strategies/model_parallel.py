@@ -55,8 +55,6 @@ class ModelParallelStrategy(MeshStrategy):
 
     It is ``MeshStrategy(shard=data_parallel_size, tensor=tensor_parallel_size)`` with Lightning's arguments.
 
-    Pipeline and context parallel are loops of your own, with Fabric: ``docs/model_parallel.md``.
-
     Raises:
         ValueError: the sizes do not multiply to the number of processes, or two arguments contradict each other.
         TypeError: an argument has a wrong type or is unknown.

@@ -48,10 +48,10 @@ HALF_AN_HOUR = timedelta(minutes=30)
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-# Features that need a loop of the user's own, and where to find an example.
+# What to write in place of stages and schedules of torch.
 PIPELINE_IN_FABRIC = (
-    "A pipeline schedule runs forward and backward of all micro-batches itself. Write the loop with Fabric, as "
-    "examples/pipeline_parallel.py does (docs/model_parallel.md)"
+    "A schedule runs forward and backward of all micro-batches itself. Use MeshStrategy(pipeline=2), or write the loop "
+    "with Fabric, as examples/pipeline_parallel.py does"
 )
 
 

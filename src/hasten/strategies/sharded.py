@@ -135,7 +135,7 @@ class DTensorSharding(DividedSharding):
         """Take part in an evaluation step of other processes, without a batch: gather the same parameters."""
         parts = sharded_parts(module)
         for name in self.forward_order(module):
-            self.strategy.engine.make_forward(_nothing, parts[name])()
+            self.strategy.engine.as_forward(_nothing, parts[name])()
 
     @property
     def shares_batches(self) -> bool:
@@ -169,15 +169,15 @@ class DTensorSharding(DividedSharding):
         """
         import torch.distributed as dist
 
-        size = self.strategy.sizes.alike
-        found: list[str] = [""] * size
-        dist.all_gather_object(found, _digest(batch), group=self.strategy.group_alike)
+        group = self.strategy.group_alike
+        ranks = dist.get_process_group_ranks(group)
+        found: list[str] = [""] * len(ranks)
+        dist.all_gather_object(found, _digest(batch), group=group)
         if len(set(found)) > 1:
-            first = self.strategy.data_parallel_rank * size
-            other = first + next(rank for rank, digest in enumerate(found) if digest != found[0])
+            other = next(rank for rank, digest in zip(ranks, found, strict=True) if digest != found[0])
             raise make_error(
                 RuntimeError,
-                f"Processes {first} and {other} of one group read different batches.",
+                f"Processes {ranks[0]} and {other} of one group read different batches.",
                 fix=(
                     "Give both the same seeds. A dataset that divides itself must do so by "
                     "trainer.strategy.data_parallel_rank and size."
@@ -199,7 +199,7 @@ class DTensorSharding(DividedSharding):
         if not is_sharded(value):
             return value
         full = value.full_tensor()
-        return full.cpu() if self.strategy.is_global_zero else None
+        return full.cpu() if self.strategy.keeps_whole else None
 
     def from_checkpoint(self, value: object, target: object) -> Any:
         """Return a value of a checkpoint as ``target`` is divided; unchanged where their shapes differ."""
@@ -298,6 +298,10 @@ class DTensorEngine(StepEngine):
     # -- forward
 
     def make_forward(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+        """Return ``as_forward(function, wrapped)``."""
+        return self.as_forward(function, wrapped)
+
+    def as_forward(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return a function that calls ``function`` as a forward of ``wrapped``: with its parameters gathered."""
         from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
@@ -373,8 +377,9 @@ class DTensorEngine(StepEngine):
 
         The norm covers all gradients together, over all meshes: gradients of each mesh are reduced over it.
         """
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = total_norm(gradients, norm_type)
+        total = self.total_norm(parameters, norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise make_error(
                 RuntimeError,
@@ -389,6 +394,10 @@ class DTensorEngine(StepEngine):
         for alike in by_kind(map(local_part, gradients)):
             torch._foreach_mul_(alike, factor.to(alike[0].device))
         return total
+
+    def total_norm(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the gradients of all shards together."""
+        return total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
         """Limit each element of the gradients to ``clip_val`` in size; those that are divided alike together."""
@@ -445,7 +454,8 @@ class DTensorState(DividedState):
         """Restore weights from whole tensors, or from the shards of a folder."""
         present = module.state_dict()
         loaded = {
-            name: self.strategy.sharding.from_checkpoint(value, present.get(name)) for name, value in _items(state)
+            name: self.strategy.sharding.from_checkpoint(value, present.get(name))
+            for name, value in stored_items(state)
         }
         load_weights(module, loaded, strict=strict, source=source)
 
@@ -455,7 +465,7 @@ class DTensorState(DividedState):
         if self.saves_folders:
             return state
         entries = {key: self._whole(entry) for key, entry in state["state"].items()}
-        return {**state, "state": entries if self.strategy.is_global_zero else {}}
+        return {**state, "state": entries if self.strategy.keeps_whole else {}}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore an optimizer's state from whole tensors, or from the shards of a folder."""
@@ -473,7 +483,7 @@ class DTensorState(DividedState):
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         # One after the other: no process holds more than one whole tensor on its device.
         gathered = {name: self.strategy.sharding.gathered(value) for name, value in state.items()}
-        return gathered if self.strategy.is_global_zero else {}
+        return gathered if self.strategy.keeps_whole else {}
 
 
 def shard_like(whole: Tensor, target: Tensor) -> Tensor:
@@ -543,7 +553,7 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     return result
 
 
-def _items(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def stored_items(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield names and values; the tensors of a folder are not read yet."""
     stored = getattr(state, "stored", None)
     yield from (stored() if callable(stored) else state.items())

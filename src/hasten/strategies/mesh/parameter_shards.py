@@ -24,6 +24,7 @@ from hasten.strategies.mesh.blocks import (
     name_of,
 )
 from hasten.strategies.mesh.sizes import TENSOR, ShardLayout
+from hasten.strategies.mesh.stages import is_absent
 from hasten.strategies.sharded import keep_class_name, sharded_parts
 
 if TYPE_CHECKING:
@@ -73,6 +74,17 @@ class ParameterShards:
         self._ignored = _checked_ignored(owner, ignored_modules, ignored_parameters)
         self._recompute_argument = recompute_argument
         self._recompute_policy = checked_policy(owner, recompute_argument, activation_checkpointing_policy)
+        given = {
+            "auto_wrap_policy": auto_wrap_policy,
+            "reshard_after_forward": not reshard_after_forward,
+            "forward_prefetch": forward_prefetch,
+            "ignored_modules": ignored_modules,
+            "ignored_parameters": ignored_parameters,
+            "cpu_offload": cpu_offload,
+            "mixed_precision": mixed_precision,
+        }
+        # The arguments that ask for something of shards.
+        self.asked = [name for name, value in given.items() if value]
         self._recomputes: list[AbstractContextManager[Any]] = []
         self._offload_policy = _offload_policy(owner, cpu_offload)
         self.offloads = _offloads(self._offload_policy)
@@ -96,6 +108,7 @@ class ParameterShards:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         ignored, policy = self._ignored_in(module, mesh.size()), self._policy
+        ignored |= set(filter(is_absent, module.parameters()))
         kept = set(map(id, ignored))
         whole = [
             name
@@ -108,7 +121,7 @@ class ParameterShards:
                 "that of one group.",
                 fix="Make all layers first, or a new module.",
             )
-        self._recompute(module)
+        self.recompute(module)
         shard = partial(
             fully_shard,
             mesh=mesh,
@@ -189,9 +202,10 @@ class ParameterShards:
         """Return the parts to gather by themselves, outer ones before those inside of them."""
         policy = self._wrap_policy
         parts = repeated_blocks(module) if policy is None else chosen(module, policy, self._owner, "auto_wrap_policy")
-        return gathered_apart(module, parts)
+        return gathered_apart(module, [part for part in parts if not all(map(is_absent, part.parameters()))])
 
-    def _recompute(self, module: nn.Module) -> None:
+    def recompute(self, module: nn.Module) -> None:
+        """Recompute the modules in backward that the program has chosen, until ``close``."""
         if self._recompute_policy is None:
             return
         parts = chosen(module, self._recompute_policy, self._owner, self._recompute_argument)

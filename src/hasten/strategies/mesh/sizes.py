@@ -10,23 +10,24 @@ from typing import Literal
 Size = int | Literal["auto"]
 
 # The dimensions of the mesh of parameters, outermost first.
-REPLICATE, DATA, TENSOR = "replicate", "data_parallel", "tensor_parallel"
+PIPELINE, REPLICATE, DATA, TENSOR = "pipeline", "replicate", "data_parallel", "tensor_parallel"
 # The dimensions of the mesh of batches, beside TENSOR.
 BATCHES, CONTEXT = "batches", "context"
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """How the processes of a run are divided: ``replicate * shard * context * tensor`` of them.
+    """How the processes of a run are divided: ``pipeline * replicate * shard * context * tensor`` of them.
 
     The ranks of one tensor-parallel group follow each other, so that it stays within a machine, and those of the groups
-    that divide sequences come next.
+    that divide sequences come next. The processes of one pipeline are the furthest from each other.
 
     Args:
         replicate: how many copies of all shards there are.
         shard: over how many processes parameters, gradients and optimizer states are divided.
         tensor: over how many processes layers are split.
         context: over how many processes sequences are divided. Parameters are sharded over them, too.
+        pipeline: over how many processes the layers are divided, one after the other.
 
     """
 
@@ -34,6 +35,7 @@ class MeshSizes:
     shard: int = 1
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
 
     @classmethod
     def of(cls, asked: Mapping[str, Size], *, num_nodes: int, per_node: int) -> MeshSizes:
@@ -50,7 +52,7 @@ class MeshSizes:
 
         """
         world = num_nodes * per_node
-        sizes: dict[str, Size] = {**dict.fromkeys(("replicate", "shard", "context", "tensor"), 1), **asked}
+        sizes: dict[str, Size] = {**dict.fromkeys(("pipeline", "replicate", "shard", "context", "tensor"), 1), **asked}
         open_axes = [axis for axis, size in sizes.items() if size == "auto"]
         if len(open_axes) > 1:
             sizes[open_axes.pop(0)] = num_nodes
@@ -65,7 +67,7 @@ class MeshSizes:
     @property
     def processes(self) -> int:
         """The number of processes."""
-        return self.replicate * self.shard * self.context * self.tensor
+        return self.pipeline * self.replicate * self.shard * self.context * self.tensor
 
     @property
     def batches(self) -> int:
@@ -74,7 +76,7 @@ class MeshSizes:
 
     @property
     def alike(self) -> int:
-        """How many processes, whose ranks follow each other, read the same batches."""
+        """How many processes of a stage, whose ranks follow each other, read the same batches."""
         return self.context * self.tensor
 
     def dimensions(self, *, always: Container[str] = ()) -> dict[str, int]:
@@ -84,7 +86,12 @@ class MeshSizes:
             always: names of dimensions to have even if their size is 1.
 
         """
-        sizes = {REPLICATE: self.replicate, DATA: self.shard * self.context, TENSOR: self.tensor}
+        sizes = {
+            PIPELINE: self.pipeline,
+            REPLICATE: self.replicate,
+            DATA: self.shard * self.context,
+            TENSOR: self.tensor,
+        }
         return {name: size for name, size in sizes.items() if size > 1 or name in always or name == DATA}
 
 

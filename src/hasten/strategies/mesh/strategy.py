@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import inspect
 import logging
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -30,8 +31,19 @@ from hasten.strategies.mesh.blocks import WrapPolicy, is_manual, name_of
 from hasten.strategies.mesh.initial_values import fill
 from hasten.strategies.mesh.layer_split import LayerSplit
 from hasten.strategies.mesh.parameter_shards import ParameterShards
-from hasten.strategies.mesh.sizes import BATCHES, CONTEXT, DATA, REPLICATE, TENSOR, MeshSizes, ShardLayout, Size
-from hasten.strategies.parallel import PIPELINE_IN_FABRIC, ParallelStrategy
+from hasten.strategies.mesh.sizes import (
+    BATCHES,
+    CONTEXT,
+    DATA,
+    PIPELINE,
+    REPLICATE,
+    TENSOR,
+    MeshSizes,
+    ShardLayout,
+    Size,
+)
+from hasten.strategies.mesh.stages import is_absent
+from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.sharded import (
     DTensorEngine,
     DTensorSharding,
@@ -52,6 +64,7 @@ if TYPE_CHECKING:
     from hasten.machine.devices import Accelerator
     from hasten.machine.spawn import KeepsResults
     from hasten.strategies.context import ContextSplit
+    from hasten.strategies.mesh.pipeline import Pipeline
     from hasten.strategies.plans import Plan
     from hasten.types import Group
 
@@ -67,6 +80,9 @@ _ADVICE = {
     "numpy() is not supported for tensor subclasses": (
         "this process has a part of the tensor. Write tensor.full_tensor().detach().cpu().numpy(); all processes call "
         "full_tensor()."
+    ),
+    "under selective activation checkpoint": (
+        "zero-bubble schedules go backward twice through a block. Use memory='full', or schedule='Interleaved1F1B'."
     ),
     "FSDP does not support deepcopy": (
         "a divided module cannot be copied. Copy it in setup() or before, or save a checkpoint and load it into a new "
@@ -103,9 +119,10 @@ class MeshStrategy(ParallelStrategy):
       one copy only, so its processes should be close to each other (hybrid sharding).
     - ``tensor``: layers are split over the processes of a group, which read the same batches and exchange activations
       in each layer. The group should be within one machine.
-
     - ``context``: each process has a part of every sequence and of its activations. Attention sees the whole sequence;
       there processes exchange tokens for heads. Parameters are sharded over these processes, too.
+    - ``pipeline``: each process computes some of the blocks, one after the other, and a batch goes through them in
+      parts. The steps of the module stay as they are; the last stage computes the loss.
 
     The layers are split by ``plan``, or by ``configure_model`` of the module with torch's ``parallelize_module`` on
     ``self.device_mesh["tensor_parallel"]``, or by ``parallelize_fn`` in programs with Fabric. Dividing a module in
@@ -119,6 +136,14 @@ class MeshStrategy(ParallelStrategy):
         tensor: the number of processes over which layers are split.
         context: the number of processes over which sequences are divided, in the steps of a Trainer. In a loop of your
             own, use ``hasten.strategies.context.ContextSplit``.
+        pipeline: the number of processes over which blocks are divided, in the steps of a Trainer.
+        split: with ``pipeline``, names of the blocks at which stages begin, but the first: ``["model.layers.6"]``. By
+            default, the blocks of the ``nn.ModuleList`` or ``nn.Sequential`` with the most parameters are divided
+            evenly.
+        schedule: the order in which stages compute, by its name in torch: "1F1B", "GPipe", "Interleaved1F1B",
+            "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV". All but the first two have two stages
+            in each process, or as many as ``split`` makes.
+        micro_batches: into how many parts a batch is divided; two for each stage by default.
         plan: a dict of name patterns, relative to the module and with ``*`` between dots, and torch's
             ``ParallelStyle`` objects (or Hugging Face's names of them, such as ``"colwise"``); or "auto": the plan of
             the Hugging Face model in it, and a plan of hasten's for ``nn.TransformerEncoderLayer`` and
@@ -152,8 +177,6 @@ class MeshStrategy(ParallelStrategy):
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
         timeout: see ``ParallelStrategy``.
 
-    Pipelines are loops of your own, with Fabric: ``docs/model_parallel.md``.
-
     Raises:
         ValueError: the sizes do not multiply to the number of processes, or two arguments contradict each other.
         TypeError: an argument has a wrong type or is unknown.
@@ -174,7 +197,9 @@ class MeshStrategy(ParallelStrategy):
     name = "mesh"
     # The name of the class in messages, and the arguments that ask for the sizes.
     _owner: ClassVar[str] = "MeshStrategy"
-    _arguments: ClassVar[dict[str, str]] = {name: name for name in ("replicate", "shard", "context", "tensor")}
+    _arguments: ClassVar[dict[str, str]] = {
+        name: name for name in ("replicate", "shard", "context", "tensor", "pipeline")
+    }
     # Dimensions that the mesh has even if their size is 1.
     _always: ClassVar[tuple[str, ...]] = ()
     _recompute_argument: ClassVar[str] = "activation_checkpointing_policy"
@@ -185,7 +210,11 @@ class MeshStrategy(ParallelStrategy):
         shard: Size = "auto",
         tensor: Size = 1,
         context: Size = 1,
+        pipeline: int = 1,
         *,
+        split: Sequence[str] | None = None,
+        schedule: str = "1F1B",
+        micro_batches: int | None = None,
         plan: Plan | None = None,
         parallelize_fn: Callable[[Any, DeviceMesh], nn.Module] | None = None,
         sequence_parallel: bool = False,
@@ -215,7 +244,13 @@ class MeshStrategy(ParallelStrategy):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend=process_group_backend, timeout=timeout,
         )  # fmt: skip
-        self._asked: dict[str, Size] = {"replicate": replicate, "shard": shard, "tensor": tensor, "context": context}
+        self._asked: dict[str, Size] = {
+            "pipeline": check.whole(owner, "pipeline", pipeline, at_least=1),
+            "replicate": replicate,
+            "shard": shard,
+            "tensor": tensor,
+            "context": context,
+        }
         for axis, size in self._asked.items():
             if size != "auto":
                 allowed = "a number of processes of at least 1, or 'auto'"
@@ -258,6 +293,45 @@ class MeshStrategy(ParallelStrategy):
         # The processes by the batches that they read; None where each reads others.
         self._mesh_of_batches: DeviceMesh | None = None
         self.state.saves_folders = state_dict_type == "sharded"
+        # What computes steps in stages; None without a pipeline.
+        self.pipeline: Pipeline | None = None
+        if pipeline > 1:
+            self._make_pipeline(schedule, split, micro_batches)
+        elif split is not None or micro_batches is not None:
+            raise MisconfigurationException(
+                f"{owner}(split or micro_batches): they are of a pipeline.", fix="Pass pipeline=2, or leave them out."
+            )
+
+    def _make_pipeline(self, schedule: str, split: Sequence[str] | None, micro_batches: int | None) -> None:
+        """Make what computes steps in stages.
+
+        Raises:
+            ValueError: another argument does not go with it.
+
+        """
+        from hasten.strategies.mesh.pipeline import Pipeline
+        from hasten.strategies.mesh.staged import StagedEngine, StagedSharding, StagedState
+
+        check.whole(self._owner, "micro_batches", micro_batches, at_least=1, allow_none=True)
+        if split is not None and (
+            isinstance(split, str) or not split or not all(isinstance(one, str) for one in split)
+        ):
+            allowed = "a list of names of blocks, such as ['layers.4']"
+            raise check.wrong(self._owner, "split", split, allowed)
+        for given, name in (
+            (self.splits_layers, "tensor"), (self._asked["context"] != 1, "context"),
+            (self.state.saves_folders, "state_dict_type"),
+        ):  # fmt: skip
+            if given:
+                raise MisconfigurationException(
+                    f"{self._owner}(pipeline={self._asked['pipeline']}, {name}=...): stages are whole layers of whole "
+                    "sequences, and checkpoints with them are files.",
+                    fix=f"Leave {name} out. pipeline goes with replicate and shard.",
+                    argument=name,
+                )
+        size = int(self._asked["pipeline"])
+        self.pipeline = Pipeline(self, size, schedule=schedule, split=split, micro_batches=micro_batches)
+        self.sharding, self.engine, self.state = StagedSharding(self), StagedEngine(self), StagedState(self)
 
     def _make_parts(self) -> tuple[DTensorSharding, DTensorEngine, DTensorState]:
         return DTensorSharding(self), DTensorEngine(self), DTensorState(self)
@@ -270,7 +344,7 @@ class MeshStrategy(ParallelStrategy):
     def _problem_of_argument(self, name: str) -> str:
         """Return the message for an unknown argument."""
         if name.startswith(("pipeline", "pp")):
-            return f"{PIPELINE_IN_FABRIC}."
+            return "layers are divided into stages by MeshStrategy(pipeline=N)."
         if name.startswith(("context", "cp")):
             return "sequences are divided by MeshStrategy(context=N)."
         known = [*inspect.signature(type(self).__init__).parameters][1:-1]
@@ -278,8 +352,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _sizes_text(self) -> str:
         sizes = {argument: self._asked[axis] for axis, argument in self._arguments.items()}
-        if sizes.get("context") == 1:
-            del sizes["context"]
+        sizes = {name: size for name, size in sizes.items() if size != 1 or name not in ("context", "pipeline")}
         return ", ".join(f"{argument}={size!r}" for argument, size in sizes.items())
 
     def attach(
@@ -290,9 +363,28 @@ class MeshStrategy(ParallelStrategy):
             self.sizes = MeshSizes.of(self._asked, num_nodes=num_nodes, per_node=len(devices))
         except ValueError:
             raise self._wrong_sizes(num_nodes, len(devices)) from None
+        if self.pipeline is not None:
+            self._check_beside_stages()
         if self.offloads and is_host(self.root_device):
             what = f"{self._owner}(cpu_offload=...) changes nothing on the CPU."
             warn_once("fsdp-cpu-offload", what, fix="Leave it out.")
+
+    def _check_beside_stages(self) -> None:
+        """Refuse what needs shards where nothing is sharded, and schedules that need whole parameters where it is."""
+        assert self.pipeline is not None
+        if self.sizes.batches == 1 and (asked := self.shards.asked):
+            raise MisconfigurationException(
+                f"{self._owner}(pipeline={self.sizes.pipeline}, {asked[0]}=...): nothing is sharded.",
+                fix=f"Leave {asked[0]} out, or use shard=2 or more.",
+                argument=asked[0],
+            )
+        if self.sizes.batches > 1 and self.pipeline.schedule.in_two_parts:
+            raise MisconfigurationException(
+                f"{self._owner}({self._sizes_text()}): this schedule computes the gradients of parameters apart, which "
+                "fully_shard does not.",
+                fix="Use schedule='1F1B' or 'Interleaved1F1B', or one process for each stage.",
+                argument="schedule",
+            )
 
     def _wrong_sizes(self, num_nodes: int, per_node: int) -> ValueError:
         return MisconfigurationException(
@@ -347,21 +439,40 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.global_rank // self.sizes.alike
+        return self._rank_in_stage // self.sizes.alike
+
+    @property
+    def _rank_in_stage(self) -> int:
+        return self.global_rank % (self.sizes.processes // self.sizes.pipeline)
+
+    @property
+    def owner(self) -> str:
+        """The class that a program has written, for messages."""
+        return self._owner
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether this process gathers whole tensors of a checkpoint: the first, or the first of each stage."""
+        return self._rank_in_stage == 0
 
     @property
     def data_parallel_group(self) -> Group:
-        if self._mesh is None or self.sizes.tensor == 1:
+        if self._mesh is None or self.sizes.tensor * self.sizes.pipeline == 1:
             return None
         if self.sizes.replicate == 1:
             return self._mesh.get_group(DATA)
         return torch_private.group_over(self._mesh, (REPLICATE, DATA))
 
     def precision_of(self, name: str, device: str) -> Precision | None:
-        return FSDPPrecision(name, device=device) if is_mixed(name) and not self.splits_layers else None
+        return FSDPPrecision(name, device=device) if is_mixed(name) and not self._autocasts else None
+
+    @property
+    def _autocasts(self) -> bool:
+        """Whether a number format is autocast, and not the type in which parameters are gathered."""
+        return self.splits_layers or self.pipeline is not None
 
     def set_precision(self, precision: Precision) -> None:
-        (self._check_autocast if self.splits_layers else self._check_converted)(precision)
+        (self._check_autocast if self._autocasts else self._check_converted)(precision)
         super().set_precision(precision)
 
     def _check_autocast(self, precision: Precision) -> None:
@@ -439,7 +550,7 @@ class MeshStrategy(ParallelStrategy):
     def _with_mesh(self, function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
         if self._mesh is None:
             self._mesh = self._make_mesh()
-            if self.sizes.alike > 1:
+            if self.sharding.shares_batches:
                 self._mesh_of_batches = self._make_mesh_of_batches()
         return function(*args, **kwargs)
 
@@ -458,11 +569,21 @@ class MeshStrategy(ParallelStrategy):
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = {BATCHES: self.sizes.batches, CONTEXT: self.sizes.context, TENSOR: self.sizes.tensor}
+        if self.pipeline is not None:
+            sizes = {PIPELINE: self.sizes.pipeline, **sizes}
         mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         atexit.register(torch_private.registered_groups(mesh).clear)
         return mesh
 
     def simulate_one_process(self) -> None:
+        if self.pipeline is not None:
+            raise make_error(
+                ValueError,
+                f"{self._owner}({self._sizes_text()}): a process alone has no stage before it, so its step cannot be "
+                "followed.",
+                fix="Plan with shard= or tensor=.",
+                argument="pipeline",
+            )
         this: Any = self
         self._simulate_collectives()
         # The first process would draw the values, and send the state of its random generators.
@@ -494,11 +615,8 @@ class MeshStrategy(ParallelStrategy):
         # ``fully_shard`` and ``parallelize_module`` make new parameters: attributes that the program has set on one are
         # kept.
         notes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
-        tensors = [*module.parameters(), *module.buffers()]
-        with torch.no_grad():
-            for tensor in tensors:
-                if not tensor.is_meta and not is_sharded(tensor):
-                    self.send_values(tensor.data)
+        if self.pipeline is None or not self.pipeline.check(module):
+            self._send_all(module)
         self.divide(module)
         ids = set(map(id, self._parts))
         self._parts += [part for part in sharded_parts(module).values() if id(part) not in ids]
@@ -513,6 +631,19 @@ class MeshStrategy(ParallelStrategy):
 
     def _fill(self, module: nn.Module, stored: Container[str]) -> None:
         fill(self, module, stored)
+
+    def _send_all(self, module: nn.Module) -> None:
+        if any(map(is_absent, module.parameters())):
+            raise MisconfigurationException(
+                f"strategy={self.name!r}: an earlier run has divided {name_of(module)} into stages, and this process "
+                "has some of them.",
+                fix="Save a checkpoint, and load it into a new module.",
+                argument="strategy",
+            )
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta and not is_sharded(tensor):
+                    self.send_values(tensor.data)
 
     def send_values(self, tensor: Tensor) -> None:
         """Give ``tensor`` the values that it has in the first process; all processes call it."""
@@ -531,6 +662,10 @@ class MeshStrategy(ParallelStrategy):
 
         """
         self._check_earlier(module)
+        if self.pipeline is not None:
+            self.pipeline.divide(module, partial(self._shard_stages, module))
+            self.equal_generators()
+            return
         if self.sizes.context > 1:
             self._divide_sequences(module)
         if self.splits_layers:
@@ -540,6 +675,13 @@ class MeshStrategy(ParallelStrategy):
         if self.sizes.tensor > 1:
             self.layers.split_losses()
         self.equal_generators()
+
+    def _shard_stages(self, module: nn.Module) -> None:
+        """Shard the parameters of this process's stages; without other processes that have them they stay whole."""
+        if self.sizes.batches > 1:
+            self.shards.apply(module, self._mesh_of_shards(), self.name)
+        else:
+            self.shards.recompute(module)
 
     def _divide_sequences(self, module: nn.Module) -> None:
         """Let the attention of ``module`` see whole sequences, of which each process has a part."""
@@ -561,7 +703,7 @@ class MeshStrategy(ParallelStrategy):
 
     def _check_earlier(self, module: nn.Module) -> None:
         """Refuse a module that an earlier run has divided over other sizes."""
-        axes = {REPLICATE: "replicate", DATA: "shard", TENSOR: "tensor"}
+        axes = {PIPELINE: "pipeline", REPLICATE: "replicate", DATA: "shard", TENSOR: "tensor"}
         sizes = _sizes_of(self.device_mesh)
         for mesh in (getattr(parameter, "device_mesh", None) for parameter in module.parameters()):
             earlier = {} if mesh is None else _sizes_of(mesh)
@@ -577,7 +719,7 @@ class MeshStrategy(ParallelStrategy):
     def _mesh_of_shards(self) -> DeviceMesh:
         """Return the part of the mesh over which parameters are sharded: (shards,) or (replicas, shards)."""
         mesh = self.device_mesh
-        names = tuple(name for name in mesh.mesh_dim_names or () if name != TENSOR)
+        names = tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, TENSOR))
         return mesh if names == mesh.mesh_dim_names or not names else mesh[names]
 
     # -- a step
@@ -604,11 +746,11 @@ class MeshStrategy(ParallelStrategy):
 
     def equal_generators(self) -> None:
         """Give processes that read the same batches the states of the random generators of the first of them."""
-        if self.sizes.alike == 1:
+        if not self.sharding.shares_batches:
             return
         import torch.distributed as dist
 
-        first = self.data_parallel_rank * self.sizes.alike
+        first = dist.get_process_group_ranks(self.group_alike)[0]
         generators = RandomGenerators()
         box = [generators.state_dict() if self.global_rank == first else None]
         device = self._collective_device
@@ -623,9 +765,9 @@ class MeshStrategy(ParallelStrategy):
         """The group of the processes that read the same batches as this one."""
         mesh = self._mesh_of_batches
         assert mesh is not None
-        if self.sizes.context == 1:
-            return mesh.get_group(TENSOR)
-        return mesh.get_group(CONTEXT) if self.sizes.tensor == 1 else torch_private.group_over(mesh, (CONTEXT, TENSOR))
+        sizes = _sizes_of(mesh)
+        names = tuple(name for name in (PIPELINE, CONTEXT, TENSOR) if sizes.get(name, 1) > 1)
+        return torch_private.group_over(mesh, names) if len(names) > 1 else mesh.get_group(names[0])
 
     # -- the end
 
