@@ -145,7 +145,7 @@ dist: $(STAMP)
 
 sbom: $(STAMP)
 	@mkdir -p build
-	SOURCE_DATE_EPOCH=$$(git show --no-patch --format=%ct HEAD) $(BIN)/python scripts/audit.py sbom build/sbom.json
+	SOURCE_DATE_EPOCH=$$(git show --no-patch --format=%ct HEAD) $(BIN)/python scripts/audit.py sbom build/sbom.json $(ARGS)
 
 release-check: dist
 	$(BIN)/python scripts/check_release.py dist $(ARGS)

@@ -33,7 +33,19 @@ IGNORED: dict[str, str] = {}
 # Licences under which the packages of the environment may be. None is part of what hasten publishes.
 ALLOWED = {
     *("0BSD", "AFL-2.1", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0"),
-    *("CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Python-2.0", "Unlicense", "Zlib"),
+    *(
+        "CC0-1.0",
+        "CNRI-Python",
+        "ISC",
+        "MIT",
+        "MIT-0",
+        "MIT-CMU",
+        "MPL-2.0",
+        "PSF-2.0",
+        "Python-2.0",
+        "Unlicense",
+        "Zlib",
+    ),
 }
 # What packages write instead of these names.
 SPELLINGS = {
@@ -71,7 +83,10 @@ def advisories() -> int:
     command = [sys.executable, "-m", "pip_audit", "--disable-pip", "--no-deps", "--requirement", str(LOCK)]
     ignored = [word for name in IGNORED for word in ("--ignore-vuln", name)]
     done = subprocess.run(
-        [*command, "--progress-spinner", "off", "--format", "json", *ignored], capture_output=True, text=True, check=False
+        [*command, "--progress-spinner", "off", "--format", "json", *ignored],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     try:
         packages = json.loads(done.stdout)["dependencies"]
@@ -142,7 +157,9 @@ def is_allowed(expression: str) -> bool:
 
 def licences() -> int:
     """Print the packages whose licence is not allowed; return the exit code."""
-    packages = {name: each for name, each in installed().items() if name not in EXAMINED and not name.startswith(OF_CUDA)}
+    packages = {
+        name: each for name, each in installed().items() if name not in EXAMINED and not name.startswith(OF_CUDA)
+    }
     wrong = {name: stated for name, each in packages.items() if not is_allowed(stated := licence(each))}
     for name, stated in wrong.items():
         print(f"{name}: {stated or 'states no licence'}. Choose another package, or add it to scripts/audit.py.")
@@ -217,7 +234,9 @@ def sbom(files: Iterable[Path] = ()) -> dict[str, Any]:
         "specVersion": "1.6",
         "version": 1,
         "metadata": {
-            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH", "0")))),
+            "timestamp": time.strftime(
+                "%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH", "0")))
+            ),
             "component": subject | ({"externalReferences": hashed} if hashed else {}),
         },
         "components": list(components.values()),

@@ -3,8 +3,8 @@
 Run: python scripts/build.py [--outdir dist] [--commit HEAD]   (`make dist`)
 
 The first build is made from the files of the commit, the second from the source package of the first, in another
-folder, with other permissions, times, another time zone and another PYTHONHASHSEED. Both take the time of the commit as that
-of their files (SOURCE_DATE_EPOCH). It prints the SHA-256 hashes as `sha256sum` does. Needs hatchling and git.
+folder, with other permissions and times, another time zone and another PYTHONHASHSEED. Both take the time of the commit
+as that of their files (SOURCE_DATE_EPOCH). It prints the SHA-256 hashes as `sha256sum` does. Needs hatchling and git.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def members(package: Path) -> dict[str, str]:
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Return a line for each file that is not the same in two builds of a package; one line if only their order differs."""
+    """Return a line for each file that two builds of a package do not have alike; one line if only the order differs."""
     if first.read_bytes() == second.read_bytes():
         return []
     one, other = members(first), members(second)
