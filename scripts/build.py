@@ -67,7 +67,7 @@ def members(package: Path) -> dict[str, str]:
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Return a line for each file that two builds of a package do not have alike; one line if only the order differs."""
+    """Return a line for each file that two builds of a package do not have alike, or one line about their order."""
     if first.read_bytes() == second.read_bytes():
         return []
     one, other = members(first), members(second)

@@ -28,10 +28,10 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # What builds the packages, with all that it needs: pip installs these before hasten itself.
 BUILD = ("editables", "hatchling", "packaging", "pathspec", "pluggy", "trove-classifiers")
 HEAD = f"""\
-# The versions of constraints.txt with the SHA-256 hashes of their files, for Linux on x86-64 and CPython {PYTHONS[0]} to
-# {PYTHONS[-1]}. Written by `make lock`; change constraints.txt instead. torch has the hashes of two builds: that of PyPI,
-# with CUDA, and the one for CPUs, CPython {PYTHONS[0]}. The CUDA libraries that the first requires are not here: its own
-# metadata, which its hash covers, names their exact versions.
+# The versions of constraints.txt with the SHA-256 hashes of their files, for Linux on x86-64 and CPython {PYTHONS[0]}
+# to {PYTHONS[-1]}. Written by `make lock`; change constraints.txt instead. torch has the hashes of two builds: that of
+# PyPI, with CUDA, and the one for CPUs, CPython {PYTHONS[0]}. The CUDA libraries that the first requires are not here:
+# its own metadata, which its hash covers, names their exact versions.
 """
 
 
