@@ -1,6 +1,6 @@
 # make demo   run the demo in three minutes; another task: make demo ARGS="--task imdb --limit 2000"
 # make test   lint, types and tests
-# make test-core  the tests of the core alone, `src/hasten`: half of the time
+# make test-core  the tests of the core alone, src/hasten
 # make lint   lint and types only
 # make docs   build the documentation into build/docs, with all links checked
 # make bench  the overhead of a step against the hand-written loop
@@ -74,11 +74,15 @@ test: lint
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-CORE_ONLY = $(shell sed '/^\#/d; s/^/--ignore=/' tests/other_packages.txt)
+# Tests that are about hasten_tools, hasten_lightning, hasten_deepspeed and hasten_xla.
+OTHER_PACKAGES := compat demo docs eject examples packages peers plan preflight speed utilities xla \
+	$(addprefix commands/test_,env.py launch.py migrate.py readme.py run.py) \
+	$(addprefix report/test_,curves.py goodput.py page.py plots.py) \
+	machine/test_xla_devices.py strategies/test_deepspeed.py trainer/test_loop_views.py
 
 test-core: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE_ONLY) $(ARGS)
+		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(OTHER_PACKAGES:%=--ignore=tests/%) $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

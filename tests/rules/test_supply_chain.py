@@ -91,15 +91,18 @@ def test_packages_have_licences_that_are_allowed(capsys: pytest.CaptureFixture[s
         assert not audit.is_allowed(expression), expression
 
 
+KNOWN = [{"id": "PYSEC-1", "fix_versions": ["2"]}]
+
+
 @pytest.mark.parametrize(
     ("printed", "code", "says"),
     [
         (None, 2, "nothing was checked: no route to the server"),
         ([{"name": "a", "version": "1", "vulns": []}], 0, "1 packages checked, 0 known"),
-        ([{"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2"]}]}], 1, "a 1: PYSEC-1, fixed in 2"),
+        ([{"name": "a", "version": "1", "vulns": KNOWN}], 1, "a 1: PYSEC-1, fixed in 2"),
         ([{"name": "a", "skip_reason": "not on PyPI"}], 2, "Not checked: a (not on PyPI)"),
     ],
-)  # fmt: skip
+)
 def test_advisories_that_cannot_be_read_are_no_success(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
