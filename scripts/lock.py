@@ -4,8 +4,9 @@ Run: python scripts/lock.py write               (`make lock`: writes requirement
      python scripts/lock.py install [NAME ...]  (`make env`: installs all packages of that file, or those named)
      python scripts/lock.py unlocked            (names the installed packages that the file does not have)
 
-pip refuses a file whose hash is not in requirements-dev.txt. The hashes are those of CPython on Linux, x86-64. On other
-systems only the versions are checked, and `install` says so.
+pip refuses a file whose hash is not in requirements-dev.txt. All files are wheels, so nothing of a package runs before
+it was checked. The hashes are those of CPython on Linux, x86-64. On other systems only the versions are checked, and
+`install` says so.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def without_hashes() -> str:
     return "" if fits else f"requirements-dev.txt has no hashes for {here}: only versions are checked."
 
 
-def pip(*words: str | Path, **variables: str) -> None:
+def pip(command: str, *words: str | Path, **variables: str) -> None:
     """Run pip of this Python; its failure ends this program."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *map(str, words)]
-    done = subprocess.run(command, env={**os.environ, **variables}, check=False)
+    command_line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *map(str, words)]
+    done = subprocess.run(command_line, env={**os.environ, **variables}, check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -70,7 +71,7 @@ def install(names: list[str]) -> None:
     """Install packages of the lock, all of them without names; no file is accepted whose hash is not there."""
     if reason := without_hashes():
         print(reason)
-        pip("--no-compile", "--constraint", CONSTRAINTS, *(names or BUILD))
+        pip("install", "--no-compile", "--constraint", CONSTRAINTS, *(names or BUILD))
         return
     entries = locked()
     chosen = {plain(name) for name in names} or set(entries)
@@ -78,10 +79,25 @@ def install(names: list[str]) -> None:
         sys.exit(
             f"requirements-dev.txt has no {', '.join(sorted(missing))}: add it to constraints.txt, then `make lock`."
         )
+    absent = [name for name in sorted(chosen) if not is_installed(name, entries[name])]
     with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder, "requirements.txt")
-        part.write_text("".join(entries[name] for name in sorted(chosen)), encoding="utf-8")
-        pip("--no-compile", "--no-deps", "--require-hashes", "--requirement", part)
+        named, hashed = Path(folder, "versions.txt"), Path(folder, "hashes.txt")
+        named.write_text("".join(f"{name}=={versions(entries[name])[name]}\n" for name in absent), encoding="utf-8")
+        hashed.write_text("".join(entries[name] for name in absent), encoding="utf-8")
+        # In two steps: told to check hashes, pip prefers files whose index has told them, and so the torch of PyPI to the
+        # build for CPUs of another index or folder.
+        if absent:
+            pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, "--requirement", named)
+            checked = ("--no-index", "--find-links", folder, "--require-hashes", "--requirement", hashed)
+            pip("install", "--no-compile", "--no-deps", *checked)
+
+
+def is_installed(name: str, entry: str) -> bool:
+    """Return whether a package is there in the version of the lock, in whichever build."""
+    try:
+        return importlib.metadata.version(name).partition("+")[0] == versions(entry)[name]
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def unlocked() -> list[str]:
@@ -93,14 +109,15 @@ def unlocked() -> list[str]:
 def files(python: str, wanted: dict[str, str], *, only_pypi: bool) -> dict[str, tuple[str, str]]:
     """Return the address and the hash of the file that pip chooses for each package, for a version of Python."""
     native = python == ".".join(platform.python_version_tuple()[:2])
-    other = [] if native else ["--only-binary=:all:", "--python-version", python]
+    other = [] if native else ["--python-version", python]
     variables = {"PIP_CONFIG_FILE": os.devnull, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""} if only_pypi else {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = (f"{package}=={version}\n" for package, version in wanted.items())
         (folder / "requirements.txt").write_text("".join(lines), encoding="utf-8")
         pip(
-            *("--dry-run", "--ignore-installed", "--no-deps", "--target", folder / "nothing", *other),
+            *("install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:"),
+            *("--target", folder / "nothing", *other),
             *("--report", folder / "report.json", "--requirement", folder / "requirements.txt"),
             *(("--index-url", PYPI) if only_pypi else ()),
             **variables,
@@ -122,8 +139,8 @@ def write() -> None:
     wanted = versions(CONSTRAINTS.read_text(encoding="utf-8"))
     here = ".".join(platform.python_version_tuple()[:2])
     native = files(here, wanted, only_pypi=True)
-    # Pure Python and source packages have one file for all versions of Python.
-    compiled = {name: wanted[name] for name, (url, _) in native.items() if not url.endswith(("-any.whl", ".tar.gz"))}
+    # Pure Python has one file for all versions of Python.
+    compiled = {name: wanted[name] for name, (url, _) in native.items() if not url.endswith("-any.whl")}
     others = [files(python, compiled, only_pypi=True) for python in PYTHONS if python != here]
     found: dict[str, set[str]] = {name: set() for name in wanted}
     for chosen in (native, *others, files(here, wanted, only_pypi=False)):
