@@ -98,10 +98,11 @@ def advisories() -> int:
     for one, vulnerability in known:
         fixed = ", ".join(vulnerability["fix_versions"]) or "no version yet"
         print(f"{one['name']} {one['version']}: {vulnerability['id']}, fixed in {fixed}")
-    passed_over = [f"{one['name']} ({one['skip_reason']})" for one in packages if "skip_reason" in one]
+    passed_over = [one["name"] for one in packages if "skip_reason" in one]
     print(f"{len(packages) - len(passed_over)} packages checked, {len(known)} known vulnerabilities")
     if passed_over:
-        print(f"Not checked: {', '.join(passed_over)}")
+        more = f" and {len(passed_over) - 3} more" if len(passed_over) > 3 else ""
+        print(f"Not checked, because their advisories could not be read: {', '.join(passed_over[:3])}{more}.")
     return 1 if known else 2 if passed_over else 0
 
 

@@ -87,7 +87,7 @@ def build_twice(commit: str, folder: Path) -> list[Path]:
         archive.extractall(second.parent, filter="data")
     (unpacked,) = (path for path in second.parent.iterdir() if path != second)
     for path in unpacked.rglob("*"):
-        path.chmod(0o700 if path.is_dir() else 0o600)
+        path.chmod(path.stat().st_mode & 0o700)
         os.utime(path)
     again = build(unpacked, second, time, PYTHONHASHSEED="2", TZ="Pacific/Auckland")
     wrong = [line for one, other in zip(packages, again, strict=True) for line in differences(one, other)]

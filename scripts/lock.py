@@ -84,8 +84,8 @@ def install(names: list[str]) -> None:
         named, hashed = Path(folder, "versions.txt"), Path(folder, "hashes.txt")
         named.write_text("".join(f"{name}=={versions(entries[name])[name]}\n" for name in absent), encoding="utf-8")
         hashed.write_text("".join(entries[name] for name in absent), encoding="utf-8")
-        # In two steps: told to check hashes, pip prefers files whose index has told them, and so the torch of PyPI to the
-        # build for CPUs of another index or folder.
+        # In two steps: told to check hashes, pip prefers files whose index has told them, and so the torch of PyPI to
+        # the build for CPUs of another index or folder.
         if absent:
             pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, "--requirement", named)
             checked = ("--no-index", "--find-links", folder, "--require-hashes", "--requirement", hashed)

@@ -127,7 +127,7 @@ def test_no_way_to_read_a_checkpoint_runs_code_unless_the_file_is_trusted(tmp_pa
     trainer = quiet(limit_train_batches=1, limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1)
     shown: dict[str, Any] = {"ckpt_path": path}
     readers = (
-        lambda **more: trainer.fit(Net(), loader(), **shown, **more),
+        lambda **more: trainer.fit(Net(), loader(), loader(), **shown, **more),
         lambda **more: trainer.validate(Net(), loader(), verbose=False, **shown, **more),
         lambda **more: trainer.test(Net(), loader(), verbose=False, **shown, **more),
         lambda **more: trainer.predict(Net(), loader(), **shown, **more),

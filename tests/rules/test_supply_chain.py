@@ -100,7 +100,7 @@ KNOWN = [{"id": "PYSEC-1", "fix_versions": ["2"]}]
         (None, 2, "nothing was checked: no route to the server"),
         ([{"name": "a", "version": "1", "vulns": []}], 0, "1 packages checked, 0 known"),
         ([{"name": "a", "version": "1", "vulns": KNOWN}], 1, "a 1: PYSEC-1, fixed in 2"),
-        ([{"name": "a", "skip_reason": "not on PyPI"}], 2, "Not checked: a (not on PyPI)"),
+        ([{"name": "a", "skip_reason": "not on PyPI"}], 2, "could not be read: a."),
     ],
 )
 def test_advisories_that_cannot_be_read_are_no_success(
