@@ -89,7 +89,8 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 def main() -> None:
     """Run all checks in an empty folder."""
     print(f"hasten {L.__version__}, Python {platform.python_version()}, torch {torch.__version__}, {L.__file__}")
-    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "max_epochs": EPOCHS}
+    shown: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, **shown}
     whole = Net()
     trainer = L.Trainer(**given, logger=CSVLogger("."), log_every_n_steps=4)
     trainer.fit(whole, loader(), loader())
