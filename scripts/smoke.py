@@ -94,14 +94,15 @@ def main() -> None:
     whole = Net()
     trainer = L.Trainer(**given, logger=CSVLogger("."), log_every_n_steps=4)
     trainer.fit(whole, loader(), loader())
+    given |= {"limit_val_batches": 0, "logger": False}
     check("a fit logs and evaluates", {"train_loss", "val_loss"} <= set(trainer.callback_metrics))
     check("its weights are those of the loop by hand", same(whole, by_hand()))
 
     stops = BATCHES + BATCHES // 2
     saves = ModelCheckpoint(dirpath="saved", every_n_train_steps=stops, save_top_k=-1, save_last=True)
-    L.Trainer(**given, max_steps=stops, callbacks=[saves], logger=False).fit(Net(), loader())
+    L.Trainer(**given, max_steps=stops, callbacks=[saves]).fit(Net(), loader())
     resumed = Net()
-    L.Trainer(**given, logger=False).fit(resumed, loader(), ckpt_path=saves.last_model_path)
+    L.Trainer(**given).fit(resumed, loader(), ckpt_path=saves.last_model_path)
     check("a run that is resumed in the middle of an epoch has the same weights", same(resumed, whole))
     loaded = Net.load_from_checkpoint(saves.last_model_path)
     contents = torch.load(saves.last_model_path, weights_only=True)
@@ -120,9 +121,9 @@ def main() -> None:
     check("Fabric's weights are the same", same(net, whole))
 
     mixed = Net()
-    L.Trainer(**given, precision="bf16-mixed", logger=False).fit(mixed, loader())
+    L.Trainer(**given, precision="bf16-mixed").fit(mixed, loader())
     check("bfloat16 trains", all(bool(torch.isfinite(each).all()) for each in mixed.parameters()))
-    L.Trainer(**(given | {"devices": 2}), strategy="ddp_spawn", logger=False).fit(Net(), loader())
+    L.Trainer(**(given | {"devices": 2}), strategy="ddp_spawn").fit(Net(), loader())
     check("two processes train", True)
 
 
