@@ -1,5 +1,6 @@
 # make demo   run the demo in three minutes; another task: make demo ARGS="--task imdb --limit 2000"
 # make test   lint, types and tests
+# make test-core  the tests of the core alone, src/hasten
 # make lint   lint and types only
 # make docs   build the documentation into build/docs, with all links checked
 # make bench  the overhead of a step against the hand-written loop
@@ -7,9 +8,13 @@
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
 # make xla    train on XLA devices (.venv-xla, with PJRT_DEVICE=CPU; on a machine with TPUs: make xla PJRT_DEVICE=TPU)
 # make peers  compare larger programs under Lightning (.venv-peers) and under hasten
+# make lock   write the hashes of the versions in constraints.txt to requirements-dev.txt
+# make audit  look for known vulnerabilities and for licences that are not allowed, in the environment
+# make dist   build wheel and source package into dist, twice, and compare the two builds; make sbom lists the packages
+# make release-check  install both in empty environments and run what the README names; make smoke: the first minute only
 #
-# The environment is created in .venv from constraints.txt, and renewed when that file or pyproject.toml changes. For
-# `make demo` it has only what the demo needs.
+# The environment is created in .venv from requirements-dev.txt, the versions of constraints.txt with their hashes, and
+# renewed when one of these files or pyproject.toml changes. For `make demo` it has only what the demo needs.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,7 +35,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint docs bench deepspeed xla peers packages clean
+.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -43,9 +48,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Modules are compiled when they are first imported, which most of these packages' never are.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+# hasten is built with the hatchling that was checked, and what this Python needs besides the lock is named.
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt scripts/lock.py | $(BIN)/python
+	$(BIN)/python scripts/lock.py install pip
+	$(BIN)/python scripts/lock.py install
+	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation --constraint constraints.txt \
+		--editable '.[dev]'
+	@$(BIN)/python scripts/lock.py unlocked
 	@touch $@ $(DEMO_STAMP)
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
@@ -64,6 +73,16 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
 		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# Tests that are about hasten_tools, hasten_lightning, hasten_deepspeed and hasten_xla.
+OTHER_PACKAGES := compat demo docs eject examples packages peers plan preflight speed utilities xla \
+	$(addprefix commands/test_,env.py launch.py migrate.py readme.py run.py) \
+	$(addprefix report/test_,curves.py goodput.py page.py plots.py) \
+	machine/test_xla_devices.py strategies/test_deepspeed.py trainer/test_loop_views.py
+
+test-core: $(STAMP)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(OTHER_PACKAGES:%=--ignore=tests/%) $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -118,6 +137,27 @@ $(XLA)/.installed: pyproject.toml constraints-xla.txt
 		--index-url https://download.pytorch.org/whl/cpu torch
 	$(XLA)/bin/python -m pip install --quiet --constraint constraints-xla.txt --editable '.[tpu]' pytest
 	@touch $@
+
+lock: $(BIN)/python
+	$(BIN)/python scripts/lock.py write
+
+audit: $(STAMP)
+	$(BIN)/python scripts/audit.py licences
+	$(BIN)/python scripts/audit.py advisories
+
+dist: $(STAMP)
+	$(BIN)/python scripts/build.py
+	$(BIN)/python scripts/check_packages.py dist
+
+sbom: $(STAMP)
+	@mkdir -p build
+	SOURCE_DATE_EPOCH=$$(git show --no-patch --format=%ct HEAD) $(BIN)/python scripts/audit.py sbom build/sbom.json $(ARGS)
+
+release-check: dist
+	$(BIN)/python scripts/check_release.py dist $(ARGS)
+
+smoke: $(STAMP)
+	$(BIN)/python scripts/smoke.py
 
 clean:
 	rm -rf $(VENV) $(DEEPSPEED) $(PEERS) $(PACKAGES) $(XLA) .mypy_cache .pytest_cache .ruff_cache hasten-demo

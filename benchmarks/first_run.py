@@ -115,8 +115,8 @@ def main() -> int:
 
 def _built(folder: Path) -> Path:
     """Return a wheel of this clone; building it is the work of a release, not of a newcomer."""
-    build = (sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "dist"), str(ROOT))
-    subprocess.run(build, check=True, capture_output=True)
+    build = (sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "dist"))
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     return next((folder / "dist").glob("*.whl"))
 
 

@@ -1,4 +1,4 @@
-"""Check what `python -m build` made: versions that agree, complete packages, and nothing that does not belong in them.
+"""Check what `make dist` made: versions that agree, complete packages, and nothing that does not belong in them.
 
 Run: python scripts/check_packages.py dist [v0.2.0]   (the tag that is released)
 """
@@ -21,7 +21,7 @@ IN_WHEEL = (
 IN_SOURCES = (
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md"),
     *("constraints.txt", "docs/architecture.md", "docs/images/ladder.png", "examples/README.md", "mkdocs.yml"),
-    *("pyproject.toml", "scripts/structure.py", "src/hasten/__init__.py", "tests/conftest.py"),
+    *("pyproject.toml", "requirements-dev.txt", "scripts/structure.py", "src/hasten/__init__.py", "tests/conftest.py"),
 )
 
 

@@ -91,6 +91,18 @@ def test_nothing_is_restored(
     assert callback.state_dict() == before[1]
 
 
+def test_a_run_of_version_0_1_goes_on(tmp_path: Path, whole: dict[str, Any]) -> None:
+    older = copy.deepcopy(whole)
+    drop("hasten", "ranks", 0, "metrics")(older)
+    ended = []
+    for name, checkpoint in {"now.ckpt": whole, "0.1.ckpt": older}.items():
+        files.save(checkpoint, tmp_path / name)
+        module = Scheduled()
+        quiet(max_epochs=2).fit(module, loader(20), ckpt_path=tmp_path / name)
+        ended.append(module)
+    assert same_weights(*ended)
+
+
 def test_a_hook_may_put_an_entry_right(tmp_path: Path, whole: dict[str, Any]) -> None:
     class Mending(L.Callback):
         mends = True

@@ -117,6 +117,33 @@ def test_nothing_in_a_file_runs(tmp_path: Path, place: str) -> None:
     assert not target.exists()
 
 
+def test_no_way_to_read_a_checkpoint_runs_code_unless_the_file_is_trusted(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    attack = Attack(os.mkdir, str(target))
+    path = lightnings(tmp_path / "a.ckpt", callbacks={"Mine": {"state": attack}})
+    raw = tmp_path / "raw.pt"
+    torch.save({**Net().state_dict(), "more": attack}, raw)
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    trainer = quiet(limit_train_batches=1, limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1)
+    shown: dict[str, Any] = {"ckpt_path": path}
+    readers = (
+        lambda **more: trainer.fit(Net(), loader(), loader(), **shown, **more),
+        lambda **more: trainer.validate(Net(), loader(), verbose=False, **shown, **more),
+        lambda **more: trainer.test(Net(), loader(), verbose=False, **shown, **more),
+        lambda **more: trainer.predict(Net(), loader(), **shown, **more),
+        lambda **more: Net.load_from_checkpoint(path, **more),
+        lambda **more: fabric.load(path, **more),
+        lambda **more: fabric.load_raw(raw, Net(), **more),
+    )
+    for read in readers:
+        for given in ({}, {"weights_only": True}):
+            with refused(CheckpointRefused, says="posix.mkdir"):
+                read(**given)
+            assert not target.exists()
+    fabric.load(path, weights_only=False)
+    assert target.exists()
+
+
 def test_a_file_does_not_change_classes(tmp_path: Path) -> None:
     # A class that may be named, and a state for the class itself.
     program = b"\x80\x02ctorch.nn.parameter\nParameter\n}X\x04\x00\x00\x00evilK\x01s}X\x04\x00\x00\x00evilK\x01s\x86b."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.callbacks import ThroughputMonitor
+from hasten.compile.cache import keep_torchs_cache
 from hasten.compile.report import FROZEN
 from tests.compile.test_compile import TRACED, Deep, Net, fitted, fitted_alike, graphs
 from tests.models import loader, quiet, same_weights
@@ -266,6 +268,20 @@ def test_a_second_run_of_the_program_reuses_what_the_first_compiled(tmp_path: Pa
     assert float(second[2]) > 0
     assert "From the cache of an earlier run:" in output
     assert second[3] == first[3]
+
+
+def test_a_folder_of_compiled_code_that_others_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache" / "compile" / "torch"
+    folder.mkdir(parents=True)
+    used = []
+    for mode in (0o775, 0o757, 0o700):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        folder.chmod(mode)
+        keep_torchs_cache()
+        used.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(folder))
+    assert used == [False, False, True]
 
 
 # -- a second backward

@@ -55,3 +55,13 @@ def test_the_tests_behind_the_promises_exist() -> None:
     assert [name for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
     for command in re.findall(r"`python (benchmarks/\w+\.py)`", page):
         assert (ROOT / command).exists(), command
+
+
+def test_all_saved_figures_are_listed_with_their_dates() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]+\| (\d{4}-\d\d-\d\d) \|[^|]+\|[^|]*/results/(\w+\.json)\)", page, re.MULTILINE)
+    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert {name for _, name in rows} == set(files)
+    for date, name in rows:
+        recorded = re.search(r'"date": "(\d{4}-\d\d-\d\d)', files[name])
+        assert recorded is None or recorded[1] == date, name

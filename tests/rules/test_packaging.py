@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -64,3 +65,16 @@ def test_issue_templates_have_what_the_form_needs(template: Path) -> None:
         assert field["type"] in ("textarea", "input", "dropdown", "checkboxes")
         assert field["attributes"]["label"]
     assert any("hasten env" in field["attributes"]["label"] for field in fields)
+
+
+def test_each_command_of_the_readme_is_run_before_a_release() -> None:
+    spec = importlib.util.spec_from_file_location("check_release", ROOT / "scripts" / "check_release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = module.commands()
+    assert {"make demo", "hasten report lightning_logs"} <= set(found)
+    unknown = [each for each in found if not each.startswith(("hasten ", "make demo", *module.NOT_RUN))]
+    assert unknown == [], "say in scripts/check_release.py how these are run"
+    assert module.extras() == "demo"

@@ -6,7 +6,7 @@ They know nothing of training, and must not import ``hasten.machine``, ``hasten.
 import os
 from contextlib import suppress
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 # The layout of checkpoint keys follows this version of Lightning's format.
 FIELD_FORMAT = "2.6.6"

@@ -136,7 +136,7 @@ _RANK: dict[Any, Any] = {
     "data": _DICT_OR_NONE,
     "evaluations": {...: [{}]},
     "window_weight": object,
-    "metrics": {},
+    "metrics?": {},  # Files of hasten 0.1 have none.
     "share?": object,
     "window_divisor?": object,
     "toggled?": _DICT_OR_NONE,

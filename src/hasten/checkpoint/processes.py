@@ -36,7 +36,7 @@ def joined(shares: Sequence[State], share: tuple[int, int], join_metrics: Callab
         **state,
         "data": shares[0]["data"],
         "values": _joined_values([one["values"] for one in shares], number, replicas),
-        "metrics": join_metrics([one["metrics"] for one in shares[number::replicas]]),
+        "metrics": join_metrics([one.get("metrics", {}) for one in shares[number::replicas]]),
         "window_weight": _sum(weights) / replicas if is_weighed else None,
         "evaluations": {},
     }

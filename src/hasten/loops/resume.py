@@ -217,7 +217,7 @@ class RunState:
 
     def _restore_process(self, state: dict[str, Any], *, moved: bool = False) -> None:
         run, progress = self._run, self._run.progress
-        run.metrics.load_state_dict(state["metrics"])
+        run.metrics.load_state_dict(state.get("metrics", {}))
         if state["data"] is not None:
             (batch,) = run.data.train.load_state_dict([state["data"]], moved=moved)
             if progress.mid_epoch and not progress.last_batch:
