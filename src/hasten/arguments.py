@@ -112,7 +112,7 @@ def _fast_dev_run(owner: str, name: str, value: Any) -> int:
 
 
 def _sanity_steps(owner: str, name: str, value: Any) -> int:
-    value = -1 if value == math.inf else 2 if value is None else value
+    value = -1 if isinstance(value, float) and value == math.inf else 2 if value is None else value
     return cast("int", check.whole(owner, name, value, at_least=-1))
 
 
@@ -457,11 +457,9 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     given = dict(given)
     if _boolean("Trainer", "barebones", given["barebones"]):
         _switch_off(given)
-    max_epochs, max_steps, max_time = _limits(
-        max_epochs=given["max_epochs"],
-        max_steps=None if given["max_steps"] == -1 else given["max_steps"],
-        max_time=given["max_time"],
-    )
+    if isinstance(given["max_steps"], (int, float)) and given["max_steps"] == -1:
+        given["max_steps"] = None
+    max_epochs, max_steps, max_time = _limits(**{name: given[name] for name in ("max_epochs", "max_steps", "max_time")})
     min_epochs, min_steps, _ = _limits(min_epochs=given["min_epochs"], min_steps=given["min_steps"])
     given.update(max_epochs=max_epochs, min_epochs=min_epochs, max_steps=max_steps, min_steps=min_steps)
     values = _checked(Arguments, "Trainer", given)

@@ -94,7 +94,13 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
+        check.declared(ModelPruning.__init__, locals())
         owner, error = "ModelPruning", MisconfigurationException
+        for name, number in (("pruning_dim", pruning_dim), ("pruning_norm", pruning_norm)):
+            check.whole(owner, name, number, allow_none=True, error=error)
+        check.instance(
+            owner, "parameters_to_prune", parameters_to_prune, Iterable, "a list of (module, name)", error=error
+        )
         for name in parameter_names or ():
             check.one_of(owner, "parameter_names", name, self.PARAMETER_NAMES, error=error)
         if not callable(amount):

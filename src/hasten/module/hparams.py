@@ -455,6 +455,8 @@ def construct(
     with files.hyper_parameters_left_out():
         checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
     is_module = issubclass(cls, torch.nn.Module)
+    if not isinstance(checkpoint, Mapping):
+        check_entries(checkpoint, path, training=False)
     if isinstance(checkpoint.get("state_dict"), StoredTensors):
         # A user's on_load_checkpoint may change it. Optimizer states are not read.
         checkpoint = {**checkpoint, "state_dict": whole(checkpoint["state_dict"]) if is_module else {}}
@@ -628,19 +630,22 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
     if conventions.current().mistakes_are_warnings and not Path(path).is_file():
         rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
         return {}
-    text, kind = Path(path).read_text(), Path(path).suffix.lower()
-    if kind == ".csv":
-        rows = list(csv.reader(text.splitlines()))[1:]
-        return {key: yaml.safe_load(value) for key, value in rows}
-    data = yaml.safe_load(text) or {}
-    if kind not in (".yaml", ".yml") or not isinstance(data, dict):
-        raise make_error(
-            ValueError,
-            f"load_from_checkpoint(hparams_file={str(path)!r}):",
-            fix="use a .yaml, .yml or .csv file with names and values.",
-            argument="hparams_file",
-        )
-    return data
+    kind, why = Path(path).suffix.lower(), ""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if kind == ".csv":
+            return {key: yaml.safe_load(value) for key, value in list(csv.reader(text.splitlines()))[1:]}
+        data = yaml.safe_load(text) or {}
+        if kind in (".yaml", ".yml") and isinstance(data, dict) and all(isinstance(name, str) for name in data):
+            return data
+    except (ValueError, TypeError, RecursionError, csv.Error, yaml.YAMLError) as error:
+        why = f" it cannot be read ({files.first_line(error)})."
+    raise make_error(
+        ValueError,
+        f"load_from_checkpoint(hparams_file={str(path)!r}):{why}",
+        fix="use a .yaml, .yml or .csv file with names and values.",
+        argument="hparams_file",
+    )
 
 
 def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | None:

@@ -73,6 +73,7 @@ class HalfPrecision(DtypePrecision):
     """
 
     def __init__(self, precision: HalfName = "16-true", *, keep_small_updates: bool = True) -> None:
+        check.declared(HalfPrecision.__init__, locals())
         check.one_of("HalfPrecision", "precision", precision, get_args(HalfName))
         check.boolean("HalfPrecision", "keep_small_updates", keep_small_updates)
         self.precision = precision
@@ -159,6 +160,7 @@ class MixedPrecision(Precision):
         *,
         attention_in_32_bits: bool = False,
     ) -> None:
+        check.declared(MixedPrecision.__init__, locals())
         check.one_of("MixedPrecision", "precision", precision, get_args(MixedName))
         device = torch.device(device).type if isinstance(device, (str, torch.device)) else device
         self.precision = precision

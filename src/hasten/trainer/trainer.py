@@ -613,6 +613,7 @@ class Trainer(TrainerView):
                     self._abort(run, interrupt)
                     parts.leave_program(signals.SIGINT, interrupt)
                 except BaseException as error:
+                    parts.name_checkpoint(self, run, error)
                     self._abort(run, error)
                     raise
             if stop.signal in also:
