@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import json
 import pickle
 import shutil
 import signal
@@ -82,18 +83,28 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield from _places(inner, (*place, key))
 
 
+class GONE:
+    """Stands for an entry that is taken away."""
+
+
+# A place in nested dicts and lists, and its new value.
+Change = tuple[tuple[Any, ...], Any]
+
+
 @functools.cache
 def _all_places() -> list[tuple[Any, ...]]:
     return list(_places(whole()))
 
 
-class _GONE:
-    """Stands for an entry that is taken away."""
+@st.composite
+def entries(draw: st.DrawFn) -> list[Change]:
+    """Return one or two places in a checkpoint, and what is there instead."""
+    return draw(_changes(_all_places()))
 
 
-entries = st.lists(
-    st.tuples(st.integers(0, 10**6), st.one_of(plain, plain, plain, st.just(_GONE))), min_size=1, max_size=2
-)
+def _changes(places: list[tuple[Any, ...]]) -> st.SearchStrategy[list[Change]]:
+    value = st.one_of(plain, plain, plain, st.just(GONE))
+    return st.lists(st.tuples(st.sampled_from(places), value), min_size=1, max_size=2)
 
 
 def changed(contents: Any, place: tuple[Any, ...], value: Any) -> Any:
@@ -104,20 +115,19 @@ def changed(contents: Any, place: tuple[Any, ...], value: Any) -> Any:
     new = dict(contents) if isinstance(contents, dict) else list(contents)
     if first not in (new if isinstance(new, dict) else range(len(new))):
         return contents
-    if not rest and value is _GONE:
+    if not rest and value is GONE:
         del new[first]
     else:
         new[first] = changed(new[first], tuple(rest), value)
     return new if not isinstance(contents, tuple) else tuple(new)
 
 
-def check_entries(changes: list[tuple[int, Any]]) -> None:
+def check_entries(changes: list[Change]) -> None:
     """Raise ``Found`` unless a run continues from a checkpoint, or the error names its file."""
     contents, shown = whole(), []
-    for number, value in changes:
-        place = _all_places()[number % len(_all_places())]
+    for place, value in changes:
         contents = changed(contents, place, copy.deepcopy(value))
-        shown.append(f"{'.'.join(map(str, place))} = {'(none)' if value is _GONE else shortened(value)}")
+        shown.append(f"{'.'.join(map(str, place))} = {'(none)' if value is GONE else shortened(value)}")
     text = "; ".join(shown)
     files.save(contents, PATH)
     with _in_time(text):
@@ -366,29 +376,27 @@ def _stored() -> tuple[dict[str, Any], dict[str, bytes]]:
 
 @functools.cache
 def _stored_places() -> list[tuple[Any, ...]]:
-    import json
-
     stored, _ = _stored()
     layout = json.loads(stored["tensors"])
     return [*_places(stored), *(("tensors", *place) for place in _places(layout))]
 
 
-folders = st.lists(st.tuples(st.integers(0, 10**6), st.one_of(plain, plain, st.just(_GONE))), min_size=1, max_size=2)
+@st.composite
+def folders(draw: st.DrawFn) -> list[Change]:
+    """Return one or two places in the first file of a folder, and what is there instead."""
+    return draw(_changes(_stored_places()))
 
 
-def check_folder(changes: list[tuple[int, Any]]) -> None:
+def check_folder(changes: list[Change]) -> None:
     """Raise ``Found`` unless a folder is read, or refused by name."""
-    import json
-
     stored, others = _stored()
     layout, shown, layout_changed = json.loads(stored["tensors"]), [], False
-    for number, value in changes:
-        place = _stored_places()[number % len(_stored_places())]
+    for place, value in changes:
         if place[0] == "tensors" and len(place) > 1:
             layout, layout_changed = changed(layout, place[1:], _for_json(value)), True
         else:
             stored = changed(stored, place, value)
-        shown.append(f"{'.'.join(map(str, place))} = {'(none)' if value is _GONE else shortened(value)}")
+        shown.append(f"{'.'.join(map(str, place))} = {'(none)' if value is GONE else shortened(value)}")
     if layout_changed and isinstance(stored, dict) and "tensors" in stored:
         stored = {**stored, "tensors": json.dumps(layout)}
     shutil.rmtree(PATH, ignore_errors=True)
@@ -413,9 +421,7 @@ def check_folder(changes: list[tuple[int, Any]]) -> None:
 
 
 def _for_json(value: Any) -> Any:
-    import json
-
-    if value is _GONE:
+    if value is GONE:
         return value
     try:
         return json.loads(json.dumps(value))

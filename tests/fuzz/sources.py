@@ -154,7 +154,7 @@ def _shown(data: bytes | str, result: object) -> str:
 
 # -- eject
 
-_PROGRAM = """
+PROGRAM = """
 class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def _facts() -> Any:
     import hasten as L
 
     scope: dict[str, Any] = {"L": L, "torch": torch, "__name__": "program"}
-    exec(_PROGRAM, scope)
+    exec(PROGRAM, scope)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=2)
     return gather(quiet(), scope["Net"](), data)
 
@@ -195,7 +195,7 @@ def ejectable(draw: st.DrawFn) -> str:
     imports = draw(st.sampled_from(("import torch\nimport hasten as L\n", "import hasten as L, torch, os\n")))
     future = draw(st.sampled_from(("", "from __future__ import annotations\n")))
     text = head + future + imports
-    text += f"{part}{_PROGRAM}" if draw(st.booleans()) else f"{_PROGRAM}\n{part}"
+    text += f"{part}{PROGRAM}" if draw(st.booleans()) else f"{PROGRAM}\n{part}"
     return text.replace("\n", draw(st.sampled_from(("\n", "\n", "\n", "\r\n"))))
 
 
@@ -219,7 +219,7 @@ def check_eject(text: str) -> None:
         raise Found("eject: a second time gives another program", _shown(text, again))
     if not _parses(result.encode("utf-8", "surrogatepass")):
         raise Found("eject: the result is no Python", _shown(text, result))
-    if re.search(r"^\s*(import|from) hasten\b", result, re.MULTILINE) and "hasten as" not in text.replace(_PROGRAM, ""):
+    if re.search(r"^\s*(import|from) hasten\b", result, re.MULTILINE) and "hasten as" not in text.replace(PROGRAM, ""):
         raise Found("eject: the result imports hasten", _shown(text, result))
     own = {ast.dump(node) for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     kept = {ast.dump(node) for node in ast.parse(result).body}

@@ -69,7 +69,12 @@ def check_template(case: tuple[str, int, float, bool]) -> None:
         return
     except Exception as error:
         raise Found(f"template: {where(error)}", f"{shown}\n  {error!r}") from error
-    values = {"epoch": epoch, "step": torch.tensor(7), "val_loss": torch.tensor(loss), "val/loss": loss}
+    values = {
+        "epoch": epoch,
+        "step": torch.tensor(7),
+        "val_loss": torch.tensor(loss, dtype=torch.float64),
+        "val/loss": loss,
+    }
     try:
         path = callback.format_checkpoint_name(values)
     except ValueError as error:

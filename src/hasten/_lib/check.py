@@ -109,7 +109,7 @@ def number(
     try:
         given = float(value)
     except OverflowError:
-        given = math.inf if value > 0 else -math.inf
+        given = math.nan
     fits = (
         not math.isnan(given)
         and (at_least is None or given >= at_least)

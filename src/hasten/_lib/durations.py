@@ -23,6 +23,10 @@ _COUNTS = {"ep": "epochs", "epoch": "epochs", "epochs": "epochs", "st": "steps",
 _DIGITS = 18
 
 
+# For ever: a longer time can be added to no other.
+_LONGEST = timedelta(days=1_000_000)
+
+
 @dataclass(frozen=True)
 class Period:
     """A number of epochs or optimizer steps, or a time: one of the three."""
@@ -109,7 +113,7 @@ def _duration(parts: dict[str, Any] | timedelta, given: object, argument: str) -
         time = parts if isinstance(parts, timedelta) else timedelta(**parts)
         if time < timedelta(0) or (not parts and isinstance(parts, dict)):
             raise ValueError("that is no time")
-        return time
+        return min(time, _LONGEST)
     except (TypeError, ValueError, OverflowError) as error:
         what, fix = f"{argument} got {shown(given)}: {error}.", "Use timedelta's arguments, up to timedelta.max."
         raise MisconfigurationException(what, fix=fix, argument=_name_of(argument)) from None

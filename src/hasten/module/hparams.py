@@ -631,14 +631,15 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
         rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
         return {}
     kind, why = Path(path).suffix.lower(), ""
+    content = Path(path).read_bytes()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = content.decode()
         if kind == ".csv":
             return {key: yaml.safe_load(value) for key, value in list(csv.reader(text.splitlines()))[1:]}
         data = yaml.safe_load(text) or {}
         if kind in (".yaml", ".yml") and isinstance(data, dict) and all(isinstance(name, str) for name in data):
             return data
-    except (ValueError, TypeError, RecursionError, csv.Error, yaml.YAMLError) as error:
+    except Exception as error:  # yaml has many, and raises others for a date that makes no sense
         why = f" it cannot be read ({files.first_line(error)})."
     raise make_error(
         ValueError,

@@ -96,7 +96,9 @@ def _named(path: PathLike) -> Iterator[None]:
     """Name the file in an error about what is in it."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, RecursionError, csv.Error, yaml.YAMLError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # yaml has many, and raises others for a date that makes no sense
         raise ValueError(f"{os.fspath(path)}: no hyper-parameters can be read ({files.first_line(error)}).") from error
 
 
