@@ -6,6 +6,7 @@ python -m tests.fuzz --examples 100000 arguments durations
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"some of {', '.join(TARGETS)}; default: all")
     parser.add_argument("--examples", type=int, default=100_000, help="how many inputs for each target")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end each target after so long at the latest")
     options = parser.parse_args()
     if unknown := sorted(set(options.targets) - set(TARGETS)):
         parser.error(f"{', '.join(unknown)}: unknown. Use some of {', '.join(TARGETS)}.")
@@ -27,7 +29,7 @@ def main() -> int:
     print("| target | inputs tried | found now | found and mended before | seconds |\n|---|---|---|---|---|")
     for name in options.targets or TARGETS:
         began = time.monotonic()
-        outcome = run(TARGETS[name], options.examples, number=options.seed)
+        outcome = run(TARGETS[name], options.examples, number=options.seed, seconds=60 * options.minutes)
         mended = sum(row.target == name for row in ROWS)
         seconds = time.monotonic() - began
         print(

@@ -45,7 +45,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "LengthBatching": {"reorder": 4, "over_tokens": 0.5},
     "MLFlowLogger": {"experiment_name": 10**30, "synchronous": [["a"]], "tags": 0.5},
     "MeshStrategy": {"ignored_parameters": torch.nn.Linear, "process_group_backend": 4},
-    "MixedPrecision": {"attention_in_32_bits": "", "device": 1, "scaler": []},
+    "MixedPrecision": {"attention_in_32_bits": "", "device": "fsdp", "scaler": []},
     "ModelCheckpoint": {
         "auto_insert_metric_name": 50, "enable_version_counter": "", "every_n_train_steps": {}, "verbose": "no",
         "save_on_train_epoch_end": "", "save_weights_only": (), "save_on_exception": "no", "every_n_epochs": _WIDE,
@@ -53,6 +53,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "ModelParallelStrategy": {"process_group_backend": 4},
     "ModelPruning": {
         "parameter_names": ..., "prune_on_train_epoch_end": {}, "pruning_dim": set(), "parameters_to_prune": 1,
+        "use_lottery_ticket_hypothesis": (),
     },
     "PackCollator": {"padding": "", "next_token": "no"},
     "PackedBatchSampler": {"drop_last": "", "repeat": set()},
@@ -82,8 +83,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "XLAProfiler": {"port": _WIDE},
 }  # fmt: skip
 _TEMPLATES = (
-    *("{epoch:c}", "{epoch:99999}", "{epoch:999999999999}", "{epoch:.400f}", "\ud800", "x" * 300, "日" * 100),
-    *("{val_loss:.2f}", "a\0b"),
+    *("{epoch:c}", "{epoch:99999}", "{epoch:999999999999}", "{epoch:.400f}", "{val_loss:.2f}", "\ud800"),
+    *("x" * 300, "a\\" + "x" * 300, "日" * 100),
 )
 _DURATIONS: tuple[tuple[str, Any], ...] = (
     *(("max_time", text) for text in ("9" * 400 + "d", "9" * 5000 + "s", f"{'9' * 20}:00:00:00", "99999999999w")),
@@ -162,15 +163,14 @@ def _pickles() -> Iterator[tuple[str, bytes]]:
     if key is not None:
         data = data.replace(key[1], b"1" * len(key[1]), 1)
     yield "older", data
+    yield "a text that is too long", b"\x80\x02\x8d" + b"\xff" * 7 + b"\x7fa"
 
 
+_IMPORTS = "import torch\nimport hasten as L\n"
 _EJECTED = (
-    *(
-        f'"""A{sign}program."""\nimport torch\nimport hasten as L\n{PROGRAM}'
-        for sign in ("\x0c", "\x85", "\u2028", "\x1c")
-    ),
-    f"import torch\nimport hasten as L\n\0{PROGRAM}",
-    f"import torch\nimport hasten as L\nx = {'(' * 300}{')' * 300}{PROGRAM}",
+    *(f'"""A{sign}program."""\n{_IMPORTS}{PROGRAM}' for sign in ("\x0c", "\x85", "\u2028", "\x1c")),
+    f"{_IMPORTS}\0{PROGRAM}",
+    f"{_IMPORTS}x = {'(' * 300}{')' * 300}{PROGRAM}",
 )
 ROWS = [
     *(Row("arguments", (kind, {name: value})) for kind, given in _ARGUMENTS.items() for name, value in given.items()),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -58,19 +60,26 @@ class Outcome:
     found: dict[str, str] = field(default_factory=dict)
 
 
-def run(target: Target, examples: int, *, number: int = 0, stops: bool = False) -> Outcome:
+class _Late(BaseException):
+    """Ends a target whose time is over."""
+
+
+def run(target: Target, examples: int, *, number: int = 0, stops: bool = False, seconds: float = math.inf) -> Outcome:
     """Try inputs.
 
     Args:
         target: what is fuzzed.
         examples: how many.
         number: seeds the random numbers.
+        seconds: end after this time, if it comes before so many examples.
         stops: raise ``Found`` for the simplest input that shows the first problem; else go on and collect them.
 
     """
-    outcome = Outcome()
+    outcome, ends = Outcome(), time.monotonic() + seconds
 
     def check(value: Any) -> None:
+        if time.monotonic() > ends:
+            raise _Late
         outcome.tried += 1
         try:
             target.check(value)
@@ -85,7 +94,7 @@ def run(target: Target, examples: int, *, number: int = 0, stops: bool = False) 
     options = settings(
         max_examples=examples, database=None, deadline=None, phases=phases, suppress_health_check=list(HealthCheck)
     )
-    with quietly(), in_empty_folder():
+    with quietly(), in_empty_folder(), contextlib.suppress(_Late):
         seed(number)(options(given(target.inputs)(check)))()
     return outcome
 

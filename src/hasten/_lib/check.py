@@ -16,8 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Real
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hasten._lib.errors import MisconfigurationException, WrongType, make_error
 from hasten._lib.names import did_you_mean
@@ -176,7 +175,7 @@ def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _
     """Return ``value`` if it is a string or an ``os.PathLike``. See ``whole`` for the arguments."""
     instance(owner, name, value, (str, os.PathLike), "a path", allow_none=allow_none, error=error)
     try:
-        is_path = value is None or b"\0" not in os.fsencode(value)  # type: ignore[type-var]
+        is_path = value is None or b"\0" not in os.fsencode(cast("str", value))
     except UnicodeEncodeError:
         is_path = False
     if not is_path:
@@ -243,7 +242,7 @@ def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -
     return what + (", or None" if allow_none else "")
 
 
-def declared(function: FunctionType, given: Mapping[str, Any]) -> None:
+def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Check arguments by their annotations, as far as these are booleans, texts, functions, collections and classes.
 
     Those with another annotation, and numbers, are left out. 0 and 1 are taken for False and True, as from a config
@@ -264,10 +263,10 @@ def declared(function: FunctionType, given: Mapping[str, Any]) -> None:
 
     """
     owner = type(given["self"]).__name__ if "self" in given else function.__name__
-    code, annotations = function.__code__, function.__annotations__
+    code = function.__code__
     # Without *args and **kwargs.
     for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        annotation = annotations.get(name)
+        annotation = function.__annotations__.get(name)
         # Under Lightning's names they are classes, and programs are taken as they are.
         if not isinstance(annotation, str):
             continue
@@ -287,7 +286,7 @@ def declared(function: FunctionType, given: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def _kinds(function: FunctionType, annotation: str) -> tuple[type, ...]:
+def _kinds(function: Any, annotation: str) -> tuple[type, ...]:
     """Return the classes that an annotation names, without None; () if it names anything else."""
     kinds: list[type] = []
     for part in re.split(r" \| (?![^\[]*\])", annotation.removesuffix(" | None")):

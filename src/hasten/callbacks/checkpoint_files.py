@@ -150,7 +150,7 @@ def _fits(value: float, spec: str) -> bool:
 def _is_name(path: str) -> bool:
     """Return whether file systems take the names in a path, with an ending and a version."""
     try:
-        return all(len(os.fsencode(part)) <= _LONGEST for part in re.split(r"[/\\]", path))
+        return all(len(os.fsencode(part)) <= _LONGEST for part in path.replace(os.sep, "/").split("/"))
     except UnicodeEncodeError:
         return False
 

@@ -96,6 +96,13 @@ class ModelPruning(Callback):
     ) -> None:
         check.declared(ModelPruning.__init__, locals())
         owner, error = "ModelPruning", MisconfigurationException
+        for name, decision in (
+            ("apply_pruning", apply_pruning),
+            ("use_lottery_ticket_hypothesis", use_lottery_ticket_hypothesis),
+        ):
+            allowed = "True, False or a function of the epoch"
+            if not isinstance(decision, bool):
+                check.callable_(owner, name, decision, allowed=allowed, error=error)
         for name, number in (("pruning_dim", pruning_dim), ("pruning_norm", pruning_norm)):
             check.whole(owner, name, number, allow_none=True, error=error)
         check.instance(

@@ -786,7 +786,7 @@ def _first_global(file: IO[bytes]) -> str:
                 return ".".join(texts[-2:])
             if isinstance(argument, str):
                 texts.append(argument)
-    except ValueError:
+    except (ValueError, ArithmeticError, MemoryError, struct.error):
         pass
     return ""
 

@@ -175,7 +175,7 @@ class Trainer(TrainerView):
         *,
         accelerator: AcceleratorLike = "auto",
         strategy: StrategyLike = "auto",
-        devices: Devices = "auto",
+        devices: Devices | None = "auto",
         num_nodes: int = 1,
         precision: PrecisionName | None = None,
         logger: LoggerLike | None = None,
