@@ -135,7 +135,6 @@ _ENTRIES: tuple[tuple[tuple[Any, ...], Any], ...] = (
     ((*_STOPPING, "best_score"), "a"),
     (("hasten", "history", "ints"), GONE),
 )
-_FILES = ("files", "__0_0.distcp")
 _FOLDERS: tuple[tuple[tuple[Any, ...], Any], ...] = (
     (("tensors", "state_dict.w"), {"state": {}}),
     (("tensors", "state_dict.b", "dtype"), GONE),

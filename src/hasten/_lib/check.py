@@ -9,6 +9,7 @@ A bool is not a number here.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 import os
@@ -262,23 +263,17 @@ def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
         hasten._lib.errors.WrongType: train(strict='no'): use True or False.
 
     """
-    owner = type(given["self"]).__name__ if "self" in given else function.__name__
-    code = function.__code__
-    # Without *args and **kwargs.
-    for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        annotation = function.__annotations__.get(name)
-        # Under Lightning's names they are classes, and programs are taken as they are.
-        if not isinstance(annotation, str):
+    for name, annotation, kinds, default in _annotated(function):
+        value = given.get(name, default)
+        if value is default or (value is None and annotation.endswith("| None")):
             continue
-        if name not in given or ((value := given[name]) is None and annotation.endswith("| None")):
-            continue
-        kinds = _kinds(function, annotation)
+        owner = type(given["self"]).__name__ if "self" in given else function.__name__
         if str in kinds or os.PathLike in kinds:
             is_fitting = isinstance(value, kinds)
         else:
             is_switch = bool in kinds and type(value) is int and value in (0, 1)
             is_fitting = is_switch or (isinstance(value, kinds) and not isinstance(value, (str, bytes)))
-        if kinds and not is_fitting:
+        if not is_fitting:
             allowed = " or ".join(dict.fromkeys(_TEXTS.get(kind, f"a {kind.__name__}") for kind in kinds))
             raise _wrong_type(owner, name, value, allowed + ", or None" * annotation.endswith("| None"), None)
         if os.PathLike in kinds:
@@ -286,6 +281,17 @@ def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 
 @functools.cache
+def _annotated(function: Any) -> list[tuple[str, str, tuple[type, ...], object]]:
+    """Return name, annotation, its classes and default of the arguments of a function that ``declared`` checks."""
+    found = []
+    for name, one in inspect.signature(function).parameters.items():
+        # Under Lightning's names annotations are classes, and programs are taken as they are.
+        is_one = isinstance(one.annotation, str) and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if is_one and (kinds := _kinds(function, one.annotation)):
+            found.append((name, one.annotation, kinds, one.default))
+    return found
+
+
 def _kinds(function: Any, annotation: str) -> tuple[type, ...]:
     """Return the classes that an annotation names, without None; () if it names anything else."""
     kinds: list[type] = []

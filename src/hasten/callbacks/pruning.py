@@ -105,9 +105,8 @@ class ModelPruning(Callback):
                 check.callable_(owner, name, decision, allowed=allowed, error=error)
         for name, number in (("pruning_dim", pruning_dim), ("pruning_norm", pruning_norm)):
             check.whole(owner, name, number, allow_none=True, error=error)
-        check.instance(
-            owner, "parameters_to_prune", parameters_to_prune, Iterable, "a list of (module, name)", error=error
-        )
+        allowed, kinds = "a list of (module, name)", (Iterable, nn.Module)
+        check.instance(owner, "parameters_to_prune", parameters_to_prune, kinds, allowed, error=error)
         for name in parameter_names or ():
             check.one_of(owner, "parameter_names", name, self.PARAMETER_NAMES, error=error)
         if not callable(amount):
