@@ -457,9 +457,9 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     given = dict(given)
     if _boolean("Trainer", "barebones", given["barebones"]):
         _switch_off(given)
-    if isinstance(given["max_steps"], (int, float)) and given["max_steps"] == -1:
-        given["max_steps"] = None
-    max_epochs, max_steps, max_time = _limits(**{name: given[name] for name in ("max_epochs", "max_steps", "max_time")})
+    max_epochs, max_steps, max_time = _limits(
+        max_epochs=given["max_epochs"], max_steps=_none_for_minus_one(given["max_steps"]), max_time=given["max_time"]
+    )
     min_epochs, min_steps, _ = _limits(min_epochs=given["min_epochs"], min_steps=given["min_steps"])
     given.update(max_epochs=max_epochs, min_epochs=min_epochs, max_steps=max_steps, min_steps=min_steps)
     values = _checked(Arguments, "Trainer", given)
@@ -560,6 +560,10 @@ def _use_few_batches(values: dict[str, Any]) -> None:
     if values["logger"]:
         # A logger that does nothing, for code that writes to the logger.
         values["logger"] = [DummyLogger()]
+
+
+def _none_for_minus_one(value: Any) -> Any:
+    return None if isinstance(value, (int, float)) and value == -1 else value
 
 
 def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:

@@ -115,7 +115,7 @@ _LOGGED = [(9, 0, {"loss": 0.5}), (19, 1, {"loss": 0.25, "lr": 0.1})]
 _HISTORIES = (
     *(("lengths", value) for value in (None, [], [1, 2], [10**9], {})),
     *(("ints", value) for value in (None, 3, "a", [], torch.ones(3))),
-    *(("names", value) for value in (None, False, [1], ["a", "b", "c"])),
+    *(("names", value) for value in (None, False, [1], [0, "a"], ["a", "b", "c"])),
     *(("small", value) for value in (None, 3, ["loss"])),
     *(("doubles", value) for value in (None, torch.zeros(0), torch.ones(2), 0.5, [[1.0]])),
 )

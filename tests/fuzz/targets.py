@@ -6,7 +6,7 @@ from tests.fuzz import arguments, checkpoints, readers, sources, texts
 from tests.fuzz.running import Target
 
 TARGETS = {
-    "arguments": Target("arguments of public classes", arguments.calls(), arguments.check_call, 60),
+    "arguments": Target("arguments of public classes", arguments.calls(), arguments.check_call, 40),
     "templates": Target("templates of file names", texts.templates, texts.check_template, 60),
     "durations": Target("durations and intervals", texts.durations, texts.check_duration, 80),
     "csv": Target("`metrics.csv`", readers.tables(), readers.check_table, 25),

@@ -106,10 +106,7 @@ def number(
     )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_type(owner, name, value, allowed, error)
-    try:
-        given = float(value)
-    except OverflowError:
-        given = math.nan
+    given = _as_float(value)
     fits = (
         not math.isnan(given)
         and (at_least is None or given >= at_least)
@@ -212,6 +209,13 @@ def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Erro
     return make_error(error or WrongType, what, fix=f"use {allowed}{given}.", argument=name)
 
 
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return math.nan
+
+
 def _equal(value: object, other: object) -> bool:
     try:
         return bool(value == other)
@@ -268,16 +272,19 @@ def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
         if value is default or (value is None and annotation.endswith("| None")):
             continue
         owner = type(given["self"]).__name__ if "self" in given else function.__name__
-        if str in kinds or os.PathLike in kinds:
-            is_fitting = isinstance(value, kinds)
-        else:
-            is_switch = bool in kinds and type(value) is int and value in (0, 1)
-            is_fitting = is_switch or (isinstance(value, kinds) and not isinstance(value, (str, bytes)))
-        if not is_fitting:
+        if not _is_one_of(kinds, value):
             allowed = " or ".join(dict.fromkeys(_TEXTS.get(kind, f"a {kind.__name__}") for kind in kinds))
             raise _wrong_type(owner, name, value, allowed + ", or None" * annotation.endswith("| None"), None)
         if os.PathLike in kinds:
             path(owner, name, value)
+
+
+def _is_one_of(kinds: tuple[type, ...], value: object) -> bool:
+    if bool in kinds and type(value) is int and value in (0, 1):
+        return True
+    # A text is a sequence, and not what is meant by one.
+    is_text = isinstance(value, (str, bytes)) and str not in kinds
+    return isinstance(value, kinds) and not is_text
 
 
 @functools.cache

@@ -455,9 +455,7 @@ def construct(
     with files.hyper_parameters_left_out():
         checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
     is_module = issubclass(cls, torch.nn.Module)
-    if not isinstance(checkpoint, Mapping):
-        check_entries(checkpoint, path, training=False)
-    if isinstance(checkpoint.get("state_dict"), StoredTensors):
+    if isinstance(_mapping(checkpoint, path).get("state_dict"), StoredTensors):
         # A user's on_load_checkpoint may change it. Optimizer states are not read.
         checkpoint = {**checkpoint, "state_dict": whole(checkpoint["state_dict"]) if is_module else {}}
     if is_module:
@@ -615,6 +613,13 @@ def _taken_by_init(
         rank_zero_warn(f"{owner}.load_from_checkpoint(): __init__ does not take {unknown}, left out.")
         return {key: value for key, value in arguments.items() if key in parameters}
     return {key: value for key, value in arguments.items() if key in parameters or key in given}
+
+
+def _mapping(checkpoint: Any, path: str) -> Mapping[str, Any]:
+    """Return the contents of a file; refuse what is no dict."""
+    if not isinstance(checkpoint, Mapping):
+        check_entries(checkpoint, path, training=False)
+    return cast("Mapping[str, Any]", checkpoint)
 
 
 def _with_attributes(value: Any) -> Any:

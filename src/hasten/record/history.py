@@ -389,7 +389,8 @@ class History(Sequence[dict[str, Any]]):
         self._steps, self._epochs = _array("q", ints[0]), _array("i", ints[1])
         rows = len(self._steps)
         self._times = _array("d", state["doubles"][:rows])
-        if not isinstance(state["names"], list) or not len(self._epochs) == len(self._times) == rows:
+        is_named = isinstance(state["names"], list) and all(isinstance(name, str) for name in state["names"])
+        if not is_named or not len(self._epochs) == len(self._times) == rows:
             raise ValueError("its rows have no steps, epochs or times")
         self._columns = {}
         # How far each of the two was read.
