@@ -132,7 +132,8 @@ def runtime(
     layer_sync = _layer_sync(sync_batchnorm, layer_sync, owner)
     given = dict(strategy.given) if isinstance(strategy, Strategy) else {}
     for name, kind in (("checkpoint_io", CheckpointIO), ("cluster", ClusterEnvironment), ("precision", Precision)):
-        check.instance(type(strategy).__name__, name, given.get(name), kind, f"a {kind.__name__}", allow_none=True)
+        if name in given:
+            check.instance(type(strategy).__name__, name, given[name], kind, f"a {kind.__name__}")
     precision_plugin = _once(owner, "precision", precision_plugin, given)
     checkpoint_io = _once(owner, "checkpoint_io", checkpoint_io, given)
     cluster = _once(owner, "cluster", cluster, given)

@@ -69,8 +69,8 @@ class SingleDeviceXLAStrategy(OneProcess):
     ) -> None:
         check.declared(SingleDeviceXLAStrategy.__init__, locals())
         super().__init__(accelerator, checkpoint_io, precision)
-        is_index = isinstance(device, int) and 0 <= device < 128
-        self._device = torch.device("xla", device) if is_index else as_device("SingleDeviceXLAStrategy", device)
+        given = torch.device("xla", device) if isinstance(device, int) and 0 <= device < 128 else device
+        self._device = as_device("SingleDeviceXLAStrategy", given)
         self.steps = XLASteps()
 
     def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hasten._lib.errors import MisconfigurationException, WrongType, make_error
 from hasten._lib.names import did_you_mean
@@ -172,8 +172,10 @@ def instance(
 def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
     """Return ``value`` if it is a string or an ``os.PathLike``. See ``whole`` for the arguments."""
     instance(owner, name, value, (str, os.PathLike), "a path", allow_none=allow_none, error=error)
+    given: Any = value
+    text = "" if given is None else os.fspath(given)
     try:
-        is_path = value is None or b"\0" not in os.fsencode(cast("str", value))
+        is_path = "\0" not in text and text.encode(errors="surrogateescape") is not None
     except UnicodeEncodeError:
         is_path = False
     if not is_path:

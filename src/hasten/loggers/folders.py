@@ -75,7 +75,7 @@ def write_hparams(path: str, params: Mapping[str, Any]) -> None:
     import yaml
 
     text = yaml.safe_dump(data := plain(params), sort_keys=False, allow_unicode=True)
-    if any(sign in text for sign in "\x85\u2028\u2029"):
+    if "\x85" in text or "\u2028" in text or "\u2029" in text:
         # Line breaks for YAML, which would read them back as spaces.
         text = yaml.safe_dump(data, sort_keys=False)
     write_whole(path, text.encode())

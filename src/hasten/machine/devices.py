@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-import re
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -307,12 +306,13 @@ def _check_kind(accelerator: Accelerator, device: torch.device) -> None:
         raise MisconfigurationException(f"{type(accelerator).__name__}.setup_device({device}): that is another kind.")
 
 
-def whole_number(devices: object) -> int | None:
+def whole_number(devices: Any) -> int | None:
     """Return ``devices`` as a number, if it is one: 2, "2" or "-1"."""
     if isinstance(devices, str):
-        return int(devices) if re.fullmatch(r"\s*-?\d{1,9}\s*", devices) else None
+        text = devices.strip()
+        return int(text) if text.removeprefix("-").isdecimal() and len(text) < 10 else None
     try:
-        return None if isinstance(devices, bool) else operator.index(cast("SupportsIndex", devices))
+        return None if isinstance(devices, bool) else operator.index(devices)
     except TypeError:
         return None
 
