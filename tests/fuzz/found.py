@@ -166,11 +166,7 @@ def _pickles() -> Iterator[tuple[str, bytes]]:
 
 
 _IMPORTS = "import torch\nimport hasten as L\n"
-_EJECTED = (
-    *(f'"""A{sign}program."""\n{_IMPORTS}{PROGRAM}' for sign in ("\x0c", "\x85", "\u2028", "\x1c")),
-    f"{_IMPORTS}\0{PROGRAM}",
-    f"{_IMPORTS}x = {'(' * 300}{')' * 300}{PROGRAM}",
-)
+_EJECTED = (*(f'"""A{sign}program."""\n{_IMPORTS}{PROGRAM}' for sign in ("\x0c", "\x85", "\u2028", "\x1c")),)
 ROWS = [
     *(Row("arguments", (kind, {name: value})) for kind, given in _ARGUMENTS.items() for name, value in given.items()),
     *(Row("templates", (template, 55296, 1e300, inserts)) for template in _TEMPLATES for inserts in (True, False)),

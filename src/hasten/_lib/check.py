@@ -142,11 +142,13 @@ def one_of(
     """
     choices = tuple(allowed)
     # 1 == True: a number is not taken for a bool.
-    for choice in choices:
-        if isinstance(value, bool) == isinstance(choice, bool) and _equal(value, choice):
-            return value
     if value is None and allow_none:
         return value
+    is_text = isinstance(value, str)
+    for choice in choices:
+        equal = value == choice if is_text else _equal(value, choice)
+        if equal and isinstance(value, bool) == isinstance(choice, bool):
+            return value
     texts = [choice for choice in choices if isinstance(choice, str)]
     hint = did_you_mean(value, texts) if isinstance(value, str) else ""
     listed = ", ".join(map(repr, choices)) + (", or None" if allow_none else "")
