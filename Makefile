@@ -3,6 +3,7 @@
 # make test-core  the tests of the core alone, src/hasten
 # make lint   lint and types only
 # make docs   build the documentation into build/docs, with all links checked
+# make fuzz   try 100,000 inputs on each target of tests/fuzz; fewer, on one: make fuzz ARGS="--examples 1000 durations"
 # make bench  the overhead of a step against the hand-written loop
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
@@ -35,7 +36,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke clean
+.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke fuzz clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -87,6 +88,9 @@ test-core: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The documentation is in build/docs. To read it: $(BIN)/python -m http.server --directory build/docs"
+
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

@@ -112,7 +112,7 @@ def _fast_dev_run(owner: str, name: str, value: Any) -> int:
 
 
 def _sanity_steps(owner: str, name: str, value: Any) -> int:
-    value = -1 if value == math.inf else 2 if value is None else value
+    value = -1 if isinstance(value, float) and value == math.inf else 2 if value is None else value
     return cast("int", check.whole(owner, name, value, at_least=-1))
 
 
@@ -458,9 +458,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     if _boolean("Trainer", "barebones", given["barebones"]):
         _switch_off(given)
     max_epochs, max_steps, max_time = _limits(
-        max_epochs=given["max_epochs"],
-        max_steps=None if given["max_steps"] == -1 else given["max_steps"],
-        max_time=given["max_time"],
+        max_epochs=given["max_epochs"], max_steps=_none_for_minus_one(given["max_steps"]), max_time=given["max_time"]
     )
     min_epochs, min_steps, _ = _limits(min_epochs=given["min_epochs"], min_steps=given["min_steps"])
     given.update(max_epochs=max_epochs, min_epochs=min_epochs, max_steps=max_steps, min_steps=min_steps)
@@ -562,6 +560,10 @@ def _use_few_batches(values: dict[str, Any]) -> None:
     if values["logger"]:
         # A logger that does nothing, for code that writes to the logger.
         values["logger"] = [DummyLogger()]
+
+
+def _none_for_minus_one(value: Any) -> Any:
+    return None if isinstance(value, (int, float)) and value == -1 else value
 
 
 def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:

@@ -31,6 +31,7 @@ from hasten.machine.devices import (
     CPUAccelerator,
     added_accelerators,
     best_accelerator,
+    whole_number,
 )
 from hasten.machine.host import is_interactive
 from hasten.machine.launch import forget_other_rank
@@ -130,11 +131,15 @@ def runtime(
     precision_plugin, checkpoint_io, cluster, layer_sync = _plugins(plugins, owner)
     layer_sync = _layer_sync(sync_batchnorm, layer_sync, owner)
     given = dict(strategy.given) if isinstance(strategy, Strategy) else {}
+    for name, kind in (("checkpoint_io", CheckpointIO), ("cluster", ClusterEnvironment), ("precision", Precision)):
+        if name in given:
+            check.instance(type(strategy).__name__, name, given[name], kind, f"a {kind.__name__}")
     precision_plugin = _once(owner, "precision", precision_plugin, given)
     checkpoint_io = _once(owner, "checkpoint_io", checkpoint_io, given)
     cluster = _once(owner, "cluster", cluster, given)
-    accelerator = _once(owner, "accelerator", None if accelerator == "auto" else accelerator, given)
-    if devices in (0, "0") or (isinstance(devices, (list, tuple)) and not devices):
+    is_auto = isinstance(accelerator, str) and accelerator == "auto"
+    accelerator = _once(owner, "accelerator", None if is_auto else accelerator, given)
+    if whole_number(devices) == 0 or (isinstance(devices, (list, tuple)) and not devices):
         raise MisconfigurationException(
             f"{owner}(devices={devices!r}): a run needs a device.", fix="Use at least 1, or 'auto'.", argument="devices"
         )
@@ -349,8 +354,8 @@ def _check_parallel_devices(devices: Sequence[torch.device], kind: type[Accelera
 
 
 def _num_nodes(num_nodes: Any, owner: str) -> int:
-    if isinstance(num_nodes, str) and num_nodes.isdigit():
-        num_nodes = int(num_nodes)
+    if isinstance(num_nodes, str):
+        num_nodes = whole_number(num_nodes) or num_nodes
     number: int = check.whole(owner, "num_nodes", num_nodes, at_least=1, allowed="the number of machines, at least 1")
     return number
 
@@ -363,7 +368,7 @@ def _devices(
     if isinstance(devices, list) and devices and all(isinstance(device, torch.device) for device in devices):
         _check_parallel_devices(devices, accelerator, owner)
         return devices, num_nodes
-    if devices is None or devices == "auto":
+    if devices is None or (isinstance(devices, str) and devices == "auto"):
         # The launcher has set the number of processes, also if an environment of Ray's is passed.
         started: ClusterEnvironment = ProcessGroupEnvironment() if ProcessGroupEnvironment.detect() else cluster
         if isinstance(started, (TorchElasticEnvironment, ProcessGroupEnvironment)):

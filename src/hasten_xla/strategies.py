@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from hasten._lib import check
+from hasten._lib.device import as_device
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.machine import collectives
+from hasten.precision.base import Precision
 from hasten.strategies.base import Sharding, StateIO, StepEngine
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import OneProcess
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
     from hasten.machine.spawn import KeepsResults
-    from hasten.precision.base import Precision
 
 T = TypeVar("T")
 
@@ -66,9 +67,10 @@ class SingleDeviceXLAStrategy(OneProcess):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
+        check.declared(SingleDeviceXLAStrategy.__init__, locals())
         super().__init__(accelerator, checkpoint_io, precision)
-        given = torch.device("xla", device) if isinstance(device, int) else device
-        self._device = None if given is None else torch.device(given)
+        given = torch.device("xla", device) if isinstance(device, int) and 0 <= device < 128 else device
+        self._device = as_device("SingleDeviceXLAStrategy", given)
         self.steps = XLASteps()
 
     def _make_parts(self) -> tuple[Sharding, StepEngine, StateIO]:
@@ -139,7 +141,7 @@ class XLAStrategy(ParallelStrategy):
         start_method: str = "popen",
         timeout: timedelta | None = timedelta(minutes=10),
     ) -> None:
-        check.boolean("XLAStrategy", "sync_module_states", sync_module_states)
+        check.declared(XLAStrategy.__init__, locals())
         super().__init__(
             accelerator, parallel_devices, None, checkpoint_io, precision,
             process_group_backend="gloo", timeout=timeout, start_method=start_method,
@@ -366,6 +368,7 @@ class XLAFSDPStrategy(OneProcess):
         sequential_save: bool = False,
         **kwargs: Any,
     ) -> None:
+        check.declared(XLAFSDPStrategy.__init__, locals())
         known = ["auto_wrap_policy", "activation_checkpointing_policy", "state_dict_type", "sequential_save"]
         for name in kwargs:
             raise make_error(

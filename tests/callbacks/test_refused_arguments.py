@@ -113,7 +113,7 @@ OTHERS: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (cb.LambdaCallback, {"on_train_strat": print}, TypeError, r"unknown hook.*'on_train_start'"),
     (cb.LambdaCallback, {"on_train_start": 3}, TypeError, r"on_train_start=3\): use a function"),
     (cb.LearningRateFinder, {"min_lr": 2.0}, ValueError, r"min_lr=2\.0, max_lr=1"),
-    (cb.LearningRateFinder, {"num_training_steps": 0}, ValueError, "num_training=0"),
+    (cb.LearningRateFinder, {"num_training_steps": 0}, ValueError, "num_training_steps=0"),
     (cb.ModelCheckpoint, {"save_top_k": 2}, ValueError, "monitor=None"),
     (cb.ModelCheckpoint, {"filename": "../{epoch}"}, ValueError, "leaves the folder"),
     (cb.ModelCheckpoint, {"filename": "/tmp/{epoch}"}, ValueError, "leaves the folder"),

@@ -8,10 +8,14 @@ A bool is not a number here.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -20,6 +24,8 @@ from hasten._lib.names import did_you_mean
 
 _T = TypeVar("_T")
 _Error = type[Exception] | None
+# Characters of a value in a message.
+_WIDE = 200
 
 
 def whole(
@@ -100,7 +106,7 @@ def number(
     )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_type(owner, name, value, allowed, error)
-    given = float(value)
+    given = _as_float(value)
     fits = (
         not math.isnan(given)
         and (at_least is None or given >= at_least)
@@ -118,7 +124,7 @@ def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False, error
     if isinstance(value, bool) or (value is None and allow_none):
         return value
     allowed = "True, False or None" if allow_none else "True or False"
-    raise make_error(error or WrongType, f"{owner}({name}={value!r}):", fix=f"use {allowed}.", argument=name)
+    raise make_error(error or WrongType, f"{owner}({name}={shown(value)}):", fix=f"use {allowed}.", argument=name)
 
 
 def one_of(
@@ -136,11 +142,13 @@ def one_of(
     """
     choices = tuple(allowed)
     # 1 == True: a number is not taken for a bool.
-    for choice in choices:
-        if value == choice and isinstance(value, bool) == isinstance(choice, bool):
-            return value
     if value is None and allow_none:
         return value
+    is_text = isinstance(value, str)
+    for choice in choices:
+        equal = value == choice if is_text else _equal(value, choice)
+        if equal and isinstance(value, bool) == isinstance(choice, bool):
+            return value
     texts = [choice for choice in choices if isinstance(choice, str)]
     hint = did_you_mean(value, texts) if isinstance(value, str) else ""
     listed = ", ".join(map(repr, choices)) + (", or None" if allow_none else "")
@@ -165,7 +173,16 @@ def instance(
 
 def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
     """Return ``value`` if it is a string or an ``os.PathLike``. See ``whole`` for the arguments."""
-    return instance(owner, name, value, (str, os.PathLike), "a path", allow_none=allow_none, error=error)
+    instance(owner, name, value, (str, os.PathLike), "a path", allow_none=allow_none, error=error)
+    given: Any = value
+    text = "" if given is None else os.fspath(given)
+    try:
+        is_path = "\0" not in text and text.encode(errors="surrogateescape") is not None
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise wrong(owner, name, value, "a path of characters that file systems take", error=error)
+    return value
 
 
 def callable_(
@@ -184,7 +201,7 @@ def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "",
         MisconfigurationException("Trainer(max_time='soon'): use a time such as '90min'.")
 
     """
-    what, fix = f"{owner}({name}={value!r}):", f"use {allowed}."
+    what, fix = f"{owner}({name}={shown(value)}):", f"use {allowed}."
     if hint:
         what, fix = f"{what} {value!r} is unknown.", hint
     return make_error(error or MisconfigurationException, what, fix=fix, argument=name)
@@ -192,8 +209,32 @@ def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "",
 
 def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Error) -> Exception:
     given = "" if value is None else f", not {type(value).__name__}"
-    what = f"{owner}({name}={value!r}):"
+    what = f"{owner}({name}={shown(value)}):"
     return make_error(error or WrongType, what, fix=f"use {allowed}{given}.", argument=name)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number with hundreds of digits
+        return math.nan
+
+
+def _equal(value: object, other: object) -> bool:
+    try:
+        return bool(value == other)
+    except (RuntimeError, ValueError):  # tensors and arrays of several numbers
+        return False
+
+
+def shown(value: object) -> str:
+    """Return the text of a value for a message: one line, and not a long one."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number with thousands of digits
+        text = f"<{type(value).__name__}>"
+    first, *more = text.split("\n")
+    return f"{first[:_WIDE]}..." if more or len(first) > _WIDE else text
 
 
 def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -> str:
@@ -208,6 +249,84 @@ def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -
         texts = {"at_least": f"{of} at least", "at_most": f"{of} at most", "above": " above", "below": " below"}
         what += " and".join(f"{texts[name]} {bound}" for name, bound in given.items())
     return what + (", or None" if allow_none else "")
+
+
+def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Check arguments by their annotations, as far as these are booleans, texts, functions, collections and classes.
+
+    Those with another annotation, and numbers, are left out. 0 and 1 are taken for False and True, as from a config
+    file.
+
+    Args:
+        function: it, with annotations that are texts (``from __future__ import annotations``).
+        given: its arguments by name, such as ``locals()``.
+
+    Example::
+
+        >>> def train(strict: "bool", name: "str | None" = None) -> "None":
+        ...     declared(train, locals())
+        >>> train(strict="no")
+        Traceback (most recent call last):
+            ...
+        hasten._lib.errors.WrongType: train(strict='no'): use True or False.
+
+    """
+    for name, annotation, kinds, default in _annotated(function):
+        value = given.get(name, default)
+        if value is default or (value is None and annotation.endswith("| None")):
+            continue
+        owner = type(given["self"]).__name__ if "self" in given else function.__name__
+        if not _is_one_of(kinds, value):
+            allowed = " or ".join(dict.fromkeys(_TEXTS.get(kind, f"a {kind.__name__}") for kind in kinds))
+            raise _wrong_type(owner, name, value, allowed + ", or None" * annotation.endswith("| None"), None)
+        if os.PathLike in kinds:
+            path(owner, name, value)
+
+
+def _is_one_of(kinds: tuple[type, ...], value: object) -> bool:
+    if bool in kinds and type(value) is int and value in (0, 1):
+        return True
+    # A text is a sequence, and not what is meant by one.
+    is_text = isinstance(value, (str, bytes)) and str not in kinds
+    return isinstance(value, kinds) and not is_text
+
+
+@functools.cache
+def _annotated(function: Any) -> list[tuple[str, str, tuple[type, ...], object]]:
+    """Return name, annotation, its classes and default of the arguments of a function that ``declared`` checks."""
+    found = []
+    for name, one in inspect.signature(function).parameters.items():
+        # Under Lightning's names annotations are classes, and programs are taken as they are.
+        is_one = isinstance(one.annotation, str) and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if is_one and (kinds := _kinds(function, one.annotation)):
+            found.append((name, one.annotation, kinds, one.default))
+    return found
+
+
+def _kinds(function: Any, annotation: str) -> tuple[type, ...]:
+    """Return the classes that an annotation names, without None; () if it names anything else."""
+    kinds: list[type] = []
+    for part in re.split(r" \| (?![^\[]*\])", annotation.removesuffix(" | None")):
+        first, *rest = part.partition("[")[0].split(".")
+        found: Any = {**function.__globals__, **_PLAIN}.get(first)
+        for word in rest:
+            found = getattr(found, word, None)
+        is_class = isinstance(found, type) and found not in (int, float, object, Any) and not issubclass(found, Enum)
+        # Many programs have datasets that derive from nothing; times are read elsewhere.
+        if not is_class or getattr(found, "_is_protocol", False) or found.__name__ in ("Dataset", "timedelta"):
+            return ()
+        kinds.append(found)
+    return tuple(kinds)
+
+
+# What annotations may name, and what messages call it.
+_PLAIN: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (bool, str, int, float, object)}, "dict": Mapping, "list": Sequence,
+}  # fmt: skip
+_TEXTS: dict[Any, str] = {
+    bool: "True or False", str: "a string", os.PathLike: "a path", Callable: "a function",
+    Mapping: "a dict", Sequence: "a list", Iterable: "a list", Collection: "a list",
+}  # fmt: skip
 
 
 def as_list(value: object) -> Any:

@@ -9,6 +9,27 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException
+
+
+def as_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
+    """Return the device that an argument names; None stays None.
+
+    Raises:
+        MisconfigurationException: it names none.
+
+    """
+    if device is None or isinstance(device, torch.device):
+        return device
+    try:
+        if isinstance(device, bool):
+            raise TypeError("a bool is not a device")
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as cause:
+        allowed, error = "a device such as 'cpu' or 'cuda:0', or None", MisconfigurationException
+        raise check.wrong(owner, "device", device, allowed, error=error) from cause
+
 
 def is_host(device: torch.device) -> bool:
     """Return whether a device is the CPU: nothing has to be copied to it, and it has the memory of the machine."""

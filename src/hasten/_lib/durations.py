@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from hasten._lib.check import shown
 from hasten._lib.errors import MisconfigurationException
 
 # A unit is one letter, a word, or "sec" and "min".
@@ -16,6 +17,14 @@ _UNITS = {
     for name in (unit, unit[:-1], unit[:1], *({"sec", "min"} & {unit[:3]}))
 }
 _COUNTS = {"ep": "epochs", "epoch": "epochs", "epochs": "epochs", "st": "steps", "step": "steps", "steps": "steps"}
+
+
+# Of a number of epochs or steps: more would be a mistake.
+_DIGITS = 18
+
+
+# For ever: a longer time can be added to no other.
+_LONGEST = timedelta(days=1_000_000)
 
 
 @dataclass(frozen=True)
@@ -53,9 +62,9 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     count = re.fullmatch(r"(\d+)\s*([a-z]+)", value.strip().lower()) if isinstance(value, str) else None
     if count is None or count.group(2) not in _COUNTS:
         return Period(time=parse_duration(value, argument=argument))
-    number = int(count.group(1))
-    if number == 0:
-        what = f"{argument} got {value!r}: it must be more than zero."
+    number = int(count.group(1)[:_DIGITS])
+    if number == 0 or len(count.group(1)) > _DIGITS:
+        what = f"{argument} got {shown(value)}: it must be {'less than that' if number else 'more than zero'}."
         raise MisconfigurationException(what, argument=_name_of(argument))
     return Period(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Period(steps=number)
 
@@ -78,31 +87,36 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
         datetime.timedelta(seconds=5400)
 
     """
-    if isinstance(value, timedelta):
-        return value
-    if isinstance(value, dict):
-        try:
-            return timedelta(**value)
-        except TypeError as error:
-            what, fix = f"{argument} got {value!r}: {error}.", "Use timedelta's arguments."
-            raise MisconfigurationException(what, fix=fix, argument=_name_of(argument)) from None
+    if not isinstance(value, str):
+        return _duration(value, value, argument)
     text = value.strip().lower()
     clock = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text)
     if clock:
-        days, hours, minutes, seconds = (int(part) for part in clock.groups())
-        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        parts = zip(("days", "hours", "minutes", "seconds"), map(float, clock.groups()), strict=True)
+        return _duration(dict(parts), value, argument)
     amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text)
     if amount and amount.group(2) in _UNITS:
-        return timedelta(**{_UNITS[amount.group(2)]: float(amount.group(1))})
-    hint = f" A number is written without quotes: {text}." if text.isdecimal() else ""
+        return _duration({_UNITS[amount.group(2)]: float(amount.group(1))}, value, argument)
+    hint = f" A number is written without quotes: {text}." if text.isdecimal() and len(text) <= _DIGITS else ""
     raise MisconfigurationException(
-        f"{argument} got {value!r}:",
+        f"{argument} got {shown(value)}:",
         fix=(
             "write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs and optimizer steps, where they "
             f"can be given: '2ep', '500st').{hint}"
         ),
         argument=_name_of(argument),
     )
+
+
+def _duration(parts: dict[str, Any] | timedelta, given: object, argument: str) -> timedelta:
+    try:
+        time = parts if isinstance(parts, timedelta) else timedelta(**parts)
+        if time < timedelta(0) or (not parts and isinstance(parts, dict)):
+            raise ValueError("that is no time")
+        return min(time, _LONGEST)
+    except (TypeError, ValueError, OverflowError) as error:
+        what, fix = f"{argument} got {shown(given)}: {error}.", "Use timedelta's arguments, up to timedelta.max."
+        raise MisconfigurationException(what, fix=fix, argument=_name_of(argument)) from None
 
 
 def _name_of(argument: str) -> str:

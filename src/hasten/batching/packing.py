@@ -163,6 +163,7 @@ class PackCollator:
         multiple_of: int | None = None,
         mask: Literal["auto", "causal", "full"] | None = "auto",
     ) -> None:
+        check.declared(PackCollator.__init__, locals())
         owner = "PackCollator"
         self.max_length = check.whole(owner, "max_length", max_length, at_least=1, unit="tokens", allow_none=True)
         self.rows = check.whole(owner, "rows", rows, at_least=1, unit="rows", allow_none=True)

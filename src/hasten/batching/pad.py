@@ -96,6 +96,7 @@ class PadCollator:
         mask_key: str | None = MASK_KEY,
         side: Literal["right", "left"] = "right",
     ) -> None:
+        check.declared(PadCollator.__init__, locals())
         check.callable_("PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True)
         if isinstance(keys, str):
             raise make_error(

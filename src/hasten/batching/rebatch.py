@@ -90,6 +90,8 @@ class LengthBatching:
         check_multiple_of(owner, self.multiple_of)
         for name in ("over_tokens", "reorder"):
             value = getattr(self, name)
+            what = "a list of fields" if name == "over_tokens" else "a list of stages"
+            check.instance(owner, name, value, Collection, what, allow_none=name == "over_tokens")
             if isinstance(value, str):
                 raise make_error(
                     TypeError, f"{owner}({name}={value!r}):", fix=f"give several: {name}=({value!r},).", argument=name

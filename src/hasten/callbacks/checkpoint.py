@@ -188,21 +188,22 @@ class ModelCheckpoint(Checkpoint):
         save_weights_only: bool = False,
         mode: Literal["min", "max"] = "min",
         auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | str | None = None,
+        every_n_train_steps: int | str | timedelta | dict[str, int] | None = None,
         train_time_interval: timedelta | str | dict[str, int] | None = None,
-        every_n_epochs: int | str | None = None,
+        every_n_epochs: int | str | timedelta | dict[str, int] | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         keep_latest_k: int | None = None,
         keep_for: timedelta | str | dict[str, int] | None = None,
     ) -> None:
+        check.declared(ModelCheckpoint.__init__, locals())
         owner, error = "ModelCheckpoint", MisconfigurationException
         self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)
         self.monitor = None if monitor is None else check_monitor("ModelCheckpoint", monitor)
         if monitor is not None and save_top_k != -1:
             warn_of_mode(owner, monitor, mode)
         if filename is not None:
-            checkpoint_files.check_template(filename, "ModelCheckpoint(filename)")
+            checkpoint_files.check_template("ModelCheckpoint", filename)
         check.one_of(owner, "save_last", save_last, (True, False, "link"), allow_none=True, error=error)
         allowed = "how many to keep, -1 for all, 0 for none"
         check.whole(owner, "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
@@ -935,7 +936,7 @@ def _retention(latest: int | None, time_kept: Any, save_top_k: int) -> tuple[int
 
 def _period(name: str, value: Any) -> Period:
     if isinstance(value, (str, dict, timedelta)):
-        return parse_interval(value, argument=f"ModelCheckpoint({name})")
+        return parse_interval(value, argument=f"ModelCheckpoint({name}=...)")
     if name == "train_time_interval":
         allowed = "a datetime.timedelta, or a text such as '90min'"
         raise check.wrong("ModelCheckpoint", name, value, allowed, error=TypeError)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 FOLDER_NAME = "checkpoints"
 _FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
+# Characters of a value in a name, and bytes of a name.
+_WIDEST, _LONGEST = 64, 200
 # Characters that would lead to another folder.
 _UNSAFE = re.compile(r"[/\\\x00-\x1f]")
 
@@ -38,21 +40,13 @@ _UNSAFE = re.compile(r"[/\\\x00-\x1f]")
 # -- names
 
 
-def check_template(template: str, argument: str) -> None:
+def check_template(owner: str, template: str) -> None:
     """Check before the run that a template stays inside its folder and its fields can be filled.
 
     Raises:
-        TypeError: it is not a string.
         MisconfigurationException: it names another folder, or a field cannot be filled with a number.
 
     """
-    if not isinstance(template, str):
-        raise make_error(
-            TypeError,
-            f"{argument}={template!r}:",
-            fix="use a string, for instance '{epoch}-{val_loss:.2f}'.",
-            argument=argument,
-        )
     problem, fix = "", ""
     if os.path.isabs(template) or ".." in re.split(r"[/\\]", template) or "\0" in template:
         problem, fix = " leaves the folder of the checkpoints.", "Give the folder as dirpath=."
@@ -60,9 +54,13 @@ def check_template(template: str, argument: str) -> None:
         if not name:
             problem, fix = ": a field without a name.", "Write {epoch}."
         elif not any(_fits(value, spec) for value in (1, 0.5)):
-            problem, fix = f": {spec!r} is not a format of a number.", f"Write for instance {{{name}:.2f}}."
+            allowed = f"a format of a number with at most {_WIDEST} digits"
+            problem, fix = f": {spec!r} is not {allowed}.", f"Write for instance {{{name}:.2f}}."
+    if not problem and not _is_name(_FIELD.sub(lambda field: f"{field.group(1)}=0.25", template)):
+        problem, fix = ": file systems do not take such a name.", "Use a shorter one, of characters that UTF-8 has."
     if problem:
-        raise MisconfigurationException(f"{argument}={template!r}{problem}", fix=fix, argument=argument)
+        given = f"{owner}(filename={check.shown(template)}){problem}"
+        raise MisconfigurationException(given, fix=fix, argument="filename")
 
 
 def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, insert_names: bool) -> str:
@@ -91,6 +89,9 @@ def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, inser
             value = value.item()
         try:
             text = _UNSAFE.sub("_", format(value, spec))
+            if len(text) > _WIDEST:
+                # A loss that has grown beyond all bounds: the run goes on.
+                text = f"{value:.3e}"
         except (ValueError, TypeError) as error:
             raise make_error(
                 ValueError,
@@ -140,10 +141,18 @@ def warn_of_shared_names(callback: ModelCheckpoint, others: Iterable[ModelCheckp
 
 def _fits(value: float, spec: str) -> bool:
     try:
-        format(value, spec)
+        # A wide format would fill the memory, and "c" gives a letter.
+        return not re.search(r"\d{4}|c$", spec) and len(format(value, spec)) <= _WIDEST
     except ValueError:
         return False
-    return True
+
+
+def _is_name(path: str) -> bool:
+    """Return whether file systems take the names in a path, with an ending and a version."""
+    try:
+        return all(len(os.fsencode(part)) <= _LONGEST for part in path.replace(os.sep, "/").split("/"))
+    except UnicodeEncodeError:
+        return False
 
 
 # -- the folder

@@ -88,6 +88,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
+        check.declared(EarlyStopping.__init__, locals())
         self.monitor = check_monitor("EarlyStopping", monitor)
         owner, numbers, error = "EarlyStopping", (int, float, Tensor), MisconfigurationException
         self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.module.callback import Callback
 
@@ -90,6 +91,7 @@ class BatchSizeFinder(_SearchCallback):
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> None:
+        check.declared(BatchSizeFinder.__init__, locals())
         from hasten.tuner.batch_size import BatchSizeOptions
 
         super().__init__()
@@ -186,6 +188,7 @@ class LearningRateFinder(_SearchCallback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
+        check.declared(LearningRateFinder.__init__, locals())
         from hasten.tuner.lr_find import SweepOptions
 
         super().__init__()

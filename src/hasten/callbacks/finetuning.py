@@ -314,6 +314,7 @@ class BackboneFinetuning(BaseFinetuning):
         verbose: bool = False,
         rounding: int = 12,
     ) -> None:
+        check.declared(BackboneFinetuning.__init__, locals())
         super().__init__()
         owner, error = "BackboneFinetuning", MisconfigurationException
         self.unfreeze_backbone_at_epoch = check.whole(

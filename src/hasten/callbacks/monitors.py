@@ -62,6 +62,7 @@ class LearningRateMonitor(Callback):
         log_momentum: bool = False,
         log_weight_decay: bool = False,
     ) -> None:
+        check.declared(LearningRateMonitor.__init__, locals())
         owner, name, error = "LearningRateMonitor", "logging_interval", MisconfigurationException
         check.one_of(owner, name, logging_interval, ("step", "epoch"), allow_none=True, error=error)
         self.logging_interval = logging_interval

@@ -525,6 +525,7 @@ class TQDMProgressBar(DrawnProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        check.declared(TQDMProgressBar.__init__, locals())
         super().__init__()
         for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
             check.whole("TQDMProgressBar", name, value, at_least=0, error=MisconfigurationException)

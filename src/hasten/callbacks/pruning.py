@@ -94,7 +94,19 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
+        check.declared(ModelPruning.__init__, locals())
         owner, error = "ModelPruning", MisconfigurationException
+        for name, decision in (
+            ("apply_pruning", apply_pruning),
+            ("use_lottery_ticket_hypothesis", use_lottery_ticket_hypothesis),
+        ):
+            allowed = "True, False or a function of the epoch"
+            if not isinstance(decision, bool):
+                check.callable_(owner, name, decision, allowed=allowed, error=error)
+        for name, number in (("pruning_dim", pruning_dim), ("pruning_norm", pruning_norm)):
+            check.whole(owner, name, number, allow_none=True, error=error)
+        allowed, kinds = "a list of (module, name)", (Iterable, nn.Module)
+        check.instance(owner, "parameters_to_prune", parameters_to_prune, kinds, allowed, error=error)
         for name in parameter_names or ():
             check.one_of(owner, "parameter_names", name, self.PARAMETER_NAMES, error=error)
         if not callable(amount):

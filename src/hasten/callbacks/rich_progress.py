@@ -100,6 +100,7 @@ class RichProgressBar(DrawnProgressBar):
         theme: RichProgressBarTheme = RichProgressBarTheme(),  # noqa: B008 - never changed
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        check.declared(RichProgressBar.__init__, locals())
         need("rich", purpose="RichProgressBar()")
         super().__init__()
         unit, error = "refreshes a second", MisconfigurationException

@@ -80,6 +80,7 @@ class SpikeDetection(Callback):
         exclude_batches_path: str | os.PathLike[str] | None = None,
         finite_only: bool = True,
     ) -> None:
+        check.declared(SpikeDetection.__init__, locals())
         error = MisconfigurationException
         self.mode = check.one_of("SpikeDetection", "mode", mode, ("min", "max"), error=error)
         self.window = check.whole("SpikeDetection", "window", window, at_least=1, error=error)

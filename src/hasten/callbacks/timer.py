@@ -59,6 +59,7 @@ class Timer(Callback):
         interval: str = Interval.step,
         verbose: bool = True,
     ) -> None:
+        check.declared(Timer.__init__, locals())
         self._duration: float | None = None
         if duration is not None:
             allowed, error = "'DD:HH:MM:SS', '90min', or a timedelta", MisconfigurationException

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from hasten._lib import check, torch_private
+from hasten._lib.device import as_device
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
@@ -84,6 +85,7 @@ class WeightAveraging(Callback):
         use_buffers: bool = True,
         **kwargs: Callable[..., Any] | None,
     ) -> None:
+        check.declared(WeightAveraging.__init__, locals())
         owner, error, known = type(self).__name__, MisconfigurationException, ["avg_fn", "multi_avg_fn"]
         for name in kwargs.keys() - known:
             raise make_error(
@@ -101,7 +103,7 @@ class WeightAveraging(Callback):
             raise make_error(
                 error, f"{owner}: avg_fn and multi_avg_fn both define the average.", fix="Give one of them."
             )
-        self._device = _check_device(owner, device)
+        self._device = as_device(owner, device)
         self._use_buffers = use_buffers
         self._average_model: ModelAverage | None = None
         # Whether the module holds the average for the time of a validation.
@@ -478,18 +480,6 @@ def _average_exponentially(decay: float, averaged: list[Tensor], current: list[T
     get_ema_multi_avg_fn(decay)(averaged, current, count)
 
 
-def _check_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
-    if device is None or isinstance(device, torch.device):
-        return device
-    try:
-        if isinstance(device, bool):
-            raise TypeError("a bool is not a device")
-        return torch.device(device)
-    except (RuntimeError, TypeError) as cause:
-        allowed, error = "a device such as 'cpu' or 'cuda:0', or None", MisconfigurationException
-        raise check.wrong(owner, "device", device, allowed, error=error) from cause
-
-
 class StochasticWeightAveraging(WeightAveraging):
     """Average the weights over the last epochs, and leave the average in the module when training ends.
 
@@ -536,7 +526,7 @@ class StochasticWeightAveraging(WeightAveraging):
         avg_fn: AverageFunction | None = None,
         device: torch.device | str | None = torch.device("cpu"),  # noqa: B008 - a constant
     ) -> None:
-        super().__init__(device, avg_fn=avg_fn or self.avg_fn)
+        super().__init__(device, avg_fn=self.avg_fn if avg_fn is None else avg_fn)
         name, error = type(self).__name__, MisconfigurationException
         allowed = "a positive float, or a list of positive floats with one for each parameter group"
         for rate in swa_lrs if isinstance(swa_lrs, list) and swa_lrs else [swa_lrs]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import location_tag
 
-from hasten._lib import torch_private
+from hasten._lib import check, torch_private
 from hasten._lib.device import is_host
 from hasten._lib.rank_zero import log
 from hasten._lib.tree import map_tensors
@@ -356,6 +356,7 @@ class AsyncCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        check.declared(AsyncCheckpointIO.__init__, locals())
         self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.writer = BackgroundWriter()
         # A BackgroundSaves of sharded.py, created by the first save of a folder.

@@ -266,7 +266,11 @@ def _load_file(path: str | os.PathLike[str], map_location: MapLocation, *, weigh
         except pickle.UnpicklingError as error:
             return _read_by_name(file, path, map_location, error)
         except Exception as error:
-            if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
+            if (
+                not weights_only
+                or isinstance(error, torch.OutOfMemoryError)
+                or "Attempting to deserialize" in str(error)
+            ):
                 raise
             raise CheckpointDamaged(f"{path} is not a checkpoint, or is damaged: {first_line(error)}") from error
 
@@ -782,7 +786,7 @@ def _first_global(file: IO[bytes]) -> str:
                 return ".".join(texts[-2:])
             if isinstance(argument, str):
                 texts.append(argument)
-    except ValueError:
+    except (ValueError, ArithmeticError, MemoryError, struct.error):
         pass
     return ""
 

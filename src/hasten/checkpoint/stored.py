@@ -64,15 +64,19 @@ class Folder:
         if not isinstance(stored, dict) or FORMAT not in stored:
             self._take_foreign(stored)
             return
-        # Only a name is used: a path could lead elsewhere.
-        inner = os.path.basename(stored.get(SHARDS, ""))
-        self._shards = place.inside(inner) if inner else place
-        self._contents = stored["contents"]
-        # JSON: it is read faster than nested values are unpickled without running code.
-        self.layout: dict[str, dict[str, Any]] = json.loads(stored["tensors"])
-        self._sums: dict[str, tuple[int, int]] = stored["files"]
         self._checked: set[str] = set()
-        if (problem := missing(self._shards, self._sums)) is not None:
+        try:
+            # Only a name is used: a path could lead elsewhere.
+            inner = os.path.basename(stored.get(SHARDS, ""))
+            self._shards = place.inside(inner) if inner else place
+            self._contents = dict(stored["contents"])
+            # JSON: it is read faster than nested values are unpickled without running code.
+            self.layout: dict[str, dict[str, Any]] = json.loads(stored["tensors"])
+            self._sums: dict[str, tuple[int, int]] = stored["files"]
+            problem = missing(self._shards, self._sums) or _misfit(self.layout, self._sums)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = f"{CONTENTS_FILE} makes no sense ({type(error).__name__}: {error})"
+        if problem is not None:
             raise CheckpointDamaged(f"{place} is damaged: {problem}.")
 
     def _take_foreign(self, stored: Any) -> None:
@@ -153,6 +157,20 @@ class Folder:
         """Return the type of a tensor."""
         dtype: torch.dtype = getattr(torch, self.layout[key]["dtype"])
         return dtype
+
+
+def _misfit(layout: Mapping[str, Mapping[str, Any]], files: Mapping[str, Any]) -> str | None:
+    """Return a tensor that is not in the files, or has no shape or type; None if all are."""
+    for key, tensor in layout.items():
+        torch.Size(tensor["shape"])
+        is_type = isinstance(getattr(torch, tensor["dtype"], None), torch.dtype)
+        for offsets, sizes, file, start, length in tensor["chunks"]:
+            torch.Size([*offsets, *sizes])
+            is_type &= len(offsets) == len(sizes) == len(tensor["shape"]) and os.path.basename(file) in files
+            is_type &= 0 <= start <= start + length <= files[os.path.basename(file)][0]
+        if not is_type:
+            return f"the layout of {key} makes no sense"
+    return None
 
 
 def missing(place: Place, sums: Mapping[str, tuple[int, int]]) -> str | None:

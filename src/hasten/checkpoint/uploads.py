@@ -82,6 +82,7 @@ class UploadedCheckpointIO(files.CheckpointIO):
         tries: int = 3,
         retry_seconds: float = 1.0,
     ) -> None:
+        check.declared(UploadedCheckpointIO.__init__, locals())
         owner = type(self).__name__
         self.url = _checked_url(owner, url)
         self.checkpoint_io = checkpoint_io if checkpoint_io is not None else files.DefaultCheckpointIO()

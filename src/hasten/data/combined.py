@@ -47,7 +47,8 @@ class CombinedLoader:
         check.one_of("CombinedLoader", "mode", mode, MODES)
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
-            if not hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__"):
+            is_iterable = hasattr(leaf, "__iter__") or hasattr(leaf, "__getitem__")
+            if not is_iterable or isinstance(leaf, (str, bytes, type)):
                 raise make_error(
                     TypeError,
                     f"CombinedLoader(iterables=...): {type(leaf).__name__} objects cannot be iterated over.",

@@ -114,9 +114,9 @@ class Fabric(RuntimeView):
     def __init__(
         self,
         *,
-        accelerator: AcceleratorLike = "auto",
-        strategy: StrategyLike = "auto",
-        devices: Devices = "auto",
+        accelerator: AcceleratorLike | None = "auto",
+        strategy: StrategyLike | None = "auto",
+        devices: Devices | None = "auto",
         num_nodes: int = 1,
         precision: PrecisionName | None = None,
         plugins: Plugin | list[Plugin] | None = None,

@@ -86,6 +86,7 @@ class CometLogger(UploadingLogger):
         log_model: Literal["all"] | bool = False,
         **kwargs: object,
     ) -> None:
+        check.declared(CometLogger.__init__, locals())
         # Comet records torch and other libraries unless this is set before it is imported.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         comet = need("comet_ml", purpose="CometLogger")

@@ -39,8 +39,12 @@ class _Table:
         if os.path.exists(path):
             self.size_bytes = _cut_unfinished_line(path)
             table = self._read()
-            self.columns = next(table, [])
-            self.rows = sum(1 for _ in table)
+            try:
+                self.columns = next(table, [])
+                self.rows = sum(1 for _ in table)
+            except (ValueError, csv.Error) as error:
+                what = f"{path} is not a table that a CSVLogger has written ({error}), so no rows can be added."
+                raise make_error(ValueError, what, fix="Give another version=, or move the file.") from None
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows at the end; a new name rewrites the file with a further column, in alphabetical order.

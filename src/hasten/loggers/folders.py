@@ -74,7 +74,10 @@ def write_hparams(path: str, params: Mapping[str, Any]) -> None:
     """Write hyper-parameters as YAML: plain data only, so that reading them never runs code."""
     import yaml
 
-    text = yaml.safe_dump(plain(params), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(data := plain(params), sort_keys=False, allow_unicode=True)
+    if "\x85" in text or "\u2028" in text or "\u2029" in text:
+        # Line breaks for YAML, which would read them back as spaces.
+        text = yaml.safe_dump(data, sort_keys=False)
     write_whole(path, text.encode())
 
 
@@ -86,6 +89,7 @@ class FolderLogger(StartedLogger[T]):
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
+        check.declared(FolderLogger.__init__, locals())
         owner = next(kind.__name__ for kind in type(self).__mro__ if comes_from(kind, "hasten.loggers"))
         path = os.fspath(check.path(owner, "save_dir", save_dir))
         self._save_dir = path if is_url(path) else os.path.expanduser(local(path))

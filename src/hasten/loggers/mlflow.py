@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
@@ -96,6 +97,7 @@ class MLFlowLogger(UploadingLogger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
+        check.declared(MLFlowLogger.__init__, locals())
         need("mlflow", purpose="MLFlowLogger")
         self._experiment_name, self._run_name = experiment_name, run_name
         self._folder = local(os.fspath(save_dir)) if save_dir is not None else "./mlruns"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.errors import make_error
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
@@ -65,6 +66,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         sub_dir: str | os.PathLike[str] | None = None,
         **kwargs: object,
     ) -> None:
+        check.declared(TensorBoardLogger.__init__, locals())
         need("tensorboard", purpose="TensorBoardLogger")
         super().__init__(save_dir, name, version, prefix)
         self._log_graph = log_graph

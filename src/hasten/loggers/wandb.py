@@ -69,7 +69,7 @@ class WandbLogger(UploadingLogger):
     def __init__(
         self,
         name: str | None = None,
-        save_dir: str | os.PathLike[str] = ".",
+        save_dir: str | os.PathLike[str] | None = ".",
         version: str | None = None,
         offline: bool = False,
         dir: str | os.PathLike[str] | None = None,
@@ -83,6 +83,7 @@ class WandbLogger(UploadingLogger):
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **kwargs: object,
     ) -> None:
+        check.declared(WandbLogger.__init__, locals())
         need("wandb", purpose="WandbLogger")
         if offline and log_model:
             raise MisconfigurationException(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hasten._lib import FIELD_FORMAT, VERSION
-from hasten._lib.errors import MisconfigurationException, make_error
+from hasten._lib.errors import MisconfigurationException, add_note, make_error
 from hasten._lib.names import defined_by_program
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to, parameters_of
@@ -88,6 +88,10 @@ class RunState:
 
     def restore(self, checkpoint: dict[str, Any], phase: Phase, source: str) -> None:
         """Restore one phase of a checkpoint whose entries ``check_entries`` has checked; ``source`` names its file."""
+        with _named(source):
+            self._restore(checkpoint, phase, source)
+
+    def _restore(self, checkpoint: dict[str, Any], phase: Phase, source: str) -> None:
         module, progress = self._run.module, self._run.progress
         if phase is Phase.MODEL:
             strategy = self._run.runtime.strategy
@@ -292,6 +296,21 @@ class RunState:
                 f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have.",
                 fix="Add them to Trainer(callbacks=[...]) to go on as before.",
             )
+
+
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Name the file in errors about what is in it."""
+    why = "it is damaged, or was saved by another program"
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        what = f"{source} cannot be restored ({type(error).__name__}: {error}): {why}."
+        raise make_error(ValueError, what, fix="Use an earlier checkpoint.") from error
+    except (ValueError, RuntimeError) as error:
+        if source not in str(error):
+            add_note(error, f"{source} was being restored: {why}.")
+        raise
 
 
 def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:

@@ -262,6 +262,7 @@ class SLURMEnvironment(_ExternalCluster):
     _launcher = "SLURM"
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
+        check.declared(SLURMEnvironment.__init__, locals())
         self._check_srun()
         self.auto_requeue = check.boolean("SLURMEnvironment", "auto_requeue", auto_requeue)
         # Windows does not have it.

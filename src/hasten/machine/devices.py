@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten._lib.check import shown
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.optional import installed, need
 from hasten.extend.entry_points import found, load
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.precision.base import Precision
     from hasten.types import Devices
+
+
+# On one machine; more is a mistake, whose list of devices would fill the memory.
+_MOST_PROCESSES = 1 << 16
 
 
 class Accelerator(ABC):
@@ -135,10 +141,13 @@ class CPUAccelerator(Accelerator):
     def parse_devices(devices: Devices) -> int:
         """Return the number of processes."""
         number = whole_number(devices)
-        if number is None or number < 1:
+        if number is None or not 1 <= number <= _MOST_PROCESSES:
             raise WrongType(
-                f"devices={devices!r}, accelerator='cpu':",
-                fix="use the number of processes, at least 1, or devices='auto' for one. The CPU has no indices.",
+                f"devices={shown(devices)}, accelerator='cpu':",
+                fix=(
+                    f"use the number of processes, from 1 to {_MOST_PROCESSES}, or devices='auto' for one. The CPU has "
+                    "no indices."
+                ),
                 argument="devices",
             )
         return number
@@ -297,12 +306,15 @@ def _check_kind(accelerator: Accelerator, device: torch.device) -> None:
         raise MisconfigurationException(f"{type(accelerator).__name__}.setup_device({device}): that is another kind.")
 
 
-def whole_number(devices: object) -> int | None:
+def whole_number(devices: Any) -> int | None:
     """Return ``devices`` as a number, if it is one: 2, "2" or "-1"."""
     if isinstance(devices, str):
         text = devices.strip()
-        return int(text) if text.lstrip("-").isdigit() else None
-    return None if isinstance(devices, bool) or not isinstance(devices, SupportsIndex) else int(devices)
+        return int(text) if text.removeprefix("-").isdecimal() and len(text) < 10 else None
+    try:
+        return None if isinstance(devices, bool) else operator.index(devices)
+    except TypeError:
+        return None
 
 
 def number_of(devices: Devices | None) -> int | None:

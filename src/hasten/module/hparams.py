@@ -455,7 +455,7 @@ def construct(
     with files.hyper_parameters_left_out():
         checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
     is_module = issubclass(cls, torch.nn.Module)
-    if isinstance(checkpoint.get("state_dict"), StoredTensors):
+    if isinstance(_mapping(checkpoint, path).get("state_dict"), StoredTensors):
         # A user's on_load_checkpoint may change it. Optimizer states are not read.
         checkpoint = {**checkpoint, "state_dict": whole(checkpoint["state_dict"]) if is_module else {}}
     if is_module:
@@ -615,6 +615,13 @@ def _taken_by_init(
     return {key: value for key, value in arguments.items() if key in parameters or key in given}
 
 
+def _mapping(checkpoint: Any, path: str) -> Mapping[str, Any]:
+    """Return the contents of a file; refuse what is no dict."""
+    if not isinstance(checkpoint, Mapping):
+        check_entries(checkpoint, path, training=False)
+    return cast("Mapping[str, Any]", checkpoint)
+
+
 def _with_attributes(value: Any) -> Any:
     if type(value) in (dict, AttributeDict):
         return AttributeDict({key: _with_attributes(inner) for key, inner in value.items()})
@@ -628,19 +635,23 @@ def _read_hparams(path: PathLike) -> dict[str, Any]:
     if conventions.current().mistakes_are_warnings and not Path(path).is_file():
         rank_zero_warn(f"load_from_checkpoint(hparams_file={str(path)!r}): there is no such file.", RuntimeWarning)
         return {}
-    text, kind = Path(path).read_text(), Path(path).suffix.lower()
-    if kind == ".csv":
-        rows = list(csv.reader(text.splitlines()))[1:]
-        return {key: yaml.safe_load(value) for key, value in rows}
-    data = yaml.safe_load(text) or {}
-    if kind not in (".yaml", ".yml") or not isinstance(data, dict):
-        raise make_error(
-            ValueError,
-            f"load_from_checkpoint(hparams_file={str(path)!r}):",
-            fix="use a .yaml, .yml or .csv file with names and values.",
-            argument="hparams_file",
-        )
-    return data
+    kind, why = Path(path).suffix.lower(), ""
+    content = Path(path).read_bytes()
+    try:
+        text = content.decode()
+        if kind == ".csv":
+            return {key: yaml.safe_load(value) for key, value in list(csv.reader(text.splitlines()))[1:]}
+        data = yaml.safe_load(text) or {}
+        if kind in (".yaml", ".yml") and isinstance(data, dict) and all(isinstance(name, str) for name in data):
+            return data
+    except Exception as error:  # yaml has many, and raises others for a date that makes no sense
+        why = f" it cannot be read ({files.first_line(error)})."
+    raise make_error(
+        ValueError,
+        f"load_from_checkpoint(hparams_file={str(path)!r}):{why}",
+        fix="use a .yaml, .yml or .csv file with names and values.",
+        argument="hparams_file",
+    )
 
 
 def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | None:

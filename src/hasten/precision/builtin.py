@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten._lib import check, torch_private
-from hasten._lib.device import is_cuda, is_host
+from hasten._lib.device import as_device, is_cuda, is_host
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import warn_once
 from hasten.precision.base import DtypePrecision, Precision, T, to_floating
@@ -73,6 +73,7 @@ class HalfPrecision(DtypePrecision):
     """
 
     def __init__(self, precision: HalfName = "16-true", *, keep_small_updates: bool = True) -> None:
+        check.declared(HalfPrecision.__init__, locals())
         check.one_of("HalfPrecision", "precision", precision, get_args(HalfName))
         check.boolean("HalfPrecision", "keep_small_updates", keep_small_updates)
         self.precision = precision
@@ -159,8 +160,10 @@ class MixedPrecision(Precision):
         *,
         attention_in_32_bits: bool = False,
     ) -> None:
+        check.declared(MixedPrecision.__init__, locals())
         check.one_of("MixedPrecision", "precision", precision, get_args(MixedName))
-        device = torch.device(device).type if isinstance(device, (str, torch.device)) else device
+        named = as_device("MixedPrecision", device)
+        device = device if named is None else named.type
         self.precision = precision
         self.device = device
         self.scaler = scaler_for("MixedPrecision", precision, scaler, device)

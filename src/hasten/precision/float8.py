@@ -52,6 +52,7 @@ class Float8Precision(MixedPrecision):
         ignore_modules: Iterable[str] = (),
         emulate: bool = False,
     ) -> None:
+        check.declared(Float8Precision.__init__, locals())
         check.one_of("Float8Precision", "recipe", recipe, RECIPES)
         check_names("Float8Precision", ignore_modules)
         need("torchao", purpose="precision='fp8'")

@@ -43,6 +43,7 @@ class FSDPPrecision(Precision):
     """
 
     def __init__(self, precision: Name, scaler: torch.amp.GradScaler | None = None, *, device: str = "cuda") -> None:
+        check.declared(FSDPPrecision.__init__, locals())
         check.one_of("FSDPPrecision", "precision", precision, get_args(Name))
         self.precision = precision
         self.scaler = scaler_for("FSDPPrecision", precision, scaler, device)

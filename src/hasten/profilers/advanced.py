@@ -47,6 +47,7 @@ class AdvancedProfiler(Profiler):
         line_count_restriction: float = 1.0,
         dump_stats: bool = False,
     ) -> None:
+        check.declared(AdvancedProfiler.__init__, locals())
         super().__init__(dirpath=dirpath, filename=filename)
         check.number(
             "AdvancedProfiler",

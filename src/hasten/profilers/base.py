@@ -47,6 +47,7 @@ class Profiler(ABC):
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
+        check.declared(Profiler.__init__, locals())
         self.dirpath = dirpath
         self.filename = filename
         self._output_file: TextIO | None = None

@@ -100,6 +100,7 @@ class PyTorchProfiler(Profiler):
         table_kwargs: dict[str, Any] | None = None,
         **profiler_kwargs: Any,
     ) -> None:
+        check.declared(PyTorchProfiler.__init__, locals())
         super().__init__(dirpath=dirpath, filename=filename)
         _check_table(table_kwargs or {})
         _check_arguments(profiler_kwargs)
@@ -126,7 +127,7 @@ class PyTorchProfiler(Profiler):
             )
         self._emit_nvtx = emit_nvtx
         self._export_to_chrome = export_to_chrome
-        self._row_limit = row_limit
+        self._row_limit = check.whole("PyTorchProfiler", "row_limit", row_limit)
         on_device = ProfilerActivity.CUDA in activities
         self._sort_by_key = sort_by_key or f"{'cuda' if on_device else 'cpu'}_time_total"
         keys = sorted(self.AVAILABLE_SORT_KEYS)

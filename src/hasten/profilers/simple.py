@@ -8,6 +8,7 @@ import re
 import time
 from collections import defaultdict
 
+from hasten._lib import check
 from hasten.profilers.base import Profiler
 
 # The parts of a run, in the order of a step. What belongs to none of them is "other".
@@ -80,6 +81,7 @@ class SimpleProfiler(Profiler):
     def __init__(
         self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
     ) -> None:
+        check.declared(SimpleProfiler.__init__, locals())
         super().__init__(dirpath=dirpath, filename=filename)
         self.current_actions: dict[str, float] = {}
         self.recorded_durations: dict[str, list[float]] = defaultdict(list)

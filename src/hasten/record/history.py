@@ -366,7 +366,21 @@ class History(Sequence[dict[str, Any]]):
         return earlier
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned; rows that are there are dropped."""
+        """Restore what ``state_dict`` returned; rows that are there are dropped.
+
+        Raises:
+            ValueError: it makes no sense.
+
+        """
+        restored = History()
+        try:
+            restored._restore(state)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            what = f"the entry 'hasten.history' of a checkpoint makes no sense ({type(error).__name__}: {error})."
+            raise make_error(ValueError, what, fix="Use an earlier checkpoint.") from error
+        vars(self).update(vars(restored))
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         lengths = state["lengths"]
         ints = [
             _unpacked(stored.long(), is_runs=length < 0)
@@ -375,6 +389,9 @@ class History(Sequence[dict[str, Any]]):
         self._steps, self._epochs = _array("q", ints[0]), _array("i", ints[1])
         rows = len(self._steps)
         self._times = _array("d", state["doubles"][:rows])
+        is_named = isinstance(state["names"], list) and all(isinstance(name, str) for name in state["names"])
+        if not is_named or not len(self._epochs) == len(self._times) == rows:
+            raise ValueError("its rows have no steps, epochs or times")
         self._columns = {}
         # How far each of the two was read.
         read = {False: rows, True: 0}
@@ -383,6 +400,9 @@ class History(Sequence[dict[str, Any]]):
             stored = state["floats" if is_small else "doubles"]
             values = stored[read[is_small] : read[is_small] + len(places)]
             read[is_small] += len(places)
+            ends = [*places[:1].tolist(), *places[-1:].tolist()]
+            if not (len(values) == len(places) and (places.diff() > 0).all() and all(0 <= end < rows for end in ends)):
+                raise ValueError(f"the values of {name!r} are in rows that are not there")
             self._columns[name] = (_array("i", places), _array("d", values))
 
 

@@ -51,6 +51,7 @@ class Throughput:
     def __init__(
         self, available_flops: float | None = None, world_size: int = 1, window_size: int = 100, separator: str = "/"
     ) -> None:
+        check.declared(Throughput.__init__, locals())
         self.available_flops = available_flops
         self.world_size = check.whole("Throughput", "world_size", world_size, at_least=1, error=ValueError)
         self.window_size = check.whole("Throughput", "window_size", window_size, at_least=2, error=ValueError)

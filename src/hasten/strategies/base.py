@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hasten._lib import check
 from hasten._lib.device import is_host
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn
@@ -72,6 +73,7 @@ class Strategy(ProgramMethods, ABC):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
     ) -> None:
+        check.declared(Strategy.__init__, locals())
         # Arguments that a program passes here and not to the Trainer or Fabric.
         self.given: dict[str, Any] = {
             name: value

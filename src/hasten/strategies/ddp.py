@@ -240,6 +240,7 @@ class DDPStrategy(ParallelStrategy):
         shard_optimizer: bool = False,
         **kwargs: Any,
     ) -> None:
+        check.declared(DDPStrategy.__init__, locals())
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method,

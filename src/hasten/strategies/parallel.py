@@ -190,6 +190,7 @@ class ParallelStrategy(Strategy):
         timeout: timedelta | None = TIMEOUT,
         start_method: str = "popen",
     ) -> None:
+        check.declared(ParallelStrategy.__init__, locals())
         super().__init__(
             accelerator,
             checkpoint_io,

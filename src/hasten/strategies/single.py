@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hasten._lib.device import as_device
 from hasten.machine.collectives import operation_name
 from hasten.strategies.base import Strategy
 
@@ -62,7 +63,7 @@ class SingleDeviceStrategy(OneProcess):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
-        self._device = None if device is None else torch.device(device)
+        self._device = as_device(type(self).__name__, device)
         self.parallel_devices = [self._device or torch.device("cpu")]
 
     def attach(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hasten._lib.errors import MisconfigurationException
+from hasten._lib.errors import MisconfigurationException, add_note
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
@@ -197,6 +197,14 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
         raise KeyboardInterrupt from None
     launch.leave_with_own_code()
     raise SystemExit(128 + signal_number) from None
+
+
+def name_checkpoint(trainer: Trainer, run: Run, error: BaseException) -> None:
+    """Name the checkpoint in an error of the first epoch after it, in which all that it holds is used."""
+    done, path = run.progress.total_batches - run.resume.from_batch, trainer.ckpt_path
+    is_first = run.resume.from_batch >= 0 and done <= trainer.num_training_batches
+    if is_first and isinstance(error, Exception) and str(path) not in str(error):
+        add_note(error, f"The run had been resumed from {path} {done} batches before, whose state it uses.")
 
 
 def failed_in_copies(trainer: Trainer, error: BaseException) -> None:

@@ -175,7 +175,7 @@ class Trainer(TrainerView):
         *,
         accelerator: AcceleratorLike = "auto",
         strategy: StrategyLike = "auto",
-        devices: Devices = "auto",
+        devices: Devices | None = "auto",
         num_nodes: int = 1,
         precision: PrecisionName | None = None,
         logger: LoggerLike | None = None,
@@ -613,6 +613,7 @@ class Trainer(TrainerView):
                     self._abort(run, interrupt)
                     parts.leave_program(signals.SIGINT, interrupt)
                 except BaseException as error:
+                    parts.name_checkpoint(self, run, error)
                     self._abort(run, error)
                     raise
             if stop.signal in also:

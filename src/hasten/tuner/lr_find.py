@@ -147,6 +147,8 @@ class SweepOptions:
         owner, error = self.owner, MisconfigurationException
         modes = ("exponential", "linear")
         self.mode = check.one_of(owner, "mode", str(self.mode).lower(), modes, error=error)
+        for name in ("min_lr", "max_lr"):
+            check.number(owner, name, getattr(self, name), error=error)
         in_order = 0 < self.min_lr < self.max_lr < math.inf
         goes_down = 0 < self.max_lr <= self.min_lr < math.inf
         if not in_order and not (goes_down and conventions.current().mistakes_are_warnings):
@@ -154,7 +156,8 @@ class SweepOptions:
             raise make_error(
                 error, f"{owner}({given}):", fix="use 0 < min_lr < max_lr, for instance 1e-8 and 1.", argument="min_lr"
             )
-        check.whole(owner, "num_training", self.num_training, at_least=1, error=error)
+        name = "num_training_steps" if owner == "LearningRateFinder" else "num_training"
+        check.whole(owner, name, self.num_training, at_least=1, error=error)
         name, allowed = "early_stop_threshold", "a number above 1 (times the best loss), or None"
         threshold = self.early_stop_threshold
         check.number(owner, name, threshold, above=1, allow_none=True, allowed=allowed, error=error)

@@ -6,7 +6,8 @@ import ast
 import csv
 import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 import yaml
@@ -65,7 +66,7 @@ def load_hparams_from_yaml(config_yaml: PathLike, use_omegaconf: bool = True) ->
     system = get_filesystem(config_yaml)
     if not system.exists(os.fspath(config_yaml)):
         return {}
-    with system.open(os.fspath(config_yaml), "r") as file:
+    with _named(config_yaml), system.open(os.fspath(config_yaml), "r") as file:
         found: dict[str, Any] = yaml.safe_load(file) or {}
     return found
 
@@ -86,8 +87,19 @@ def load_hparams_from_tags_csv(tags_csv: PathLike) -> dict[str, Any]:
     system = get_filesystem(tags_csv)
     if not system.exists(os.fspath(tags_csv)):
         return {}
-    with system.open(os.fspath(tags_csv), "r", newline="") as file:
+    with _named(tags_csv), system.open(os.fspath(tags_csv), "r", newline="") as file:
         return {row["key"]: convert(row["value"]) for row in csv.DictReader(file)}
+
+
+@contextmanager
+def _named(path: PathLike) -> Iterator[None]:
+    """Name the file in an error about what is in it."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # yaml has many, and raises others for a date that makes no sense
+        raise ValueError(f"{os.fspath(path)}: no hyper-parameters can be read ({files.first_line(error)}).") from error
 
 
 def save_hparams_to_tags_csv(tags_csv: PathLike, hparams: Mapping[str, Any] | Namespace) -> None:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     if output is not None and output.resolve() == path.resolve():
         parser.error(f"-o {output} is the program itself. Name another file.")
     try:
-        text = eject_program(path, source.decode("utf-8"), rest)
+        text = eject_program(path, source.decode("utf-8-sig"), rest)
         several = "DistributedDataParallel(" in text
         if output is None:
             print(text, end="")

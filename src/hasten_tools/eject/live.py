@@ -23,7 +23,7 @@ from hasten_tools.eject.facts import Facts, gather
 from hasten_tools.eject.objects import ONLY_SHOW
 from hasten_tools.eject.program import ejected
 from hasten_tools.eject.reader import SIGNATURES
-from hasten_tools.eject.source import EjectError
+from hasten_tools.eject.source import EjectError, rows_of
 
 if TYPE_CHECKING:
     from hasten.module.module import LightningModule
@@ -60,7 +60,7 @@ def _as_fit(text: str) -> str:
     """Return a script in which ``trainer.eject(...)`` is gone, or is ``trainer.fit(...)`` if nothing else fits."""
     tree = ast.parse(text)
     calls = {name: [node for node in ast.walk(tree) if _calls(node, name)] for name in ("fit", "eject")}
-    lines = text.splitlines(keepends=True)
+    lines = [f"{row}\n" for row in rows_of(text)]
     for statement in sorted((n for n in ast.walk(tree) if isinstance(n, ast.stmt)), key=lambda n: -n.lineno):
         own = [node for node in calls["eject"] if node in list(ast.walk(statement))]
         if not own or any(isinstance(node, ast.stmt) for node in list(ast.walk(statement))[1:]):

@@ -11,7 +11,7 @@ from hasten_tools.eject import writer
 from hasten_tools.eject.changes import Changes
 from hasten_tools.eject.facts import Facts
 from hasten_tools.eject.reader import UseReader
-from hasten_tools.eject.source import TRAINER, EjectError, Source, loaded_names, without_unused
+from hasten_tools.eject.source import TRAINER, EjectError, Source, loaded_names, rows_of, without_unused
 from hasten_tools.eject.use import Use
 
 # What makes or replaces the Trainer of a program: the program is refused before it runs.
@@ -100,7 +100,7 @@ def with_one_branch(text: str, name: str, line: int) -> str:
     source = Source(text, name)
     made = [node for node in ast.walk(source.tree)
             if isinstance(node, ast.Call) and source.hasten_name(node.func) == TRAINER]  # fmt: skip
-    rows, ends = text.splitlines(), f'raise SystemExit("{name} was ejected with arguments that take the other branch")'
+    rows, ends = rows_of(text), f'raise SystemExit("{name} was ejected with arguments that take the other branch")'
     for node in sorted((one for one in ast.walk(source.tree) if isinstance(one, ast.If)), key=lambda one: -one.lineno):
         for body, other in ((node.body, node.orelse), (node.orelse, node.body)):
             runs = any(call.lineno <= line <= (call.end_lineno or 0) for call in _nodes_within(body, made))
@@ -111,7 +111,7 @@ def with_one_branch(text: str, name: str, line: int) -> str:
                 rows[start:end] = [" " * node.col_offset + "else:", " " * (node.col_offset + 4) + ends]
             elif not rows[start][: other[0].col_offset].strip():
                 rows[start:end] = [" " * other[0].col_offset + ends]
-    return "\n".join(rows) + "\n" if rows != text.splitlines() else text
+    return "\n".join(rows) if rows != rows_of(text) else text
 
 
 def _nodes_within(body: list[ast.stmt], nodes: list[ast.Call]) -> list[ast.Call]:
@@ -149,7 +149,7 @@ def _assembled(body: str, generated: list[str], comments: list[str], name: str) 
     added = [lines.get(one, f"import {one}") for one in sorted(needed - present)]
     notes = [f"# {note}." for note in comments]
     banner = [f"# -- the training loop of {name}: what hasten did for it", *notes]
-    rows = body.splitlines()
+    rows = rows_of(body)
     block = _sorted_imports(rows[start:end], added)
     tail = rows[end:]
     while tail and not tail[0].strip():

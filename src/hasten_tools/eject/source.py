@@ -52,11 +52,13 @@ class Source:
     _changes: list[tuple[int, int, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._bytes = self.text.encode()
         try:
+            self._bytes = self.text.encode()
             self.tree = ast.parse(self.text)
         except SyntaxError as error:
             raise EjectError(f"{self.name}, line {error.lineno}: {error.msg}.") from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise EjectError(f"{self.name} cannot be read as Python: {error}.") from None
         self._starts = [0]
         for line in self._bytes.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
@@ -217,6 +219,18 @@ class Source:
     def result(self) -> str:
         """Return the program with all changes."""
         return self._apply(0, len(self._bytes))
+
+
+def rows_of(text: str) -> list[str]:
+    """Return the lines of a program as its syntax tree counts them: a form feed does not end one.
+
+    Example::
+
+        >>> rows_of("a = 1\\x0c\\r\\nb = 2\\n")
+        ['a = 1\\x0c', 'b = 2', '']
+
+    """
+    return re.split("\r\n|\r|\n", text)
 
 
 # -- names that nothing uses any more

@@ -411,11 +411,12 @@ def _lines(path: Path) -> Iterator[str]:
 def _parsed(text: str) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
-        if isinstance(line, dict) and isinstance(line["kind"], str) and isinstance(line["time"], int | float):
-            if line["kind"] in ("row", *_LISTS) and line["kind"] != "warning":
-                int(line["step"])
-            return line
-    except (ValueError, KeyError, TypeError):
+        if isinstance(line, dict) and isinstance(line["kind"], str) and math.isfinite(line["time"]):
+            has_step = line["kind"] in ("row", *_LISTS) and line["kind"] != "warning"
+            int(line["step"] if has_step else line.get("step") or 0), int(line.get("epoch") or 0)
+            if all(isinstance(line.get(name) or {}, dict) for name in ("values", "lr")):
+                return line
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass
     return None
 
@@ -423,7 +424,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
 def _number(value: Any) -> float | None:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

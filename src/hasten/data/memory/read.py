@@ -64,6 +64,8 @@ def kind_of(sample: object) -> Kind:
         return ("plain", kind)
     if kind in (str, bytes):
         return ("text", kind)
+    if kind in (dict, tuple, list) and not value:
+        raise NoColumnsError(f"a {kind.__name__} has no fields")
     if kind is dict:
         return (dict, tuple(value), tuple(map(kind_of, value.values())))
     if kind in (tuple, list) or (isinstance(sample, tuple) and hasattr(sample, "_fields")):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from hasten._lib import torch_private, tree
-from hasten._lib.device import is_cuda, is_host
+from hasten._lib import check, torch_private, tree
+from hasten._lib.device import as_device, is_cuda, is_host
 from hasten._lib.errors import make_error
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.loader_parts import check_dataloader, required_in_training, unchanged
@@ -77,6 +77,9 @@ class ResidentLoader(DataLoader[Any]):
         pin_memory: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
+        check.declared(ResidentLoader.__init__, locals())
+        if isinstance(dataset, (str, bytes)):
+            raise check.wrong("ResidentLoader", "dataset", dataset, "a dataset")
         super().__init__(
             cast("Dataset[Any]", dataset),
             batch_size,
@@ -88,7 +91,7 @@ class ResidentLoader(DataLoader[Any]):
             generator=generator,
             pin_memory=pin_memory,
         )
-        self.__dict__.update(_held(self, device, "ResidentLoader", "its loader"))
+        self.__dict__.update(_held(self, as_device("ResidentLoader", device), "ResidentLoader", "its loader"))
 
     def _get_iterator(self) -> Any:
         index_batches = torch_private.indices_of(self)

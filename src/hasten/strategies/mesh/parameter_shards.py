@@ -242,6 +242,7 @@ def _checked_ignored(owner: str, modules: Any, parameters: Any) -> tuple[list[nn
         ("ignored_modules", modules, nn.Module),
         ("ignored_parameters", parameters, nn.Parameter),
     ):
+        check.instance(owner, argument, values, Collection, f"a list of {kind.__name__} objects", allow_none=True)
         wrong = [value for value in values or () if not isinstance(value, kind)]
         if wrong:
             raise make_error(

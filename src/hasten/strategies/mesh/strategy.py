@@ -238,6 +238,7 @@ class MeshStrategy(ParallelStrategy):
         timeout: timedelta | None = timedelta(minutes=10),
         **unknown: object,
     ) -> None:
+        check.declared(MeshStrategy.__init__, locals())
         owner = self._owner
         self._refuse_unknown(unknown)
         super().__init__(
