@@ -117,8 +117,9 @@ def _path(trainer: Trainer) -> str | None:
     if is_url(folder):
         return None
     folder = local(folder)
-    with suppress(OSError):  # The record says so when it is written.
-        os.makedirs(folder, exist_ok=True)
+    if not os.path.isdir(folder):
+        with suppress(OSError):  # The record says so when it is written.
+            os.makedirs(folder, exist_ok=True)
     return os.path.join(folder, FILE_NAME)
 
 
