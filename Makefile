@@ -5,6 +5,7 @@
 # make docs   build the documentation into build/docs, with all links checked
 # make fuzz   try 100,000 inputs on each target of tests/fuzz; fewer, on one: make fuzz ARGS="--examples 1000 durations"
 # make bench  the overhead of a step against the hand-written loop
+# make faults  failing file systems, buckets, worker processes and clocks: the table of docs/reliability.md
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
 # make xla    train on XLA devices (.venv-xla, with PJRT_DEVICE=CPU; on a machine with TPUs: make xla PJRT_DEVICE=TPU)
@@ -36,7 +37,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke fuzz clean
+.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke fuzz faults clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -94,6 +95,9 @@ fuzz: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+faults: $(STAMP)
+	$(BIN)/python benchmarks/fault_table.py $(ARGS)
 
 deepspeed: $(DEEPSPEED)/.installed
 	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/extensions \

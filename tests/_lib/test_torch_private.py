@@ -210,7 +210,13 @@ def test_loaders() -> None:
     assert list(torch_private.indices_of(loader)) == [[0, 1], [2, 3]]
     assert list(torch_private.indices_of(DataLoader(loader.dataset, batch_size=None))) == [0, 1, 2, 3]
     assert torch_private.shut_down_workers(iter(loader)) is None
-    workers = iter(DataLoader(Asking(), batch_size=None, num_workers=1))
+    workers: Any = iter(DataLoader(Asking(), batch_size=None, num_workers=1))
+    waits: list[float] = []
+    torch_private.call_when_idle(workers, waits.append)
+    assert [next(workers), next(workers)] == [0, 0]
+    assert workers._try_get_data(0.01) == (False, None)
+    assert 0.01 in waits
+    torch_private.call_when_idle(iter(loader), waits.append)  # Without workers, nothing waits.
     end = torch_private.shut_down_workers(workers)
     assert end is not None
     end()

@@ -263,9 +263,9 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 def why_not_written(error: OSError, folder: str | os.PathLike[str]) -> str:
     """Return why a file in ``folder`` could not be written; for a full disk, with the free space."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        room = f" ({shutil.disk_usage(folder).free} bytes free in {folder})" if os.path.isdir(folder) else ""
-        return os.strerror(error.errno) + room
+    if error.errno in (errno.ENOSPC, errno.EFBIG):
+        with suppress(OSError):  # The folder may be gone, too.
+            return f"{os.strerror(error.errno)} ({shutil.disk_usage(folder).free} bytes free in {folder})"
     return os.strerror(error.errno) if error.errno else str(error)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -213,6 +214,29 @@ def shut_down_workers(iterator: object) -> Callable[[], None] | None:
     """Return the method that ends the workers of a loader's iterator; None where it has none."""
     end: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
     return end
+
+
+def call_when_idle(iterator: Any, function: Callable[[float], object]) -> None:
+    """Have an iterator with worker processes call ``function`` whenever it has waited in vain for a batch.
+
+    Args:
+        iterator: of a ``DataLoader`` with workers, which waits some seconds at a time.
+        function: called with these seconds; what it raises ends the wait.
+
+    """
+    take = getattr(type(iterator), "_try_get_data", None)
+    if take is None:
+        return
+    # The iterator must not hold itself: its workers end with it.
+    own, (usual_seconds,) = weakref.ref(iterator), take.__defaults__
+
+    def try_get_data(timeout: float = usual_seconds) -> Any:
+        found = take(own(), timeout)
+        if not found[0]:
+            function(timeout)
+        return found
+
+    iterator._try_get_data = try_get_data
 
 
 def default_store() -> Any:

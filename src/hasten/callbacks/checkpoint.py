@@ -755,6 +755,8 @@ class ModelCheckpoint(Checkpoint):
             return False
         if is_url(previous):
             return True
+        if checkpoint_files.is_same(previous, current):
+            return False  # Names that differ in case alone, on a file system that does not tell them apart.
         path = os.path.abspath(previous)
         start = trainer.ckpt_path
         if start is not None and os.path.abspath(start) == path and start != self._found_as_last:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
-from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, set_aside
+from hasten._lib.files import SET_ASIDE, TEMPORARY, put_in_place, replacing, replacing_folder, set_aside
 from hasten._lib.names import defined_by_program, did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten.checkpoint import files
@@ -193,8 +193,26 @@ def newest(folder: str, extension: str, reader: CheckpointIO, strategy: Strategy
     Only names that begin with ``prefix`` count, and files of another ``CheckpointIO`` are not checked.
 
     All processes call it together: each reads a part of the files of a sharded checkpoint.
+
+    Raises:
+        OSError: the folder is there and cannot be read; the run must not begin anew because of that.
+
     """
-    found = find(folder, extension) if strategy.is_global_zero else []
+    found: list[str] = []
+    failure = ""
+    if strategy.is_global_zero:
+        try:
+            found = find(folder, extension)
+            if not found and not is_url(folder):
+                # A folder that cannot be read is not an empty one.
+                os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except Exception as error:  # each file system has its own
+            failure = f"{type(error).__name__}: {error}"
+    found, failure = strategy.broadcast((found, failure))
+    if failure:
+        raise OSError(f"ckpt_path='last': the checkpoints in {folder} cannot be read: {failure}")
     return _first_whole([path for path in found if os.path.basename(path).startswith(prefix)], reader, strategy)
 
 
@@ -309,9 +327,27 @@ def link(target: str, path: str) -> None:
     try:
         os.symlink(os.path.relpath(target, os.path.dirname(path)), temporary)
     except OSError:
-        # Windows lets few users make links.
-        shutil.copytree(target, temporary) if os.path.isdir(target) else shutil.copy(target, temporary)
-    put_in_place(temporary, path)
+        # Windows lets few users make links, and some file systems have none. A copy is whole or absent, too.
+        _copy(target, path)
+    else:
+        put_in_place(temporary, path)
+
+
+def _copy(target: str, path: str) -> None:
+    if os.path.isdir(target):
+        with replacing_folder(path) as folder:
+            shutil.copytree(target, folder, dirs_exist_ok=True)
+            put_in_place(folder, path)
+    else:
+        with replacing(path, over_folder=True) as file, open(target, "rb") as source:
+            shutil.copyfileobj(source, file)
+
+
+def is_same(one: str, other: str) -> bool:
+    """Return whether two names are of the same file or folder, which is there; a link is not what it points to."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.lstat(one), os.lstat(other))
+    return False
 
 
 def remove(path: str, writer: CheckpointIO) -> None:

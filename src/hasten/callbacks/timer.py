@@ -14,6 +14,7 @@ from hasten._lib.errors import MisconfigurationException, parts_of
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage
+from hasten.machine.signals import StopRequests
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Interval(StrEnum):
 class Timer(Callback):
     """Measure training, validation and test, and stop the training when its time is up.
 
-    The time already trained is part of checkpoints: a resumed run gets the rest.
+    The time already trained is part of checkpoints: a resumed run gets the rest. Time in which the process was stopped
+    (Ctrl-Z, SIGSTOP, a suspended job) does not count, except with ``interval="epoch"``.
 
     Args:
         duration: time to train: "DD:HH:MM:SS", "90min", a timedelta, or a dict of its arguments; None only
@@ -78,6 +80,9 @@ class Timer(Callback):
         self._shared = SharedDeadline()
         self._is_distributed = False
         self._deadline = math.inf
+        # When the process was last seen to run, and how often it had been stopped by then. In a list: to set an
+        # attribute of a callback is a call.
+        self._seen, self._continued = [0.0], 0
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
         """Return when a stage started, in seconds of ``time.monotonic``; None if it did not."""
@@ -101,14 +106,18 @@ class Timer(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run a hook after each batch only if the clock is checked there."""
-        is_used = self._duration is not None and self._interval == Interval.step
-        use_hooks(self, Timer, is_used, "on_train_batch_end")
+        use_hooks(self, Timer, self._counts_batches, "on_train_batch_end")
+
+    @property
+    def _counts_batches(self) -> bool:
+        return self._duration is not None and self._interval == Interval.step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock; a resumed run may have no time left."""
         if self._duration is not None and self._verbose:
             rank_zero_info(f"Training ends after {timedelta(seconds=self._duration)} hours at the latest.")
         self._begin(RunningStage.TRAINING)
+        self._seen, self._continued = [time.monotonic()], StopRequests.continued
         self._is_distributed = trainer.runtime.several_processes
         if self._duration is not None:
             # Computed once: a step only compares two numbers.
@@ -120,11 +129,13 @@ class Timer(Callback):
         self._end_time[RunningStage.TRAINING] = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look(trainer)
         self._begin(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         stage = RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING
         self._end_time[stage] = time.monotonic()
+        self._look(trainer)
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
@@ -133,7 +144,10 @@ class Timer(Callback):
         self._check_time_remaining(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        is_late = time.monotonic() >= self._deadline
+        now = time.monotonic()
+        if self._continued != StopRequests.continued:
+            self._look(trainer)
+        self._seen[0], is_late = now, now >= self._deadline
         if (is_late or self._is_distributed) and self._shared.passed(trainer, is_late):
             self._stop(trainer)
 
@@ -146,6 +160,19 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._offset = state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0)
+
+    def _look(self, trainer: Trainer) -> None:
+        """Take out the time since the last look if the process was stopped in it."""
+        started, ended = self._start_time[RunningStage.TRAINING], self._end_time[RunningStage.TRAINING]
+        if started is None or ended is not None or not self._counts_batches:
+            return
+        now = time.monotonic()
+        if self._continued != StopRequests.continued:
+            stopped_seconds = now - self._seen[0]
+            self._offset -= stopped_seconds
+            self._deadline += stopped_seconds
+            trainer.current_run.observers.pace.deadline += stopped_seconds
+        self._seen[0], self._continued = now, StopRequests.continued
 
     def _begin(self, stage: RunningStage) -> None:
         self._start_time[stage], self._end_time[stage] = time.monotonic(), None

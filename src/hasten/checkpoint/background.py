@@ -294,7 +294,11 @@ class HostCopies:
         available = available_memory_bytes()
         if available is not None and size > _SHARE_OF_MEMORY * available:
             return None
-        self._memory.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned))
+        try:
+            self._memory.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned))
+        except RuntimeError:
+            # Less than the system says: a limit of the process, or of what may be pinned.
+            return None
         return self._memory[-1]
 
 

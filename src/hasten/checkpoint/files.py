@@ -828,9 +828,10 @@ def write_remote(url: str, write: Callable[[IO[bytes]], object], storage_options
         with system.open(temporary, "wb") as file:
             write(file)
         system.mv(temporary, inner)
-    except BaseException:
+    except BaseException as error:
         with suppress(Exception):
             system.rm(temporary)
+        error.add_note(f"{url} could not be written; what was there before is untouched.")
         raise
 
 

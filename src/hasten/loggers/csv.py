@@ -53,6 +53,12 @@ class _Table:
             OSError: the disk is full or the file cannot be written; the rows before are kept.
 
         """
+        if self.rows and not os.path.exists(self.path):
+            rank_zero_warn(
+                f"{self.path} was removed while the run was writing to it. A new table begins with this row."
+            )
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            self.columns, self.rows = [], 0
         columns = sorted({*self.columns, *(name for row in rows for name in row)})
         if columns != sorted(self.columns):
             self._rewrite(columns, self.rows)
@@ -299,7 +305,9 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
         """Return the number of rows written, and where."""
         if self._experiment is None:
             return {}
-        self._experiment.save()
+        with contextlib.suppress(OSError):
+            # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
+            self._experiment.save()
         return {"file": _place(self._experiment.metrics_file_path), "rows": self._experiment.table.rows}
 
     @rank_zero_only

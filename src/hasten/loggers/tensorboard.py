@@ -114,6 +114,9 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
                 continue
             try:
                 experiment.add_scalar(name, value.item() if isinstance(value, Tensor) else value, step)
+            except OSError:
+                # The thread that writes the file has failed.
+                raise
             except Exception as error:
                 raise make_error(
                     ValueError,

@@ -14,6 +14,7 @@ from hasten._lib.durations import Period
 from hasten._lib.errors import MisconfigurationException, add_note
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.machine.signals import LeaveRun
 from hasten.optim import LRSchedulerConfig
 
 if TYPE_CHECKING:
@@ -255,12 +256,8 @@ def on_host(weight: object) -> bool:
 # -- when a run ends
 
 
-class Stopped(BaseException):
-    """Raised after a batch if Ctrl-C or SIGTERM has arrived; a user's ``except Exception`` does not catch it."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
-        self.signal_number = signal_number
+class Stopped(LeaveRun):
+    """Raised after a batch if Ctrl-C or SIGTERM has arrived."""
 
 
 class Limits:

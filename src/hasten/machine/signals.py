@@ -44,6 +44,21 @@ def handling(handler: Callable[[int, FrameType | None], None], also: Iterable[in
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
+class LeaveRun(BaseException):
+    """Raised between two batches to leave a run because of a signal; a user's ``except Exception`` does not catch it.
+
+    Args:
+        signal_number: the signal.
+
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+        # Whether the state can be saved: of several loaders, one may have given its part of the next batch.
+        self.can_save = True
+
+
 class Carried(Protocol):
     """What travels with the agreements of the processes: numbers of which the largest of all processes count."""
 
@@ -71,6 +86,9 @@ class StopRequests:
     Handlers are installed in the main thread only, and removed at the end. Ignored signals stay ignored.
     A second Ctrl-C raises KeyboardInterrupt at once.
 
+    A process that was stopped (Ctrl-Z, SIGSTOP, a job that its scheduler suspends) gets SIGCONT when it goes on, which
+    is counted: its clocks have run meanwhile.
+
     Example::
 
         >>> with StopRequests() as stop:
@@ -81,6 +99,9 @@ class StopRequests:
 
     # The instance whose context is open; meanwhile hasten handles signals.
     active: ClassVar[StopRequests | None] = None
+    # How often this process was stopped and went on, from the first run in its main thread on.
+    continued: ClassVar[int] = 0
+    _counts_stops: ClassVar[bool] = False
 
     def __init__(self, all_reduce: AllReduce | None = None, *, also: Iterable[int] = ()) -> None:
         self._also = tuple(also)
@@ -106,6 +127,8 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         self._handling = handling(self._note, self._also)
         self._previous = self._handling.__enter__()
+        if not StopRequests._counts_stops and self._previous:
+            StopRequests._count_stops()
         self._outer, StopRequests.active = StopRequests.active, self
         return self
 
@@ -133,6 +156,20 @@ class StopRequests:
         if callable(previous) and previous is not signal.default_int_handler:
             # A handler that was there before, such as a notebook's, is called too.
             previous(number, frame)
+
+    @classmethod
+    def _count_stops(cls) -> None:
+        """Count from now on how often the process is stopped; the program's own handler is called too."""
+        cls._counts_stops = True
+        if not hasattr(signal, "SIGCONT"):
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            cls.continued += 1
+            if callable(before):
+                before(number, frame)
+
+        before = signal.signal(signal.SIGCONT, note)
 
     def due(self, step: int) -> bool:
         """Return whether ``agreed`` is to be called at ``step``: the same answer on every process.

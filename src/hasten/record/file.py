@@ -74,9 +74,8 @@ class Record(NoRecord):
             **fields: plain data.
 
         """
-        now = time.time()
-        self.add_line({"kind": kind, "time": now, **fields})
-        if now >= self._next and (self._ready is None or self._ready()):
+        self.add_line({"kind": kind, "time": time.time(), **fields})
+        if time.monotonic() >= self._next and (self._ready is None or self._ready()):
             self.flush()
 
     def add_line(self, line: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
@@ -86,7 +85,8 @@ class Record(NoRecord):
 
     def flush(self) -> None:
         """Write the lines that are waiting."""
-        self._next = time.time() + FLUSH_SECONDS
+        # Not by the clock of the day, which may be set back.
+        self._next = time.monotonic() + FLUSH_SECONDS
         if not self._lines or not self.writes:
             return
         lines, self._lines = self._lines, []

@@ -24,6 +24,7 @@ from torch import Tensor
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tree import Arrival, send_to_host
 from hasten.logged_value import batch_size_of
+from hasten.machine.signals import StopRequests
 from hasten.record.step_times import ASIDE, PARTS, StepTimes, compile_seconds
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Pace:
         self._sizes_known = False
         self._history: deque[_Totals] = deque()
         self._last_written: _Totals | None = None
+        # How often the process had been stopped when the counting began.
+        self._continued = 0
         self._batches_of_epoch = math.inf
         self._says = False
         # Of the device's waiting, among the host's: a busy device does not wait.
@@ -203,6 +206,7 @@ class Pace:
             self._due = self._sample_due = now + _FIRST_SECONDS
             self._speed_due = now + _SECONDS
             return
+        self._leave_out_stops(run)
         if not is_last and not self.counts and self._sizes_known and run.logged.batch is not None:
             self._size = batch_size_of(run.logged.batch)[0]
         if times is not None and times.running:
@@ -231,6 +235,15 @@ class Pace:
             return
         self._begin_sample(run, functions, times)
         self._due = 0.0
+
+    def _leave_out_stops(self, run: Run) -> None:
+        """Begin to count anew if the process was stopped since the last line: clocks have run meanwhile."""
+        if self._continued != StopRequests.continued:
+            self._continued = StopRequests.continued
+            self.drop_sample()
+            self._last_written = self._totals()
+            self._history = deque([self._last_written])
+            self._sample_before = self._counters(run)
 
     def _say_how_long(self, now: float) -> None:
         """Tell the user that a fit will take long, while there is time to do something about it."""
@@ -266,6 +279,7 @@ class Pace:
             if self._times is not None:
                 self._take_sample(run, self._times)
             if self._history:
+                self._leave_out_stops(run)
                 self._write_speed(run)
             self._run, self.measures = None, False
 
@@ -332,6 +346,7 @@ class Pace:
         """Return how fast the last seconds were; None before the second step."""
         if self._run is None or not self._history:
             return None
+        self._leave_out_stops(self._run)
         now = self._look()
         if now.batches <= self._history[0].batches:
             return None
@@ -391,6 +406,7 @@ class Pace:
         else:
             self._size, self._sizes_known = (0, False) if batch is None else batch_size_of(batch)
         self._counted = run.progress.total_batches
+        self._continued = StopRequests.continued
         self._history.append(self._totals())
         self._last_written = self._history[0]
         self._sample_before = self._counters(run)

@@ -60,6 +60,21 @@ def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
                 logger.take_identity(identity)
 
 
+def close_loggers(loggers: Iterable[Any], status: str) -> Exception | None:
+    """Close all loggers; return the first error of a run that succeeded. Where a run failed, it is a warning."""
+    failure: Exception | None = None
+    for logger in loggers:
+        try:
+            logger.finalize(status)
+        except Exception as error:
+            if status == "success":
+                failure = failure or error
+            else:
+                # What ended the run is raised.
+                rank_zero_warn(f"The last values of {type(logger).__name__} are not written: {error}.")
+    return failure
+
+
 def callbacks(arguments: Arguments) -> list[Callback]:
     """Return the callbacks of ``Trainer(callbacks=...)`` and the default ones that its arguments enable.
 

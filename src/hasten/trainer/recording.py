@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from hasten._lib.files import is_url, local
@@ -117,7 +117,9 @@ def _path(trainer: Trainer) -> str | None:
     if is_url(folder):
         return None
     folder = local(folder)
-    os.makedirs(folder, exist_ok=True)
+    if not os.path.isdir(folder):
+        with suppress(OSError):  # The record says so when it is written.
+            os.makedirs(folder, exist_ok=True)
     return os.path.join(folder, FILE_NAME)
 
 

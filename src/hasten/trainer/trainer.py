@@ -33,11 +33,11 @@ from hasten.loops.progress import FIRST_STAGE, TrainerFn, TrainerState, TrainerS
 from hasten.loops.resume import RunState, resolve_path
 from hasten.loops.run import Observers, Progress, Run, RunData, Window
 from hasten.loops.run_data import StageData
-from hasten.loops.schedule import Limits, Stopped, ValidationSchedule
+from hasten.loops.schedule import Limits, ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures
 from hasten.machine import agreement, watchdog
 from hasten.machine.collectives import joined
-from hasten.machine.signals import StopRequests
+from hasten.machine.signals import LeaveRun, StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -605,7 +605,8 @@ class Trainer(TrainerView):
                         begin_record()
                         result: Result = run.observers.watch(LOOP, body)(run)
                         self._finish(run)
-                except Stopped as stopped:
+                except LeaveRun as stopped:
+                    self._between_batches = stopped.can_save
                     self._leave(run, stopped.signal_number)
                 except KeyboardInterrupt as interrupt:
                     # A second Ctrl-C, or one raised by the user's code: the current batch is incomplete.
@@ -697,11 +698,12 @@ class Trainer(TrainerView):
         self._received_sigterm = signal_number == signals.SIGTERM
         by_keyboard = signal_number == signals.SIGINT
         name = "Ctrl-C" if by_keyboard else signals.Signals(signal_number).name
-        rank_zero_info(f"{name}: the run ends here, after a complete batch.")
+        saved = "after a complete batch" if self._between_batches else "while a batch was read, and is not saved"
+        rank_zero_info(f"{name}: the run ends here, {saved}.")
         error = KeyboardInterrupt() if by_keyboard else SystemExit(128 + signal_number)
         goes_on = signal_number in self._runtime.cluster.stop_signals
         try:
-            if goes_on:
+            if goes_on and self._between_batches:
                 requeue.save(self, run)
         finally:
             self._abort(run, error)
@@ -722,22 +724,23 @@ class Trainer(TrainerView):
                 self.state.stage = None
 
     def _release(self, run: Run, status: str) -> None:
-        self._logged.deliver(wait=True)
-        run.observers.pace.end()
-        self._logged.loss_report = None
-        self._logged.leave()
         try:
+            self._logged.deliver(wait=True)
+            run.observers.pace.end()
+            self._logged.loss_report = None
+            self._logged.leave()
             run.hooks.teardown(self.state.fn or "")
         finally:
             for source in run.data.all():
                 source.close()
-            for logger in self._called_loggers():
-                logger.finalize(status)
+            unwritten = parts.close_loggers(self._called_loggers(), status)
             run.undo.close()
             run.window.loss = None  # The loss holds the graph of the step.
             parts.to_host(run, failed=status != "success")
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
+        if unwritten is not None:
+            raise unwritten
 
     # -- copies of this Trainer in other processes (strategy="ddp_spawn" and its like)
 

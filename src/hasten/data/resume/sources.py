@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hasten._lib import torch_private
 from hasten._lib.errors import make_error
-from hasten._lib.rank_zero import warn_once
+from hasten._lib.rank_zero import log, warn_once
 from hasten.data.divided import share_of, users_dataset
 from hasten.data.loader_parts import (
     has_state,
@@ -30,9 +32,13 @@ from hasten.data.resume.order import Rest
 from hasten.data.resume.workers import StateCollate, UnpackingIterator, WorkerInit, WorkerStates
 from hasten.extend.frames import file_of
 from hasten.extend.origin import full_name
+from hasten.machine.signals import LeaveRun, StopRequests
 from hasten.seed import collect_rng_state, generator_state, restore_rng_state, set_generator_state
 
 State = dict[str, Any]
+
+# How long no batch may come from the workers before that is said, and before a run that is to stop does not wait.
+_SAY_SECONDS, _GRACE_SECONDS = 120.0, 15.0
 
 
 def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
@@ -276,6 +282,8 @@ class WorkerSource(_DataLoaderSource):
         )
         # The state of the generator that the workers' seed was drawn from.
         self._birth: bytes | None = None
+        # For how long no batch has come, after how many.
+        self._idle_seconds, self._idle_after = 0.0, -1
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch; persistent workers continue from where they are."""
@@ -361,7 +369,25 @@ class WorkerSource(_DataLoaderSource):
         # A loader calls iter() of its index sampler right before it draws the seed of the workers.
         self.indices.on_iter = self._remember_birth if self.survives else None
         loader = self._loader_with_states
-        return UnpackingIterator(type(loader)._get_iterator(loader), self._states)
+        iterator = type(loader)._get_iterator(loader)
+        idle = weakref.WeakMethod(self._note_idle)
+        torch_private.call_when_idle(iterator, lambda seconds: (note := idle()) and note(seconds))
+        return UnpackingIterator(iterator, self._states)
+
+    def _note_idle(self, seconds: float) -> None:
+        """Say that no batch comes, once for each; leave a run of one process that was asked to stop meanwhile."""
+        number = self._states.number
+        if number != self._idle_after:
+            self._idle_seconds, self._idle_after = 0.0, number
+        before, self._idle_seconds = self._idle_seconds, self._idle_seconds + seconds
+        stop = StopRequests.active
+        if stop is not None and stop.agreed_signal is not None and self._idle_seconds >= _GRACE_SECONDS:
+            raise LeaveRun(stop.agreed_signal)
+        if before < _SAY_SECONDS <= self._idle_seconds:
+            log.warning(
+                f"{self._place(number + 1)} has not come from the {self._count} worker processes for "
+                f"{self._idle_seconds:.0f} s, and the run waits for it. DataLoader(timeout=600) would end it."
+            )
 
     def _remember_birth(self) -> None:
         self.indices.on_iter = None

@@ -39,6 +39,7 @@ from hasten.data.resume.order import NotKnown, Rest, rest_of, state_of, state_of
 from hasten.data.resume.sources import BatchSource, source_of
 from hasten.data.worker_count import with_workers_of
 from hasten.extend.origin import ROOTS, comes_from, package_of
+from hasten.machine.signals import LeaveRun
 from hasten.seed import collect_rng_state, generator_state, isolate_rng, restore_rng_state, set_generator_state
 
 _END: Any = object()
@@ -770,7 +771,11 @@ class CombinedStream:
     def _side_by_side(self, end: int | None) -> Iterator[tuple[Any, bool]]:
         cycles, shortest = self.loader.mode == "max_size_cycle", self.loader.mode == "min_size"
         while True:
-            batches = [reader.next(end, self.consumed, cycles=cycles) for reader in self._readers]
+            try:
+                batches = [reader.next(end, self.consumed, cycles=cycles) for reader in self._readers]
+            except LeaveRun as leaves:
+                leaves.can_save = len(self._readers) == 1
+                raise
             over = [batch is _END for batch in batches]
             if all(over) or (shortest and any(over)):
                 return
