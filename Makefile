@@ -2,6 +2,7 @@
 # make test   lint, types and tests
 # make lint   lint and types only
 # make docs   build the documentation into build/docs, with all links checked
+# make kills  kill 1,000 runs at random moments and resume them; fewer: make kills ARGS="--kills 100"
 # make bench  the overhead of a step against the hand-written loop
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
@@ -30,7 +31,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint docs bench deepspeed xla peers packages clean
+.PHONY: help env demo test lint docs kills bench deepspeed xla peers packages clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -68,6 +69,9 @@ test: lint
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The documentation is in build/docs. To read it: $(BIN)/python -m http.server --directory build/docs"
+
+kills: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kills.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
