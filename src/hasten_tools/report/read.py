@@ -17,7 +17,7 @@ import numpy as np
 from hasten._lib.names import did_you_mean
 from hasten.record.file import FILE_NAME
 from hasten_tools.report.goodput import TimeOfRun
-from hasten_tools.report.rows import LARGEST_STEP, RecordedColumn, Rows
+from hasten_tools.report.rows import LARGEST_STEP, LoggedRows, RecordedColumn
 from hasten_tools.report.text import Block, Text, read_blocks
 
 METRICS = "metrics.csv"
@@ -56,7 +56,7 @@ class RecordedRun:
 
     name: str
     folder: Path
-    rows: Rows = field(default_factory=Rows)
+    rows: LoggedRows = field(default_factory=LoggedRows)
     starts: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     speed: list[dict[str, Any]] = field(default_factory=list)

@@ -56,12 +56,12 @@ class _Part:
         return _Part(self.numbers[kept], self.steps[kept], self.epochs[kept], self.times[kept], values)
 
 
-class Rows:
+class LoggedRows:
     """The rows of a run: each a step, an epoch, a time and the values that were logged there.
 
     Example::
 
-        >>> rows = Rows()
+        >>> rows = LoggedRows()
         >>> for step in (9, 19):
         ...     rows.add(step, step=step, epoch=0, time=None, values={"loss": 1 / (step + 1)})
         >>> rows.column("loss").values.tolist()
