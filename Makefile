@@ -4,6 +4,7 @@
 # make lint   lint and types only
 # make docs   build the documentation into build/docs, with all links checked
 # make fuzz   try 100,000 inputs on each target of tests/fuzz; fewer, on one: make fuzz ARGS="--examples 1000 durations"
+# make kills  kill 1,000 runs at random moments and resume them; fewer: make kills ARGS="--kills 100"
 # make bench  the overhead of a step against the hand-written loop
 # make faults  failing file systems, buckets, worker processes and clocks: the table of docs/reliability.md
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
@@ -37,7 +38,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke fuzz faults clean
+.PHONY: help env demo test test-core lint docs bench deepspeed xla peers packages lock audit sbom dist release-check smoke fuzz faults kills clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -92,6 +93,9 @@ docs: $(STAMP)
 
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
+
+kills: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kills.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

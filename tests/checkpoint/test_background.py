@@ -31,7 +31,6 @@ from hasten.record import history
 from tests.callbacks.scripted import names
 from tests.loggers.test_several import Uploads
 from tests.models import quiet
-from tests.programs import run_python
 from tests.refusals import refused, warned
 
 
@@ -508,15 +507,6 @@ def _killing(save: Callable[..., None]) -> Callable[..., None]:
         save(contents, path, **options)
 
     return write
-
-
-def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    done = run_python("-W", "ignore", "-m", "tests.checkpoint.background_kills", str(folder), "8", cwd=Path.cwd())
-    number, in_the_middle = map(int, done.stdout.split())
-    assert number > 0
-    assert in_the_middle > 0
 
 
 def test_a_folder_that_becomes_a_file_is_named_with_what_to_move(tmp_path: Path, writes: Writes) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -37,12 +40,128 @@ def test_rows_of_one_step_are_one_and_values_are_numbers(tmp_path: Path) -> None
     run = read_run(
         written(tmp_path, start(0, 100.0), row(9, 101.0, a=1), row(9, 102.0, b="nan"), row(19, 104.0, a="-inf"))
     )
-    assert [(one.step, sorted(one.values)) for one in run.rows] == [(9, ["a", "b"]), (19, ["a"])]
-    assert math.isnan(run.rows[0].values["b"])
+    assert (run.keys(), run.series("a")[0], run.series("b")[0]) == (["a", "b"], [9, 19], [9])
+    assert math.isnan(run.series("b")[1][0])
+    # It belongs to the row before.
+    assert run.series("b", "time")[0] == [1.0]
     assert run.series("a", "time") == ([1.0, 4.0], [1.0, -math.inf])
     assert run.series("a", "epoch")[0] == [0.0, 0.0]
     with refused(KeyError, says="'loss'"):
         run.series("loss")
+
+
+NUMBERS = [
+    0.1, -0.25, 1e-05, 5.123456789012345e-07, -3.3e-21, 1e-300, 1.7976931348623157e308, 123456.789, 2.0**53 + 2, 1e22,
+    0.0, -0.0, 7, -12, 9007199254740993, 0.30000001192092896, 1764300000.1234567, True, "nan", "-inf", "1e3", "word",
+    None, [1],
+]  # fmt: skip
+
+
+def read_by_hand(path: Path, key: str) -> list[tuple[int, float, str]]:
+    """Return step, time and value of each row with a key."""
+    found: list[tuple[int, float, str]] = []
+    before: dict[str, Any] = {"step": -1, "epoch": -1, "time": 0.0, "values": {}}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        if line["kind"] != "row":
+            continue
+        values = {}
+        for name, value in line["values"].items():
+            with contextlib.suppress(TypeError, ValueError):
+                values[name] = float(value)
+        same = (line["step"], line["epoch"]) == (before["step"], before["epoch"])
+        joins = same and not before["values"].keys() & values.keys()
+        before = {**line, "values": values} if not joins else {**before, "values": before["values"] | values}
+        if key in values:
+            found.append((line["step"], before["time"], repr(values[key])))
+    return found
+
+
+@pytest.mark.parametrize("block_bytes", [100, 1000, 8 << 20])
+def test_rows_of_all_kinds_are_read_as_json_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr("hasten_tools.report.text.BLOCK_BYTES", block_bytes)
+    chance = random.Random(block_bytes)
+    forms = [["a"], ["a", 'b"c, {"}: ', "loss"], ["\u00e4", "x" * 30], ["a", "d"], ["loss", "a"], ["12", "1"], []]
+    lines = [start(0, -1.0)]
+    for step in range(60 if block_bytes == 100 else 400):
+        for _ in range(chance.choice((1, 1, 2))):
+            kinds = NUMBERS if chance.random() < 0.2 else NUMBERS[:3]
+            row_values = {
+                name: chance.choice([chance.random(), chance.gauss(0, 1e-6), chance.choice(kinds)])
+                for name in chance.choice(forms)
+            }
+            lines.append(row(step, step + chance.random(), step // 50, **row_values))
+        if chance.random() < 0.2:
+            lines.append(speed(step, step + 1.0))
+    run = read_run(written(tmp_path, *lines))
+    keys = {name for form in forms for name in form}
+    assert {*run.rows.names()} == keys
+    for key in keys:
+        steps, values = run.series(key)
+        times = [time - 1.0 for time in run.series(key, "time")[0]]
+        by_hand = read_by_hand(tmp_path / "run.jsonl", key)
+        assert [(step, repr(value)) for step, value in zip(steps, values, strict=True)] == [
+            (step, value) for step, _, value in by_hand
+        ]
+        assert times == pytest.approx([time for _, time, _ in by_hand], abs=1e-9)
+    assert run.problems == []
+
+
+def test_numbers_are_those_of_float_to_the_last_bit(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    exact = [struct.unpack("d", chance.randbytes(8))[0] for _ in range(3000)]
+    single = [
+        struct.unpack("f", struct.pack("f", chance.gauss(0, 10.0 ** chance.randint(-9, 9))))[0] for _ in range(3000)
+    ]
+    texts = [repr(value) for value in (*exact, *single)]
+    texts += [f"{chance.gauss(0, 100):.{chance.randint(0, 19)}f}" for _ in range(3000)]
+    texts += [str(chance.getrandbits(chance.randint(1, 70))) for _ in range(1000)]
+    texts += [
+        "",
+        ".",
+        "-",
+        "1.",
+        ".5",
+        "1.2.3",
+        "--5",
+        "+5",
+        "1e5",
+        "1e-5",
+        "e-05",
+        "abc",
+        "1:2",
+        "0.1e-44",
+        "..",
+        " 7",
+    ]
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,a,b\n" + "".join(f"{number},{text},\r\n" for number, text in enumerate(texts)))
+    expected = {}
+    for number, text in enumerate(texts):
+        with contextlib.suppress(ValueError):
+            expected[number] = repr(float(text))
+    steps, values = read_run(path).series("a")
+    assert dict(zip(steps, map(repr, values), strict=True)) == expected
+
+
+def test_a_table_is_read_as_csv_is(tmp_path: Path) -> None:
+    def read(text: str) -> dict[str, Any]:
+        (tmp_path / "metrics.csv").write_text(text, newline="")
+        run = read_run(tmp_path)
+        return {key: run.series(key) for key in run.rows.names()}
+
+    plain = "epoch,step,a,b\n0,9,0.5,\n\n0,19,,0.25\n1,29,1,2,3\n1,39,7\n1,,4,nan?\nx,49,5,6"
+    found = {
+        "a": ([9.0, 29.0, 39.0, 4.0, 49.0], [0.5, 1.0, 7.0, 4.0, 5.0]),
+        "b": ([19.0, 29.0, 49.0], [0.25, 2.0, 6.0]),
+    }
+    assert read(plain) == found
+    # With a quotation mark, lines are not rows any more.
+    assert read(plain.replace("nan?", '"two\nlines"')) == found
+    assert read(plain.replace("\n", "\r\n")) == found
+    assert read('"epoch",step,"a,b"\n0,9,"0.5"\n') == {"a,b": ([9.0], [0.5])}
 
 
 def test_speeds_and_learning_rates_are_values_too(tmp_path: Path) -> None:

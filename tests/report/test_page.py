@@ -18,7 +18,7 @@ import pytest
 from hasten.commands import main
 from hasten_tools.report import page, page_curves, page_run
 from hasten_tools.report.curves import thinned
-from hasten_tools.report.read import RecordedRow, read_run
+from hasten_tools.report.read import read_run
 from tests.refusals import refused
 
 EVIL = "</script><script>alert(1)</script><b>%{y}"
@@ -194,7 +194,7 @@ def test_long_curves_keep_their_extremes() -> None:
     kept = thinned(values, page_curves.POINTS)
     assert len(kept) <= page_curves.POINTS
     assert {0, 1234, 40_001, 49_999} <= set(kept)
-    epochs = page_curves.Epochs([RecordedRow(step, step // 10, None, {}) for step in range(9, 25, 5)])
+    epochs = page_curves.Epochs({0: 9, 1: 19, 2: 24})
     assert [epochs(9, 0), epochs(19, 1), epochs(24, 2), epochs(3, None)] == [1, 2, 2.5, None]
 
 

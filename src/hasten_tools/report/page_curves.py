@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hasten_tools.report.curves import finite_values, panel_of, thinned, title_of
-from hasten_tools.report.read import RecordedColumn, RecordedRow, RecordedRun
+import numpy as np
+
+from hasten_tools.report.curves import panel_of, thinned, title_of
+from hasten_tools.report.read import RecordedRun
+from hasten_tools.report.rows import RecordedColumn
 
 # Points of a curve at most: more cannot be seen before zooming in, and the page stays light.
 POINTS = 2000
@@ -45,16 +48,13 @@ class Epochs:
     """Where steps are within epochs: 2.5 is the middle of the third.
 
     Args:
-        rows: rows with steps and epochs.
+        ends: the largest step of each epoch.
 
     """
 
-    def __init__(self, rows: Sequence[RecordedRow]) -> None:
-        self._ends: dict[int, int] = {}
-        for row in rows:
-            if row.epoch is not None and row.step > self._ends.get(row.epoch, -1):
-                self._ends[row.epoch] = row.step
-        self._newest = max(self._ends, default=0)
+    def __init__(self, ends: Mapping[int, int]) -> None:
+        self._ends = ends
+        self._newest = max(ends, default=0)
 
     def __call__(self, step: int, epoch: int | None) -> float | None:
         if epoch is None:
@@ -73,11 +73,13 @@ def panels(runs: Sequence[RecordedRun]) -> tuple[list[Panel], list[Panel], list[
     rates: dict[str, Panel] = {}
     longest = 0
     for place, run in enumerate(runs):
-        epochs = Epochs(run.rows)
+        epochs = Epochs(run.rows.ends())
         # The epoch and the step say nothing themselves.
-        columns = {name: column for name, column in run.logged().items() if name not in ("epoch", "step")}
-        has_rate = any(panel_of(name)[0].partition("-")[0] == "lr" for name in columns)
-        for name, column in columns.items():
+        names = [name for name in run.rows.names() if name not in ("epoch", "step")]
+        has_rate = any(panel_of(name)[0].partition("-")[0] == "lr" for name in names)
+        for name in names:
+            column = run.rows.column(name)
+            assert column is not None
             longest = max(longest, len(column.values))
             quantity, stage = panel_of(name)
             is_rate = quantity == "lr" or quantity.startswith("lr-")
@@ -120,22 +122,24 @@ def _curve(
     run: RecordedRun, place: int, name: str, stage: str, column: RecordedColumn, epochs: Epochs
 ) -> dict[str, Any]:
     kept = thinned(column.values, POINTS)
-    rows = [column.rows[one] for one in kept]
-    in_epochs = [epochs(row.step, row.epoch) for row in rows]
-    finite = finite_values(column.values)
+    steps = column.steps[kept].tolist()
+    places = [None if math.isnan(one) else int(one) for one in column.epochs[kept].tolist()]
+    in_epochs = [epochs(step, epoch) for step, epoch in zip(steps, places, strict=True)]
+    times = column.times[kept].tolist()
+    finite = column.values[np.isfinite(column.values)]
     return {
         "run": place,
         "name": name,
         "stage": stage,
-        "step": [row.step for row in rows],
+        "step": steps,
         "epoch": [None if one is None else round(one, 4) for one in in_epochs],
-        "time": [None if row.time is None else round(run.elapsed(row.time), 3) for row in rows],
-        "y": [_with_six_digits(column.values[one]) for one in kept],
+        "time": [None if math.isnan(one) else round(run.elapsed(one), 3) for one in times],
+        "y": [_with_six_digits(one) for one in column.values[kept].tolist()],
         "count": len(column.values),
         "not_finite": len(column.values) - len(finite),
         "last": _with_six_digits(column.values[-1]),
-        "least": _with_six_digits(min(finite)) if finite else None,
-        "most": _with_six_digits(max(finite)) if finite else None,
+        "least": _with_six_digits(finite.min()) if len(finite) else None,
+        "most": _with_six_digits(finite.max()) if len(finite) else None,
     }
 
 

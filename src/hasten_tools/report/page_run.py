@@ -209,7 +209,8 @@ def _last_step(run: RecordedRun) -> tuple[int | None, int | None]:
     if run.end is not None and run.end.get("step") is not None:
         return int(run.end["step"]), run.end.get("epoch")
     if run.rows:
-        return max(row.step for row in run.rows) + 1, run.rows[-1].epoch
+        step, epoch = run.rows.last()
+        return step + 1, epoch
     return None, None
 
 

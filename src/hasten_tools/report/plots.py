@@ -28,8 +28,7 @@ def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | 
             folder.mkdir(parents=True, exist_ok=True)
             written += _draw(curves, title, folder / kind)
     if not written:
-        columns = {name for row in run.rows for name in row.values} | {"step"}
-        columns |= {"epoch"} if any(row.epoch is not None for row in run.rows) else set()
+        columns = {"step", *run.rows.names(), *(["epoch"] if run.rows.ends() else [])}
         raise ValueError(
             f"{file} has no loss and no accuracy by epoch: its columns are {sorted(columns)}. Log them under names "
             "with 'loss' or 'acc' in them, for instance self.log('train_loss', loss)."
@@ -40,10 +39,12 @@ def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | 
 def curves_by_epoch(run: RecordedRun, pattern: re.Pattern[str]) -> list[Curve]:
     """Return the curves of all names that match, over epochs that count from 1, training before validation."""
     curves = []
-    for name in suited_names(dict.fromkeys(name for row in run.rows for name in row.values), pattern, "epoch"):
-        rows = [(row.epoch, row.values[name]) for row in run.rows if row.epoch is not None and name in row.values]
-        if rows:
-            curves.append(on_axis(Curve(name, [epoch for epoch, _ in rows], [value for _, value in rows]), "epoch"))
+    for name in suited_names(run.rows.names(), pattern, "epoch"):
+        column = run.rows.column(name)
+        assert column is not None
+        known = column.epochs == column.epochs
+        if known.any():
+            curves.append(on_axis(Curve(name, column.epochs[known].tolist(), column.values[known].tolist()), "epoch"))
     return sorted(curves, key=lambda curve: stage_of(curve.name))
 
 

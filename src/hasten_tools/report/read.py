@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from hasten._lib.names import did_you_mean
 from hasten.record.file import FILE_NAME
 from hasten_tools.report.goodput import TimeOfRun
+from hasten_tools.report.rows import LARGEST_STEP, LoggedRows, RecordedColumn
+from hasten_tools.report.text import Block, Text, read_blocks
 
 METRICS = "metrics.csv"
 # A run whose file was not written to for so long, and has no end, was cut off.
@@ -25,32 +28,6 @@ _LEVELS = 6
 _NO_RUNS = frozenset({"node_modules", "site-packages", "__pycache__"})
 # What every fit's speed gives, beside the names that were logged.
 SPEEDS = ("samples_per_sec", "tokens_per_sec")
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRow:
-    """The values that were logged at one step.
-
-    Args:
-        step: the step.
-        epoch: the epoch; None where it was not written.
-        time: when, in seconds since 1970; None where it was not written.
-        values: numbers by name.
-
-    """
-
-    step: int
-    epoch: int | None
-    time: float | None
-    values: dict[str, float]
-
-
-@dataclass
-class RecordedColumn:
-    """Values of a name, and the rows in which they are."""
-
-    rows: list[RecordedRow] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -79,7 +56,7 @@ class RecordedRun:
 
     name: str
     folder: Path
-    rows: list[RecordedRow] = field(default_factory=list)
+    rows: LoggedRows = field(default_factory=LoggedRows)
     starts: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     speed: list[dict[str, Any]] = field(default_factory=list)
@@ -96,8 +73,7 @@ class RecordedRun:
 
     def keys(self) -> list[str]:
         """Return what ``series`` can give: the names logged, then learning rates and speeds."""
-        names = dict.fromkeys(name for row in self.rows for name in row.values)
-        return list(names | dict.fromkeys(self._rates_and_speeds()))
+        return list(dict.fromkeys([*self.rows.names(), *self._rates_and_speeds()]))
 
     def series(self, key: str, x: Literal["step", "epoch", "time"] = "step") -> tuple[list[float], list[float]]:
         """Return the values of one key, and where they were logged.
@@ -112,49 +88,30 @@ class RecordedRun:
             ValueError: epochs or times were not written.
 
         """
-        column = self.logged([key]).get(key) or self._rates_and_speeds().get(key)
+        column = self.rows.column(key) or self._rates_and_speeds().get(key)
         if column is None:
             raise KeyError(f"{self.name} has no value {key!r}.{did_you_mean(key, self.keys())}")
-        places: list[Any] = [row.step for row in column.rows]
-        if x == "epoch":
-            places = [row.epoch for row in column.rows]
-        elif x == "time":
-            places = [None if row.time is None else self.elapsed(row.time) for row in column.rows]
-        kept = [(float(place), value) for place, value in zip(places, column.values, strict=True) if place is not None]
+        places: list[float] = {"step": column.steps, "epoch": column.epochs, "time": column.times}[x].tolist()
+        kept = [(place, value) for place, value in zip(places, column.values.tolist(), strict=True) if place == place]
         if not kept:
             raise ValueError(f"{self.name}: the {x} of {key!r} was not written; draw it by step.")
-        return [place for place, _ in kept], [value for _, value in kept]
-
-    def logged(self, names: Collection[str] | None = None) -> dict[str, RecordedColumn]:
-        """Return the values that were logged, by name; with ``names`` of these only."""
-        # Rows with the same names together: a million of them are read in seconds.
-        alike: dict[tuple[str, ...], list[int]] = {}
-        for place, row in enumerate(self.rows):
-            alike.setdefault(tuple(row.values), []).append(place)
-        found: dict[str, list[list[int]]] = {}
-        for together, places in alike.items():
-            for name in together:
-                if names is None or name in names:
-                    found.setdefault(name, []).append(places)
-        columns: dict[str, RecordedColumn] = {}
-        shared: dict[tuple[int, ...], list[RecordedRow]] = {}
-        for name, parts in found.items():
-            key = tuple(map(id, parts))
-            if key not in shared:
-                shared[key] = [self.rows[place] for place in (parts[0] if len(parts) == 1 else sorted(chain(*parts)))]
-            columns[name] = RecordedColumn(shared[key], [row.values[name] for row in shared[key]])
-        return columns
+        if x == "time":
+            return [self.elapsed(place) for place, _ in kept], [value for _, value in kept]
+        return [float(place) for place, _ in kept], [value for _, value in kept]
 
     def figures(self) -> dict[str, RecordedColumn]:
         """Return what the lines about speed say, by name: speeds, waiting, memory, learning rates."""
-        columns: dict[str, RecordedColumn] = {}
+        found: dict[str, list[tuple[float, float, float, float]]] = {}
         several = len({name for line in self.speed for name in line.get("lr") or {}}) > 1
         for line in self.speed:
-            row = RecordedRow(int(line["step"]), line.get("epoch"), float(line["time"]), {})
+            epoch = _number(line.get("epoch"))
+            place = int(line["step"]), math.nan if epoch is None else epoch, float(line["time"])
             for name, value in _figures(line, several_rates=several):
-                column = columns.setdefault(name, RecordedColumn())
-                column.rows.append(row)
-                column.values.append(value)
+                found.setdefault(name, []).append((*place, value))
+        columns = {}
+        for name, rows in found.items():
+            steps, epochs, times, values = np.array(rows, np.float64).T
+            columns[name] = RecordedColumn(steps.astype(np.int64), epochs, times, values)
         return columns
 
     def _rates_and_speeds(self) -> dict[str, RecordedColumn]:
@@ -166,7 +123,7 @@ class RecordedRun:
     def elapsed(self, time: float) -> float:
         """Return the seconds of training until ``time``, without the pauses between attempts."""
         seconds = 0.0
-        begins = [float(start["time"]) for start in self.starts] or [next((r.time for r in self.rows if r.time), time)]
+        begins = [float(start["time"]) for start in self.starts] or [self.rows.began or time]
         for index, began in enumerate(begins):
             until = self._last_of(index)
             if time <= began:
@@ -226,16 +183,10 @@ def read_run(path: str | os.PathLike[str]) -> RecordedRun:
     run = RecordedRun(_name(folder), folder)
     record = folder / FILE_NAME if file.name == METRICS else file
     if record.is_file():
-        # None of the many objects is in a circle: looking for some would take longer than reading.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            _read_record(run, record)
-        finally:
-            if collects:
-                gc.enable()
+        _read_record(run, record)
     if not run.rows and (folder / METRICS).is_file():
-        run.rows = _read_metrics(run, folder / METRICS)
+        _read_metrics(run, folder / METRICS)
+    run.rows.share_times()
     if not run.rows and not run.starts and not run.problems:
         run.problems.append(f"{file} has no lines yet. Values are written at the logging interval.")
     elif not run.rows:
@@ -301,35 +252,18 @@ _LISTS = {
     "warning": "warnings",
     "ranks": "ranks",
 }
+_START = Text(b'{"kind": "start"')
 
 
 def _read_record(run: RecordedRun, path: Path) -> None:
-    attempt = 0
     unreadable: list[int] = []
     cut = False
-    for number, text in enumerate(_lines(path), start=1):
-        if not text.strip():
-            continue
-        line = _parsed(text)
-        if line is None:
-            cut = not text.endswith("\n")
-            unreadable.append(number)
-            continue
-        is_start = line["kind"] == "start"
-        if is_start or not attempt:
-            attempt += 1
-            run.lasts.append(0.0)
-        if is_start:
-            _drop_from(run, int(line.get("step") or 0))
-            if not run.starts:
-                _add_earlier_attempts(run, path, line)
-            run.starts.append(line)
-            run.ends.append(None)
-            run.end = None
-        else:
-            _add_line(run, line)
-        run.spent.add(line)
-        run.last_time = run.lasts[-1] = float(line["time"])
+    for block in read_blocks(path):
+        starts = np.flatnonzero(block.has(_START, block.begins + _START.length))
+        # What is before a start is dropped by it, and what is after it is not.
+        edges = np.unique([0, *starts, *(starts + 1), len(block)]).tolist()
+        for begin, end in pairwise(edges):
+            cut = _read_lines(run, path, block, range(begin, end), unreadable)
     if cut:
         # Only the last line is without its end: it is being written, or was when the process was killed.
         unreadable.pop()
@@ -340,10 +274,43 @@ def _read_record(run: RecordedRun, path: Path) -> None:
         run.problems.append(f"{path.name}: {lines} {shown} cannot be read and were left out.")
 
 
-def _add_line(run: RecordedRun, line: dict[str, Any]) -> None:
+def _read_lines(run: RecordedRun, path: Path, block: Block, lines: range, unreadable: list[int]) -> bool:
+    """Add lines to a run; return whether the last one is unfinished."""
+    others, last, latest = run.rows.add_lines(block, lines.start, lines.stop)
+    if len(others) < len(lines):
+        run.lasts = run.lasts or [0.0]
+        run.spent.add({"kind": "row", "time": latest})
+    for place in others:
+        text = block.line(place)
+        line = _parsed(text)
+        if line is not None:
+            _add_line(run, path, line, number=block.number + int(place))
+            run.last_time = run.lasts[-1] = float(line["time"])
+        elif text.strip():
+            unreadable.append(block.number + int(place) + 1)
+            if not text.endswith("\n"):
+                return True
+    if last is not None:
+        run.last_time = run.lasts[-1] = last
+    return False
+
+
+def _add_line(run: RecordedRun, path: Path, line: dict[str, Any], *, number: int) -> None:
     kind = line["kind"]
-    if kind == "row":
-        _add_row(run.rows, line)
+    if kind == "start" or not run.lasts:
+        run.lasts.append(0.0)
+    if kind == "start":
+        _drop_from(run, int(line.get("step") or 0))
+        if not run.starts:
+            _add_earlier_attempts(run, path, line)
+        run.starts.append(line)
+        run.ends.append(None)
+        run.end = None
+    elif kind == "row":
+        epoch, given = _number(line.get("epoch")), line.get("values") or {}
+        values = {name: value for name, one in dict(given).items() if (value := _number(one)) is not None}
+        whole = None if epoch is None or not math.isfinite(epoch) else int(epoch)
+        run.rows.add(number, step=int(line["step"]), epoch=whole, time=float(line["time"]), values=values)
     elif kind in _LISTS:
         getattr(run, _LISTS[kind]).append(line)
     elif kind == "advice":
@@ -352,6 +319,7 @@ def _add_line(run: RecordedRun, line: dict[str, Any]) -> None:
         run.end = line
         if run.ends:
             run.ends[-1] = line
+    run.spent.add(line)
 
 
 def _add_earlier_attempts(run: RecordedRun, path: Path, start: dict[str, Any]) -> None:
@@ -385,22 +353,9 @@ def _drop_from(run: RecordedRun, step: int) -> None:
     """Drop what an attempt makes again that begins after ``step`` steps; lines count steps from 0."""
     if step == 0 and run.rows:
         run.problems.append("Several fits wrote into this folder: the last one that began anew is shown.")
-    run.rows = [row for row in run.rows if row.step < step]
+    run.rows.drop_from(step)
     for name in ("speed", "step_times", "validations", "checkpoints", "ranks"):
         setattr(run, name, [line for line in getattr(run, name) if int(line.get("step") or 0) < step])
-
-
-def _add_row(rows: list[RecordedRow], line: dict[str, Any]) -> None:
-    values: dict[str, float] = line.get("values") or {}
-    if type(values) is not dict or set(map(type, values.values())) != {float}:
-        # Rarely: whole numbers, and words for what is not finite.
-        values = {name: number for name, value in dict(values).items() if (number := _number(value)) is not None}
-    step, epoch = int(line["step"]), line.get("epoch")
-    last = rows[-1] if rows else None
-    if last is not None and last.step == step and last.epoch == epoch and not last.values.keys() & values.keys():
-        last.values.update(values)
-    else:
-        rows.append(RecordedRow(step, epoch, float(line["time"]), values))
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -413,8 +368,9 @@ def _parsed(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
         if isinstance(line, dict) and isinstance(line["kind"], str) and math.isfinite(line["time"]):
             has_step = line["kind"] in ("row", *_LISTS) and line["kind"] != "warning"
-            int(line["step"] if has_step else line.get("step") or 0), int(line.get("epoch") or 0)
-            if all(isinstance(line.get(name) or {}, dict) for name in ("values", "lr")):
+            step = int(line["step"] if has_step else line.get("step") or 0)
+            int(line.get("epoch") or 0)
+            if abs(step) < LARGEST_STEP and all(isinstance(line.get(name) or {}, dict) for name in ("values", "lr")):
                 return line
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         pass
@@ -431,20 +387,37 @@ def _number(value: Any) -> float | None:
 # -- metrics.csv
 
 
-def _read_metrics(run: RecordedRun, path: Path) -> list[RecordedRow]:
-    rows: list[RecordedRow] = []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        for number, texts in enumerate(_complete(csv.DictReader(file))):
-            values = {name: value for name, text in texts.items() if name and (value := _number(text)) is not None}
-            step, epoch = values.pop("step", float(number)), values.pop("epoch", None)
-            if values and math.isfinite(step):
-                whole = None if epoch is None or not math.isfinite(epoch) else int(epoch)
-                rows.append(RecordedRow(int(step), whole, None, values))
-    if rows and not run.starts:
+def _read_metrics(run: RecordedRun, path: Path) -> None:
+    names: list[str] = []
+    count = 0
+    blocks = read_blocks(path)
+    for block in blocks:
+        if block.contains(b'"'):
+            # A cell may have commas and newlines.
+            lines = chain.from_iterable(each.lines() for each in chain([block], blocks))
+            for number, texts in enumerate(_complete(csv.DictReader(lines, names or None)), start=count):
+                _add_cells(run, texts, number)
+            break
+        begin = 0 if names else 1
+        names = names or block.line(0).rstrip("\r\n").split(",")
+        others, numbers = run.rows.add_cells(block, begin, names, count)
+        for texts, number in zip(
+            _complete(csv.DictReader(map(block.line, others), names)), numbers[others], strict=False
+        ):
+            _add_cells(run, texts, int(number))
+        count = int(numbers[-1]) + 1
+    if run.rows and not run.starts:
         run.problems.append(
             f"There is no {FILE_NAME}: only the logged values of {METRICS} are known, and neither times nor arguments."
         )
-    return rows
+
+
+def _add_cells(run: RecordedRun, texts: Mapping[str, Any], number: int) -> None:
+    values = {name: value for name, text in texts.items() if name and (value := _number(text)) is not None}
+    step, epoch = values.pop("step", float(number)), values.pop("epoch", None)
+    if values and abs(step) < LARGEST_STEP:
+        whole = None if epoch is None or not math.isfinite(epoch) else int(epoch)
+        run.rows.add(number, step=int(step), epoch=whole, time=None, values=values)
 
 
 def _complete(reader: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
