@@ -3,10 +3,10 @@
     python benchmarks/axes_cost.py
     python benchmarks/axes_cost.py --axes shard tensor --rounds 15 --json axes_cost.json
 
-Two gloo processes train the decoder of ``axes.py`` with AdamW, with hasten's Trainer and with a loop that shards, splits
-or copies the same layers in the same way. It is so small that the work around the arithmetic shows. Both train in the
-same processes, in turns (A B A B), and a figure is the seconds of the processor that a step takes in both processes
-together (user and system, all threads), which depend less on what else the machine does than the time of a step.
+Two gloo processes train the decoder of ``axes.py`` with AdamW, with hasten's Trainer and with a loop that shards,
+splits or copies the same layers in the same way. It is so small that the work around the arithmetic shows. Both train
+in the same processes, in turns (A B A B), and a figure is the seconds of the processor that a step takes in both
+processes together (user and system, all threads), which depend less on what else the machine does than the time does.
 "ratio" is the median over the rounds, "weights" the largest difference of the weights that the two end with.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hasten as L
-from axes import PLAN, ROOT, WIDTH, WORDS, Block, largest
+from axes import HEADS, PLAN, ROOT, WIDTH, WORDS, Block, largest
 from hasten.strategies import MeshStrategy
 from measure import hardware
 
@@ -59,7 +59,7 @@ class PlainBlock(Block):
     attend: Callable[..., Tensor] = staticmethod(nn.functional.scaled_dot_product_attention)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, 2)).unbind(2)
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
         attended = self.attend(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + attended.transpose(1, 2).flatten(-2)
         hidden: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
