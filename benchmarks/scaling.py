@@ -42,6 +42,11 @@ class Row(NamedTuple):
     memory: str
 
     @property
+    def key(self) -> str:
+        """The name of the model in the two programs."""
+        return self.model.lower().replace(" ", "")
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of the Trainer in its line."""
 
@@ -67,10 +72,10 @@ def planned(row: Row) -> Any:
     assert given.pop("devices", 1) * nodes == row.gpus, row
     strategy = given.pop("strategy", "auto")
     trainer = L.Trainer(accelerator="cpu", max_steps=10, gradient_clip_val=1.0, logger=False, **given)
-    if row.model in plan_moe.SIZES:
-        module: plan_70b.Llama = plan_moe.Mixtral(plan_moe.SIZES[row.model])
+    if row.key in plan_moe.SIZES:
+        module: plan_70b.Llama = plan_moe.Mixtral(plan_moe.SIZES[row.key])
     else:
-        module = plan_70b.Llama(plan_70b.SIZES[row.model])
+        module = plan_70b.Llama(plan_70b.SIZES[row.key])
     loader = DataLoader(plan_70b.Tokens(row.tokens), batch_size=1)
     return plan_fit(
         trainer, module, loader, devices=row.gpus, num_nodes=nodes, strategy=strategy, memory_bytes=MEMORY_BYTES,
@@ -95,7 +100,7 @@ def main() -> int:
         wrong |= not is_right
         found.append({**row._asdict(), "memory": memory, "parameters": plan.measured.parameters, "fits": plan.fits})
         seconds, mark = time.monotonic() - began, "ok " if is_right else "BAD"
-        figures = f"{row.gpus:6,} {row.model:5s} {row.tokens:9,} {memory:>8s}"
+        figures = f"{row.gpus:6,} {row.model:8s} {row.tokens:9,} {memory:>8s}"
         print(f"{mark} {figures} {seconds:4.0f} s here  {row.line}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -79,7 +79,8 @@ class Measured:
         peak_parts: by what.
         sent: by kind of collective: calls, payload, and what the process sends in a ring.
         shards: the shape of each parameter in this process; of an estimate, those of the blocks that were planned.
-        mesh: the sizes of the axes "replicate", "shard" and "tensor"; empty for strategies without a mesh.
+        mesh: the sizes of the axes "replicate", "shard" and "tensor", and of "context" if it divides sequences; empty
+            for strategies without a mesh.
         links: by kind of collective, the parts of what the process sends in a ring: bytes within its machine, and
             bytes between machines. A part is what groups send that are spread over machines alike.
         peaks: the peak of each part of the step, and by what.

@@ -273,6 +273,8 @@ class _PlannedFit:
         if isinstance(strategy, MeshStrategy):
             offloads, sizes = strategy.offloads, strategy.sizes
             mesh = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+            if sizes.context > 1:
+                mesh["context"] = sizes.context
         peak = self.ledger.peak
         return Measured(
             strategy=strategy.name,
