@@ -158,6 +158,9 @@ def test_divided_sequences_train_as_whole_ones_also_beside_other_axes() -> None:
         for name, value in weights(alone).items():
             torch.testing.assert_close(weights(many)[name], value, atol=1e-5, rtol=1e-4, msg=f"{sizes}: {name}")
         torch.testing.assert_close(torch.tensor(many.norms), torch.tensor(alone.norms), atol=1e-5, rtol=1e-4)
+        # The mean over all tokens, although one process has none that count.
+        for name in ("train_loss_step", "train_loss_epoch"):
+            torch.testing.assert_close(many.logged[name], alone.logged[name], atol=1e-5, rtol=1e-4, msg=name)
         assert how.data_parallel_size == sizes[0]
         assert how.data_parallel_rank == dist.get_rank() // how.sizes.alike
         # Outside of a run the model computes whole sequences.

@@ -348,12 +348,15 @@ class Sharding(StrategyPart):
         """Whether some processes must read the same batches, because layers are split over them."""
         return False
 
-    def on_own_part(self, step: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+    def on_own_part(
+        self, step: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
+    ) -> Callable[..., Any]:
         """Return a step of the module that computes the part of its batch which belongs to this process.
 
         Args:
             step: called with a batch and further arguments.
             trains: whether it returns a loss for backward.
+            weighing: returns a context in which logged means count by a weight.
 
         """
         return step
