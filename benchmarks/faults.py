@@ -191,29 +191,6 @@ def send_signal_when_due(number: int, process: subprocess.Popen[str], clock: Pat
     os.killpg(process.pid, number)
 
 
-def started(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
-    """Start a program that writes everything into one pipe, in a session of its own."""
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, start_new_session=True
-    )
-
-
-def output_of(process: subprocess.Popen[str]) -> str:
-    """Wait until the program and all that it has started have ended, and return what they wrote."""
-    try:
-        return process.communicate(timeout=PATIENCE_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()[0]
-
-
-def finished(command: list[str]) -> tuple[int, str]:
-    """Run a program to its end; return exit code and output."""
-    process = started(command, environment())
-    output = output_of(process)
-    return process.returncode, output
-
-
 def run(launcher: str, name: str, case: Case) -> dict[str, Any]:
     """Return how one case ended."""
     with tempfile.TemporaryDirectory() as folder:
@@ -221,10 +198,21 @@ def run(launcher: str, name: str, case: Case) -> dict[str, Any]:
         variables = environment()
         if name == "a node is missing":
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731", "NODE_RANK": "0"}
-        process = started(command(launcher, name, clock), variables)
+        process = subprocess.Popen(
+            command(launcher, name, clock),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=variables,
+            start_new_session=True,
+        )
         if case.signal is not None:
             send_signal_when_due(case.signal, process, clock)
-        output = output_of(process)
+        try:
+            output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
         ended = time.time()
         began = float(clock.read_text()) if clock.exists() else None
     codes = case.codes if launcher == "hasten" or 0 in case.codes else (1, *case.codes)

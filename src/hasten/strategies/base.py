@@ -877,8 +877,16 @@ class StateIO(StrategyPart):
 
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False
-
     # -- weights and optimizers
+
+    @property
+    def gradient_buckets(self) -> list[list[int]] | None:
+        """The parameters in each message of gradients, where that changes in a run; a resumed run begins with these."""
+        return None
+
+    @gradient_buckets.setter
+    def gradient_buckets(self, stored: list[list[int]] | None) -> None:
+        pass
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights of the user's module, under the names they have in it."""
