@@ -14,7 +14,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -289,12 +289,18 @@ def remove_ddp_hooks(ddp: Any) -> None:
 
 
 def gradient_buckets(ddp: Any) -> list[list[int]] | None:
-    """Return the parameters in each message of a ``DistributedDataParallel``, by number; None before its second step.
+    """Return the parameters in each message of a ``DistributedDataParallel``, by number; None before its first step.
 
     In its first step DDP sends all gradients in one message, in the reverse order of the parameters, and in later ones
-    in the order in which the first step had them.
+    in the order in which the first step had them. All processes call it.
     """
-    text: str = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    key = "rebuilt_per_bucket_param_indices"
+    if key not in ddp._get_ddp_logging_data():
+        # What the next forward does. It is an error between forward and backward.
+        with suppress(RuntimeError):
+            ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()
+            ddp.logger.set_runtime_stats_and_log()
+    text: str = ddp._get_ddp_logging_data().get(key, "")
     return [[int(number) for number in bucket.split()] for bucket in text.split(",")] if text else None
 
 

@@ -254,8 +254,9 @@ class DDPStrategy(ParallelStrategy):
             )
         self._ddp_kwargs = kwargs
         self._comm_hook = ddp_comm_hook
-        # Those of the run that this one resumes.
+        # Those of the run that this one resumes, and those with which a run has ended.
         self._first_buckets: list[list[int]] | None = None
+        self._last_buckets: list[list[int]] | None = None
         self._comm_state = ddp_comm_state
         self._comm_wrapper = ddp_comm_wrapper
         self._current: dict[int, Callable[[], _CurrentDDP | None]] = {}
@@ -315,7 +316,7 @@ class DDPStrategy(ParallelStrategy):
 
         def make() -> DistributedDataParallel:
             # No device_ids: the batch is on the device already, and DDP need not walk it to move it again.
-            buckets, self._first_buckets = self._first_buckets, None
+            buckets, self._first_buckets, self._last_buckets = self._first_buckets, None, None
             with nullcontext() if buckets is None else torch_private.with_gradient_buckets(buckets):
                 wrapped = DistributedDataParallel(_Routed(module), **kwargs)
             if self._comm_hook is not None:
@@ -332,6 +333,8 @@ class DDPStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         model = self.model
+        # For checkpoints that are saved after the run.
+        self._last_buckets = self.state.gradient_buckets
         if model is not None:
             self._end(model.module.module if isinstance(model, DistributedDataParallel) else model)
         super().teardown()
@@ -459,7 +462,9 @@ class DDPState(StateIO):
     def gradient_buckets(self) -> list[list[int]] | None:
         """The order in which gradients are added up, on which the last digit of their sum depends."""
         model = self.strategy.model
-        return torch_private.gradient_buckets(model) if isinstance(model, DistributedDataParallel) else None
+        if not isinstance(model, DistributedDataParallel):
+            return self.strategy._last_buckets
+        return torch_private.gradient_buckets(model)
 
     @gradient_buckets.setter
     def gradient_buckets(self, stored: list[list[int]] | None) -> None:
