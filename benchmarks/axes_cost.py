@@ -173,7 +173,7 @@ def sharded(network: Network, *sizes: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", sizes)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
     for block in network.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(network, mesh=mesh)

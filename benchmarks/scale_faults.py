@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 
 import fsspec
 import torch
-import torch.distributed.fsdp  # Before the forks.
+import torch._dynamo  # These before the forks: their imports are most of the time of a short run.
+import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
@@ -171,7 +172,7 @@ def train(name: str, strategy: str, folder: Path, *, resumes: bool) -> None:
         whole = [tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in found]
         return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in whole)).hexdigest()
 
-    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS if name == "stuck" else PATIENCE_SECONDS)
     plugins: list[Any] = []
     if name == "bucket" and not resumes:
         # The port of "discard", a service of the eighties.
