@@ -297,8 +297,9 @@ def gradient_buckets(ddp: Any) -> list[list[int]] | None:
     key = "rebuilt_per_bucket_param_indices"
     if key not in ddp._get_ddp_logging_data():
         # What the next forward does. It is an error between forward and backward.
+        reducer: Any = ddp.reducer
         with suppress(RuntimeError):
-            ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()
+            ddp._has_rebuilt_buckets |= reducer._rebuild_buckets()
             ddp.logger.set_runtime_stats_and_log()
     text: str = ddp._get_ddp_logging_data().get(key, "")
     return [[int(number) for number in bucket.split()] for bucket in text.split(",")] if text else None
