@@ -123,7 +123,7 @@ def extended(few: Measured, more: Measured) -> Measured:
     def all_grown(one: Mapping[Any, int], other: Mapping[Any, int]) -> dict[Any, int]:
         return {key: grown(one.get(key, 0), value) for key, value in other.items()}
 
-    counts = {
+    changes: dict[str, Any] = {
         name: grown(getattr(few, name), getattr(more, name))
         for name in ("parameters", "trainable", "local_elements", "weights", "gradients", "optimizer", "buffers")
     }
@@ -134,15 +134,15 @@ def extended(few: Measured, more: Measured) -> Measured:
             peaks[part] = grown(few.peaks[part][0], total), all_kinds
     peak, parts = max(peaks.values(), key=lambda one: one[0])
     parts[TEMPORARY] = max(0, parts.get(TEMPORARY, 0) + peak - sum(parts.values()))
-    links = {
+    changes["links"] = {
         name: tuple(
             (grown(one[0], other[0]), grown(one[1], other[1]))
             for one, other in zip(few.links[name], parts_of_kind, strict=True)
         )
         for name, parts_of_kind in more.links.items()
     }
-    sent = {
+    changes["sent"] = {
         name: tuple(grown(one, other) for one, other in zip(few.sent[name], figures, strict=True))
         for name, figures in more.sent.items()
     }
-    return replace(more, **counts, peak=peak, peak_parts=parts, sent=sent, links=links, peaks=peaks)
+    return replace(more, **changes, peak=peak, peak_parts=parts, peaks=peaks)
