@@ -315,17 +315,16 @@ class _Blocks(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("memory", [None, "full"])
-def test_a_plan_of_many_blocks_is_estimated_from_a_few(memory: Any) -> None:
+def test_a_plan_of_many_blocks_is_estimated_from_a_few() -> None:
     own = MeshStrategy(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 
     def planned(**options: Any) -> FitPlan:
-        return plan_fit(trainer(devices=1, memory=memory), _Blocks(), _rows(), devices=4, strategy=own, **options)
+        return plan_fit(trainer(devices=1, memory="full"), _Blocks(), _rows(), devices=2, strategy=own, **options)
 
     found = planned(mesh="auto", budget_seconds=600)
     assert found.measured.blocks == 0
     assert "the others with at most 6 of the 10 blocks" in found.table()
-    for one in found.meshes[1:4]:
+    for one in found.meshes[1:]:
         assert one.measured is not None
         assert (one.measured.kept, one.measured.blocks) == (6, 10)
         whole = planned(mesh=(one.replicate, one.shard, one.tensor)).measured
