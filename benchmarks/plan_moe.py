@@ -10,18 +10,15 @@ options, ``--layers`` and ``--tokens`` make it smaller, and ``--memory`` recompu
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-import hasten as L
-from plan_70b import Attention, Llama, Tokens
+from plan_70b import Attention, Llama, Shape, fit
 
-WIDTH, HEADS, KEY_HEADS, HIDDEN, WORDS = 6144, 48, 8, 16_384, 32_768
+SIZES = {"8x22b": Shape(6144, 48, 8, 16_384, 56, 32_768)}
 EXPERTS, CHOSEN, CAPACITY = 8, 2, 1.25
 
 
@@ -30,10 +27,11 @@ class Expert(nn.Module):
 
     tp_plan: ClassVar[dict[str, str]] = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        width, hidden = shape.width, shape.hidden
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (tokens, width) from the same."""
@@ -44,10 +42,10 @@ class Expert(nn.Module):
 class Mixture(nn.Module):
     """Experts, of which a router chooses some for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.router = nn.Linear(shape.width, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert(shape) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, width) from the same."""
@@ -61,10 +59,10 @@ class Mixture(nn.Module):
         # Tokens without a place have the last row, which no expert sees.
         last = EXPERTS * capacity
         row = torch.where(place < capacity, expert * capacity + place, last)
-        queued = tokens.new_zeros(last + 1, WIDTH).index_copy(0, row, tokens.repeat_interleave(CHOSEN, dim=0))
+        queued = tokens.new_zeros(last + 1, tokens.shape[1]).index_copy(0, row, tokens.repeat_interleave(CHOSEN, dim=0))
         parts = queued[:last].unflatten(0, (EXPERTS, capacity)).unbind()
         computed = [one(part) for one, part in zip(self.experts, parts, strict=True)]
-        computed.append(computed[0].new_zeros(1, WIDTH))
+        computed.append(computed[0].new_zeros(1, tokens.shape[1]))
         added = torch.cat(computed)[row] * shares.flatten()[:, None].to(computed[0].dtype)
         return added.unflatten(0, (-1, CHOSEN)).sum(1).unflatten(0, x.shape[:2])
 
@@ -72,10 +70,10 @@ class Mixture(nn.Module):
 class Block(nn.Module):
     """Attention and a mixture of experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention, self.mixture = Attention(WIDTH, HEADS, KEY_HEADS), Mixture()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.mixture = Attention(shape), Mixture(shape)
+        self.norm1, self.norm2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, width) from the same."""
@@ -88,16 +86,7 @@ class Mixtral(Llama):
     """The same language model with other blocks."""
 
     block = Block
-    width, words = WIDTH, WORDS
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=56)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--memory", default=None)
-    given = parser.parse_args()
-    trainer = L.Trainer(
-        max_steps=10, precision="bf16-mixed", strategy="fsdp2", gradient_clip_val=1.0, memory=given.memory
-    )
-    trainer.fit(Mixtral(given.layers), DataLoader(Tokens(given.tokens), batch_size=1))
+    fit(Mixtral, SIZES, "8x22b")

@@ -54,6 +54,7 @@ _FROM_ELSEWHERE = {
     "_version",
     "_world",
     "_compile",
+    "_rebuild_buckets",
 }
 _PUBLIC_SPECIAL_METHODS = {"__init__", "__call__"}
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -192,6 +192,24 @@ class LoggedValues:
             yield
         finally:
             self._observer = outer
+
+    def weighed(self, weight: Tensor) -> AbstractContextManager[None]:
+        """Return a context in which means over the processes count this process by a weight, whose mean is 1.
+
+        Args:
+            weight: one element; where it is 0, the value does not count, whatever it is.
+
+        """
+
+        def observer(record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> None:
+            given = LogOptions(*options)
+            is_number = isinstance(value, (Tensor, float, int))
+            if given.sync_dist and is_number and reduction(given.reduce_fx, name) == "mean":
+                value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.double)
+                value = torch.where(weight > 0, value, torch.zeros_like(value)) * weight.to(value.dtype)
+            record(name, value, options, batch_size)
+
+        return self.observed(observer)
 
     def _resolve_options(self, context: LoggingContext, name: str, value: Any, options: LogOptions) -> LoggedValue:
         """Return the ``LoggedValue`` for a name of this hook, with the settings that the options mean."""

@@ -260,6 +260,18 @@ def bucket_of(bucket):
 torch_private.remove_ddp_hooks(ddp)
 ddp.module(torch.ones(1, 2)).sum().backward()
 assert exchanged == []
+ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+assert torch_private.gradient_buckets(ddp) is None
+ddp(torch.ones(1, 2)).sum().backward()
+(bucket,) = torch_private.gradient_buckets(ddp)
+assert sorted(bucket) == [0, 1]
+with torch_private.with_gradient_buckets([[1], [0]]):
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+ddp(torch.ones(1, 2)).sum().backward()
+assert len(ddp.reducer._get_zeros_like_grad_buckets()) == 2
+with torch_private.with_gradient_buckets([[7]]):
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+assert len(ddp.reducer._get_zeros_like_grad_buckets()) == 1
 
 mesh = init_device_mesh("cpu", (1,))
 assert isinstance(torch_private.registered_groups(mesh), dict)

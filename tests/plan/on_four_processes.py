@@ -18,8 +18,8 @@ from hasten.strategies import MeshStrategy
 from tests.plan import on_two_processes
 from tests.plan.on_two_processes import SOON
 
-# The sizes of replicate, shard and tensor.
-MESHES = {"2x2x1": (2, 2, 1), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2)}
+# The sizes of replicate, shard, tensor and context.
+MESHES = {"2x2x1": (2, 2, 1), "1x2x2": (1, 2, 2), "2x1x2": (2, 1, 2), "1x2x1x2": (1, 2, 1, 2), "1x1x1x4": (1, 1, 1, 4)}
 PROCESSES = 4
 # Processes of a machine, as which two processes of this one count.
 PER_MACHINE = 2
@@ -28,7 +28,7 @@ PER_MACHINE = 2
 def strategies(names: Iterable[str]) -> dict[str, MeshStrategy]:
     sizes = {name: MESHES[name] for name in names}
     return {
-        name: MeshStrategy(*three, plan="auto" if three[2] > 1 else None, timeout=SOON) for name, three in sizes.items()
+        name: MeshStrategy(*each, plan="auto" if each[2] > 1 else None, timeout=SOON) for name, each in sizes.items()
     }
 
 

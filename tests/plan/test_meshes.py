@@ -22,7 +22,7 @@ from hasten_tools.plan.meshes import candidates, expected_memory, line_of, to_pl
 from hasten_tools.plan.planner import chosen_mesh
 from hasten_tools.plan.report import Bandwidth, FitPlan, Measured, parse_bandwidth
 from tests.plan import on_four_processes
-from tests.plan.on_four_processes import MESHES, PER_MACHINE
+from tests.plan.on_four_processes import MESHES, PER_MACHINE, strategies
 from tests.plan.on_two_processes import Transformer, loader, trainer
 from tests.programs import run_python
 from tests.refusals import refused
@@ -49,8 +49,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", IN_SUITE)
 def test_a_plan_equals_a_run_of_four_processes(name: str, real: dict[str, Any]) -> None:
     planned = plan_fit(
-        trainer(devices=1), Transformer(), loader(), devices=4, num_nodes=4 // PER_MACHINE, mesh=MESHES[name],
-        accelerator="cpu",
+        trainer(devices=1), Transformer(), loader(), devices=4, num_nodes=4 // PER_MACHINE,
+        strategy=strategies([name])[name], accelerator="cpu",
     ).measured  # fmt: skip
     found = real[name]
     assert tuple(planned.mesh.values()) == MESHES[name]
@@ -279,6 +279,63 @@ def test_no_mesh_is_begun_after_the_time() -> None:
     late = [one for one in plan.meshes if one.measured is None]
     assert len(late) > 10
     assert {one.reason for one in late} == {"the time is over (--budget)"}
+
+
+# -- models of many equal blocks
+
+
+class _Block(nn.Module):
+    def __init__(self, in_pair: bool) -> None:
+        super().__init__()
+        self.in_pair = in_pair
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Any:
+        result = x + self.down(self.up(x).relu())
+        return (result, None) if self.in_pair else result
+
+
+class _Blocks(L.LightningModule):
+    """Ten blocks between two layers."""
+
+    def __init__(self, *, in_pairs: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 4096)
+        self.blocks = nn.ModuleList(_Block(in_pairs) for _ in range(10))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.first(batch)
+        for block in self.blocks:
+            x = block(x)
+            x = x[0] if isinstance(x, tuple) else x
+        loss: Tensor = self.last(x).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_a_plan_of_many_blocks_is_estimated_from_a_few() -> None:
+    own = MeshStrategy(plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+
+    def planned(**options: Any) -> FitPlan:
+        return plan_fit(trainer(devices=1, memory="full"), _Blocks(), _rows(), devices=2, strategy=own, **options)
+
+    found = planned(mesh="auto", budget_seconds=600)
+    assert found.measured.blocks == 0
+    assert "the others with at most 6 of the 10 blocks" in found.table()
+    for one in found.meshes[1:]:
+        assert one.measured is not None
+        assert (one.measured.kept, one.measured.blocks) == (6, 10)
+        whole = planned(mesh=(one.replicate, one.shard, one.tensor)).measured
+        for name in ("parameters", "local_elements", "weights", "gradients", "optimizer", "sent", "links"):
+            assert getattr(one.measured, name) == getattr(whole, name), name
+        assert one.measured.peak == pytest.approx(whole.peak, rel=0.02)
+
+
+def test_blocks_that_cannot_be_left_out_are_all_planned() -> None:
+    plan = plan_fit(trainer(devices=1), _Blocks(in_pairs=True), _rows(), devices=2, mesh="auto", budget_seconds=600)
+    assert {one.measured.blocks for one in plan.meshes if one.measured} == {0}
 
 
 # -- the command

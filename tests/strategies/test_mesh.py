@@ -47,6 +47,30 @@ def test_every_pair_of_axes_trains_as_one_process() -> None:
 
 
 @pytest.mark.world_size(4)
+def test_ddp_of_four_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    # The sum of four gradients depends on their order, which DDP changes after its first step.
+    class Steps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss((self.layers(batch[0]), batch[1]))
+
+    def fit(epochs: int, **options: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        net = Steps()
+        trainer = quiet(devices=4, strategy="ddp", max_epochs=epochs)
+        trainer.fit(net, loader(32), **options)
+        trainer.save_checkpoint(tmp_path / f"{epochs}")
+        return [*net.parameters(), *(state["exp_avg"] for state in trainer.optimizers[0].state.values())]
+
+    fit(1)
+    for one, other in zip(fit(2), fit(2, ckpt_path=tmp_path / "1"), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.world_size(4)
 def test_a_checkpoint_of_one_mesh_goes_on_bit_for_bit_and_is_read_on_others(tmp_path: Path) -> None:
     def fit(how: MeshStrategy, epochs: int, **options: Any) -> Net:
         torch.manual_seed(5)
@@ -159,6 +183,9 @@ def test_divided_sequences_train_as_whole_ones_also_beside_other_axes() -> None:
         for name, value in weights(alone).items():
             torch.testing.assert_close(weights(many)[name], value, atol=1e-5, rtol=1e-4, msg=f"{sizes}: {name}")
         torch.testing.assert_close(torch.tensor(many.norms), torch.tensor(alone.norms), atol=1e-5, rtol=1e-4)
+        # The mean over all tokens, although one process has none that count.
+        for name in ("train_loss_step", "train_loss_epoch"):
+            torch.testing.assert_close(many.logged[name], alone.logged[name], atol=1e-5, rtol=1e-4, msg=name)
         assert how.data_parallel_size == sizes[0]
         assert how.data_parallel_rank == dist.get_rank() // how.sizes.alike
         # Outside of a run the model computes whole sequences.

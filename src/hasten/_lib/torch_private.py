@@ -14,10 +14,12 @@ import functools
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["BatchNorm", "Convolution", "NormBase", "TorchDispatchMode", "pytree", "without_modes"]
 
 _c10d: Any = distributed_c10d
+_distributed: Any = torch.distributed
 
 
 # -- modules and tensors
@@ -307,6 +310,41 @@ def ranks_of_group(name: str) -> list[int] | None:
 def remove_ddp_hooks(ddp: Any) -> None:
     """Stop a ``DistributedDataParallel`` from exchanging gradients."""
     ddp._remove_autograd_hooks()
+
+
+def gradient_buckets(ddp: Any) -> list[list[int]] | None:
+    """Return the parameters in each message of a ``DistributedDataParallel``, by number; None before its first step.
+
+    In its first step DDP sends all gradients in one message, in the reverse order of the parameters, and in later ones
+    in the order in which the first step had them. All processes call it.
+    """
+    key = "rebuilt_per_bucket_param_indices"
+    if key not in ddp._get_ddp_logging_data():
+        # What the next forward does. It is an error between forward and backward.
+        reducer: Any = ddp.reducer
+        with suppress(RuntimeError):
+            ddp._has_rebuilt_buckets |= reducer._rebuild_buckets()
+            ddp.logger.set_runtime_stats_and_log()
+    text: str = ddp._get_ddp_logging_data().get(key, "")
+    return [[int(number) for number in bucket.split()] for bucket in text.split(",")] if text else None
+
+
+@contextmanager
+def with_gradient_buckets(buckets: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Let a ``DistributedDataParallel`` that is made in the context begin with these messages, if they fit it."""
+    own = _distributed._compute_bucket_assignment_by_size
+
+    def assigned(tensors: Sequence[Tensor], limits: Sequence[int], *more: Any) -> Any:
+        if sorted(number for bucket in buckets for number in bucket) != list(range(len(tensors))):
+            return own(tensors, limits, *more)
+        # DDP reverses both.
+        return [list(bucket) for bucket in buckets][::-1], [limits[-1]] * len(buckets)
+
+    _distributed._compute_bucket_assignment_by_size = assigned
+    try:
+        yield
+    finally:
+        _distributed._compute_bucket_assignment_by_size = own
 
 
 def registered_groups(mesh: Any) -> dict[str, Any]:

@@ -159,6 +159,7 @@ _TRAINING: dict[Any, Any] = {
             "ranks": [_RANK, ...],
             "training_weights?": object,
             "levers?": object,
+            "gradient_buckets?": ([[int]], None),
             "history?": object,
         },
         None,

@@ -273,7 +273,8 @@ class _Uploads(Copies):
             self._submit().result()
         self._pending = None
         error, self._error, self._is_refused = self._error, None, False
-        missing, self._waiting = [task.path for task in self._waiting if task.is_upload and _identity(task.path)], []
+        paths = [task.path for task in self._waiting if task.is_upload and _identity(task.path)]
+        missing, self._waiting = [*dict.fromkeys(paths)], []
         if error is None or not missing:
             return
         if isinstance(error, _LASTING):

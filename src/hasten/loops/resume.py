@@ -95,6 +95,7 @@ class RunState:
         module, progress = self._run.module, self._run.progress
         if phase is Phase.MODEL:
             strategy = self._run.runtime.strategy
+            strategy.state.gradient_buckets = (checkpoint.get("hasten") or {}).get("gradient_buckets")
             if defined_by_program(strategy, "load_model_state_dict"):
                 strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
             else:
@@ -137,6 +138,8 @@ class RunState:
             "gradients": gradients,
             "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
+        if (buckets := runtime.strategy.state.gradient_buckets) is not None:
+            entries["gradient_buckets"] = buckets
         # Where the weights are averages, those that training continues with.
         if run.averages.training_weights is not None:
             entries["training_weights"] = [

@@ -845,7 +845,7 @@ def step_of(run: Run, name: str) -> Callable[..., Any]:
     if defined_by_program(strategy, name):
         # With the signature of the module's step, which shows whether it takes the index of a batch.
         step = functools.wraps(step)(functools.partial(getattr(strategy, name)))
-    return strategy.sharding.on_own_part(step, trains=name == "training_step")
+    return strategy.sharding.on_own_part(step, trains=name == "training_step", weighing=run.logged.weighed)
 
 
 def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -371,6 +371,9 @@ def naming_who_ended() -> Iterator[None]:
             agreement.publish_exit_error(error)
             raise
         if (why := agreement.find_dead_peer(_WORD_SECONDS)) is None:
+            if isinstance(error, ConnectionError):
+                # The program's own, for instance to a bucket.
+                agreement.publish_exit_error(error)
             raise
         if file := os.environ.get(CAUSE_VARIABLE):
             with suppress(OSError):

@@ -350,12 +350,15 @@ class Sharding(StrategyPart):
         """Whether some processes must read the same batches, because layers are split over them."""
         return False
 
-    def on_own_part(self, step: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+    def on_own_part(
+        self, step: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
+    ) -> Callable[..., Any]:
         """Return a step of the module that computes the part of its batch which belongs to this process.
 
         Args:
             step: called with a batch and further arguments.
             trains: whether it returns a loss for backward.
+            weighing: returns a context in which logged means count by a weight.
 
         """
         return step
@@ -875,8 +878,16 @@ class StateIO(StrategyPart):
 
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False
-
     # -- weights and optimizers
+
+    @property
+    def gradient_buckets(self) -> list[list[int]] | None:
+        """The parameters in each message of gradients, where that changes in a run; a resumed run begins with these."""
+        return None
+
+    @gradient_buckets.setter
+    def gradient_buckets(self, stored: list[list[int]] | None) -> None:
+        pass
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights of the user's module, under the names they have in it."""

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from itertools import pairwise
@@ -211,18 +211,18 @@ class ContextSplit:
             batch: this process's part.
 
         """
-        weight = self.weight(batch)
-        if isinstance(weight, float):
-            return loss
-        return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+        return _weighed(loss, self.weight(batch))
 
-    def step(self, function: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+    def step(
+        self, function: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
+    ) -> Callable[..., Any]:
         """Return a step of a module, such as ``training_step``, that computes this process's part of its batch.
 
         Args:
             function: called with a batch and further arguments.
             trains: whether to weigh the loss that it returns, by itself or as "loss" of a dict; one with
                 "loss_weight" is weighed by that.
+            weighing: returns a context in which the means that the step logs count by a weight.
 
         Raises:
             MisconfigurationException: there is no sequence in the batch.
@@ -238,14 +238,16 @@ class ContextSplit:
                     fix="Return batches whose tensors are (batch, sequence, ...).",
                     argument="batch",
                 )
-            output = function(part, *args, **kwargs)
+            weight = self.weight(part)
+            with nullcontext() if isinstance(weight, float) else weighing(weight):
+                output = function(part, *args, **kwargs)
             if not trains or output is None:
                 return output
             if not isinstance(output, Mapping):
-                return self.weighed(output, part)
+                return _weighed(output, weight)
             if output.get("loss") is None or "loss_weight" in output:
                 return output
-            return {**output, "loss": self.weighed(output["loss"], part)}
+            return {**output, "loss": _weighed(output["loss"], weight)}
 
         return on_part
 
@@ -268,6 +270,12 @@ class ContextSplit:
         before = own.get(name)
         self._undo.append(partial(own.__setitem__, name, before) if name in own else partial(own.pop, name))
         own[name] = value
+
+
+def _weighed(loss: Tensor, weight: Tensor | float) -> Tensor:
+    if isinstance(weight, float):
+        return loss
+    return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
 
 
 @contextmanager

@@ -255,6 +255,9 @@ class DDPStrategy(ParallelStrategy):
             )
         self._ddp_kwargs = kwargs
         self._comm_hook = ddp_comm_hook
+        # Those of the run that this one resumes, and those with which a run has ended.
+        self._first_buckets: list[list[int]] | None = None
+        self._last_buckets: list[list[int]] | None = None
         self._comm_state = ddp_comm_state
         self._comm_wrapper = ddp_comm_wrapper
         self._current: dict[int, Callable[[], _CurrentDDP | None]] = {}
@@ -314,7 +317,9 @@ class DDPStrategy(ParallelStrategy):
 
         def make() -> DistributedDataParallel:
             # No device_ids: the batch is on the device already, and DDP need not walk it to move it again.
-            wrapped = DistributedDataParallel(_Routed(module), **kwargs)
+            buckets, self._first_buckets, self._last_buckets = self._first_buckets, None, None
+            with nullcontext() if buckets is None else torch_private.with_gradient_buckets(buckets):
+                wrapped = DistributedDataParallel(_Routed(module), **kwargs)
             if self._comm_hook is not None:
                 hook = self._comm_hook if self._comm_wrapper is None else self._comm_wrapper(self._comm_hook)
                 wrapped.register_comm_hook(self._comm_state, hook)
@@ -329,6 +334,8 @@ class DDPStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         model = self.model
+        # For checkpoints that are saved after the run.
+        self._last_buckets = self.state.gradient_buckets
         if model is not None:
             self._end(model.module.module if isinstance(model, DistributedDataParallel) else model)
         super().teardown()
@@ -451,6 +458,18 @@ class DDPState(StateIO):
     """States of optimizers that are divided over the processes are whole in checkpoints."""
 
     strategy: DDPStrategy
+
+    @property
+    def gradient_buckets(self) -> list[list[int]] | None:
+        """The order in which gradients are added up, on which the last digit of their sum depends."""
+        model = self.strategy.model
+        if not isinstance(model, DistributedDataParallel):
+            return self.strategy._last_buckets
+        return torch_private.gradient_buckets(model)
+
+    @gradient_buckets.setter
+    def gradient_buckets(self, stored: list[list[int]] | None) -> None:
+        self.strategy._first_buckets = stored
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of the whole optimizer; an empty dict in all processes but the first if it is divided."""

@@ -142,10 +142,12 @@ class DTensorSharding(DividedSharding):
         """Whether some processes must read the same batches."""
         return self.strategy.sizes.alike > 1
 
-    def on_own_part(self, step: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+    def on_own_part(
+        self, step: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
+    ) -> Callable[..., Any]:
         """Return ``step`` for the part of each sequence that this process has."""
         context = self.strategy.context
-        return step if context is None else context.step(step, trains=trains)
+        return step if context is None else context.step(step, trains=trains, weighing=weighing)
 
     def check_anomaly_mode(self) -> None:
         if self.shares_batches:

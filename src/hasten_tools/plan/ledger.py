@@ -19,6 +19,8 @@ BATCH, GATHERED, EXCHANGE = "batch", "gathered weights", "buffers of exchanges"
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
 CATEGORIES = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, GATHERED, EXCHANGE, BATCH, ACTIVATIONS, TEMPORARY)
 
+# The parts of a step, of each of which the peak is kept.
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 # The categories of a new peak are found again when it has grown by this share.
 _GROWTH = 1.005
 
@@ -148,7 +150,10 @@ class Ledger(torch_private.TorchDispatchMode):
         self.phase = ACTIVATIONS
         self.is_backward = False
         self.live = 0
-        self.peak = Peak()
+        self.growth = _GROWTH
+        # The highest memory in each part of the step, and the part that is counted now.
+        self.peaks: dict[str, Peak] = {}
+        self._now = Peak()
         self.sent: dict[str, Sent] = {}
         self._per_machine = per_machine
         # By the name of a group; None for texts that name none.
@@ -161,6 +166,12 @@ class Ledger(torch_private.TorchDispatchMode):
         self._ends: dict[int, weakref.ref[Any]] = {}
         self._next_snapshot = 0.0
         self._resize: Any = None
+        self.begin(FORWARD)
+
+    @property
+    def peak(self) -> Peak:
+        """The highest of all parts of the step."""
+        return max(self.peaks.values(), key=lambda one: one.total)
 
     # -- beginning and end
 
@@ -184,8 +195,15 @@ class Ledger(torch_private.TorchDispatchMode):
 
     def restart(self) -> None:
         """Forget peak and collectives; what is held stays known."""
-        self.peak, self.sent, self._next_snapshot = Peak(), {}, 0.0
-        self._new_peak()
+        self.peaks, self.sent = {}, {}
+        self.begin(FORWARD)
+
+    def begin(self, part: str) -> None:
+        """Count for a part of the step from now on; one that comes again keeps its higher peak."""
+        self._now = self.peaks.setdefault(part, Peak())
+        self._next_snapshot = self._now.total * self.growth
+        if self.live > self._now.total:
+            self._new_peak()
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -216,7 +234,7 @@ class Ledger(torch_private.TorchDispatchMode):
     def _set(self, key: int, size: int) -> None:
         self.live += size - self._sizes[key]
         self._sizes[key] = size
-        if self.live > self.peak.total:
+        if self.live > self._now.total:
             self._new_peak()
 
     def _end(self, key: int) -> None:
@@ -232,10 +250,10 @@ class Ledger(torch_private.TorchDispatchMode):
             self._set(key, storage.nbytes())
 
     def _new_peak(self) -> None:
-        self.peak.total = self.live
+        self._now.total = self.live
         if self.live > self._next_snapshot:
-            self._next_snapshot = self.live * _GROWTH
-            self.peak.parts = self.parts()
+            self._next_snapshot = self.live * self.growth
+            self._now.parts = self.parts()
 
     def parts(self) -> dict[str, int]:
         """Return the bytes held now, by category."""

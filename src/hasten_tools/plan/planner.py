@@ -19,7 +19,7 @@ from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.host import usable_cores
 from hasten.machine.launch import end_when
 from hasten.resolve import PRECISIONS
-from hasten_tools.plan import meshes, simulated
+from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.report import USABLE, Bandwidth, Change, FitPlan, Measured, PlannedMesh
 
 if TYPE_CHECKING:
@@ -168,24 +168,19 @@ def _planned(trainer: Trainer, asked: list[tuple[str, Order]], fit: Callable[[],
 def _search(
     trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None, until: float, speed: Bandwidth
 ) -> list[PlannedMesh]:
-    """Plan meshes, as many as the time allows, and return all of them, the best one first."""
-    found: dict[MeshSizes, Measured] = {}
-    reasons: dict[MeshSizes, str] = {}
-    # An estimate may be wrong by a little.
-    usable = None if memory is None else 1.02 * USABLE * memory
-    asked = meshes.to_plan(variants.devices, variants.nodes, usable, found, reasons)
-    for sizes, one in _measured(trainer, ((sizes, variants.on_mesh(sizes)) for sizes in asked), fit, until):
-        if isinstance(one, Measured):
-            found[sizes] = one
-        else:
-            reasons[sizes] = one
+    """Plan meshes, as many as the time allows, and return all of them, the best one first.
+
+    A module with many equal blocks is planned with a few of them, and then on the best mesh with all.
+    """
+    search = _Search(trainer, variants, fit, memory)
+    search.plan_all(until)
 
     def planned(sizes: MeshSizes) -> PlannedMesh:
-        one = found.get(sizes)
+        one = search.found.get(sizes)
         return PlannedMesh(
             *(sizes.replicate, sizes.shard, sizes.tensor, variants.line_of(sizes), one),
             seconds=None if one is None else one.seconds(speed),
-            reason=reasons.get(sizes, ""),
+            reason=search.reasons.get(sizes, ""),
         )
 
     def place(mesh: PlannedMesh) -> tuple[bool, bool, float]:
@@ -193,8 +188,81 @@ def _search(
         memory_needed = math.inf if mesh.measured is None else float(mesh.measured.on_device)
         return mesh.measured is None, not fits, mesh.seconds_for_all if fits else memory_needed
 
-    all_sizes = chain.from_iterable(meshes.candidates(variants.devices, variants.nodes).values())
-    return sorted(map(planned, all_sizes), key=place)
+    every = list(chain.from_iterable(meshes.candidates(variants.devices, variants.nodes).values()))
+    while True:
+        best = min(every, key=lambda sizes: place(planned(sizes)))
+        if not search.is_estimate(best):
+            return sorted(map(planned, every), key=place)
+        search.plan_whole(best)
+
+
+class _Search:
+    """Plans of meshes.
+
+    Args:
+        trainer: of the program.
+        variants: of the program.
+        fit: calls ``trainer.fit``.
+        memory: of a device, in bytes.
+
+    """
+
+    def __init__(self, trainer: Trainer, variants: Variants, fit: Callable[[], None], memory: int | None) -> None:
+        self._trainer, self._variants, self._fit = trainer, variants, fit
+        self.found: dict[MeshSizes, Measured] = {}
+        self.reasons: dict[MeshSizes, str] = {}
+        self._few: dict[MeshSizes, Measured] = {}
+        # An estimate may be wrong by a little.
+        usable = None if memory is None else 1.02 * USABLE * memory
+        self._asked = meshes.to_plan(variants.devices, variants.nodes, usable, self.found, self.reasons)
+        # Whether a few blocks do not say what all of them need, and the meshes that were tried with a few.
+        self._needs_all = False
+        self._again: list[MeshSizes] = []
+
+    def plan_all(self, until: float) -> None:
+        """Plan one mesh after the other; none is begun after ``until``."""
+        while True:
+            for (sizes, kept), one in _measured(self._trainer, self._orders(), self._fit, until):
+                self._take(sizes, kept, one)
+            if not self._again:
+                return
+
+    def _orders(self) -> Iterator[tuple[tuple[MeshSizes, int | None], Order]]:
+        while True:
+            sizes = self._again.pop() if self._again else None
+            is_again = sizes is not None
+            if sizes is None and (sizes := next(self._asked, None)) is None:
+                return
+            for kept in (None,) if is_again or self._needs_all else (blocks.FEW, blocks.MORE):
+                yield (sizes, kept), self._variants.on_mesh(sizes, kept)
+
+    def _take(self, sizes: MeshSizes, kept: int | None, one: Measured | str) -> None:
+        if isinstance(one, str):
+            if kept is None or one == _LATE:
+                self.reasons[sizes] = one
+            elif kept == blocks.MORE:
+                # The same mesh with all blocks says whether the mesh is the reason.
+                self._again.append(sizes)
+        elif kept is None or not one.blocks:
+            self._needs_all = True
+            self.found[sizes] = one
+        elif kept == blocks.FEW:
+            self._few[sizes] = one
+        elif sizes in self._few:
+            self.found[sizes] = blocks.extended(self._few.pop(sizes), one)
+        else:
+            self._again.append(sizes)
+
+    def is_estimate(self, sizes: MeshSizes) -> bool:
+        """Return whether a mesh has a plan from a few blocks, or none although it should have one."""
+        one = self.found.get(sizes)
+        return bool(one.blocks) if one is not None else not self.found and self.reasons.get(sizes) == _LATE
+
+    def plan_whole(self, sizes: MeshSizes) -> None:
+        """Plan a mesh with all blocks."""
+        one = _finish(_start(self._trainer, self._variants.on_mesh(sizes), self._fit))
+        self.found[sizes] = one
+        self.reasons.pop(sizes, None)
 
 
 _Key = TypeVar("_Key")
@@ -336,15 +404,15 @@ class Variants:
         if "find_unused_parameters_true" in str(options):
             yield "find_unused_parameters=True is left out: it sends one number a parameter more."
 
-    def _order(self, *, batch_parts: int = 1, **changes: Any) -> Order:
+    def _order(self, *, batch_parts: int = 1, kept: int | None = None, **changes: Any) -> Order:
         from hasten_tools.plan.step import Order
 
         base = {"strategy": self._strategy, "precision": self._precision, "plugins": self._plugins}
-        return Order({**base, **changes}, self.devices, self.nodes, batch_parts, self._gpu)
+        return Order({**base, **changes}, self.devices, self.nodes, batch_parts, self._gpu, kept)
 
-    def on_mesh(self, sizes: MeshSizes) -> Order:
-        """Return the program with a mesh of these sizes."""
-        return self._order(strategy=meshes.strategy_of(sizes, self._own))
+    def on_mesh(self, sizes: MeshSizes, kept: int | None = None) -> Order:
+        """Return the program with a mesh of these sizes, and with ``kept`` of its equal blocks; None for all."""
+        return self._order(strategy=meshes.strategy_of(sizes, self._own), kept=kept)
 
     def line_of(self, sizes: MeshSizes) -> str:
         """Return the strategy to write for a mesh of these sizes."""

@@ -78,10 +78,14 @@ class Measured:
         peak: the most memory that tensors held at once in a step.
         peak_parts: by what.
         sent: by kind of collective: calls, payload, and what the process sends in a ring.
-        shards: the shape of each parameter in this process.
-        mesh: the sizes of the axes "replicate", "shard" and "tensor"; empty for strategies without a mesh.
+        shards: the shape of each parameter in this process; of an estimate, those of the blocks that were planned.
+        mesh: the sizes of the axes "replicate", "shard" and "tensor", and of "context" if it divides sequences; empty
+            for strategies without a mesh.
         links: by kind of collective, the parts of what the process sends in a ring: bytes within its machine, and
             bytes between machines. A part is what groups send that are spread over machines alike.
+        peaks: the peak of each part of the step, and by what.
+        blocks: how many equal blocks the module has, if some of them were left out; else 0.
+        kept: how many of them were not left out, or the most of the plans from which all were estimated.
 
     """
 
@@ -102,6 +106,9 @@ class Measured:
     shards: dict[str, tuple[int, ...]]
     mesh: dict[str, int] = field(default_factory=dict)
     links: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)
+    blocks: int = 0
+    kept: int = 0
 
     @property
     def on_device(self) -> int:
@@ -292,6 +299,9 @@ class FitPlan:
         for reason, lines in unplanned.items():
             what = f"{len(lines)} meshes are not planned, such as" if len(lines) > 1 else "1 mesh is not planned,"
             yield f"{what} {lines[0]}: {reason.removesuffix('.')}."
+        if estimates := [mesh.measured for mesh in self.meshes if mesh.measured is not None and mesh.measured.blocks]:
+            count = f"{estimates[0].kept} of the {estimates[0].blocks} blocks"
+            yield f"The best mesh is planned with the whole model, the others with at most {count}."
         yield ""
         yield f"strategy={self.meshes[0].line}" if self.fits is not False else "No mesh fits."
 

@@ -23,14 +23,17 @@ from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
 from hasten.loops.run_data import make_transfer
 from hasten.strategies.mesh.strategy import MeshStrategy
-from hasten_tools.plan import meshes, simulated
+from hasten_tools.plan import blocks, meshes, simulated
 from hasten_tools.plan.ledger import (
     ACTIVATIONS,
+    BACKWARD,
     BATCH,
     BUFFERS,
     EXCHANGE,
+    FORWARD,
     GRADIENTS,
     OPTIMIZER,
+    STEP,
     TEMPORARY,
     WEIGHTS,
     Ledger,
@@ -80,6 +83,7 @@ class Order:
         nodes: the number of machines they are on.
         batch_parts: in how many parts each batch is computed, with as many times the accumulation.
         on_gpu: step optimizers as torch does on GPUs.
+        kept: how many of a module's equal blocks to keep; None for all.
 
     """
 
@@ -88,6 +92,7 @@ class Order:
     nodes: int
     batch_parts: int = 1
     on_gpu: bool = True
+    kept: int | None = None
 
 
 def measure(trainer: Trainer, order: Order, fit: Callable[[], None]) -> Measured:
@@ -148,6 +153,7 @@ class _PlannedFit:
         self.modes = ExitStack()
         self.measured: Measured | None = None
         self._gradient_bytes = 0
+        self._blocks = 0
         # The parameters between two steps: during a step ``fully_shard`` puts gathered ones in their place.
         self._parameters: list[nn.Parameter] = []
 
@@ -163,6 +169,8 @@ class _PlannedFit:
             return stack
 
         def shard_without_data(module: nn.Module, stored: Any = ()) -> None:
+            if self.order.kept is not None:
+                self._blocks = blocks.leave_out(module, self.order.kept, self.ledger)
             simulated.leave_out_metrics(module)
             simulated.without_data(module, self.mode)
             self.modes.enter_context(self.mode)
@@ -210,6 +218,7 @@ class _PlannedFit:
                     own = own if transfer is None else transfer(own)
                     run.logged.batch, run.logged.batch_size = own, 0
                     ledger.phase = ACTIVATIONS
+                    ledger.begin(FORWARD)
                     hooks.on_train_batch_start(own, number * size + index)
                     window.is_start, window.is_end = index == 0, index == size - 1
                     step(own, number * size + index)
@@ -230,11 +239,13 @@ class _PlannedFit:
 
         def watched(*args: Any, **kwargs: Any) -> None:
             ledger.is_backward = True
+            ledger.begin(BACKWARD)
             try:
                 with ledger.during(TEMPORARY):
                     backward(*args, **kwargs)
             finally:
                 ledger.is_backward = False
+            ledger.begin(STEP)
             made = sum(held(gradient).nbytes for gradient in self._gradients())
             self._gradient_bytes = max(self._gradient_bytes, made)
             # What follows is the optimizer's.
@@ -262,6 +273,8 @@ class _PlannedFit:
         if isinstance(strategy, MeshStrategy):
             offloads, sizes = strategy.offloads, strategy.sizes
             mesh = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+            if sizes.context > 1:
+                mesh["context"] = sizes.context
         peak = self.ledger.peak
         return Measured(
             strategy=strategy.name,
@@ -281,6 +294,9 @@ class _PlannedFit:
             shards={name: tuple(held(parameter).shape) for name, parameter in module.named_parameters()},
             mesh=mesh,
             links={name: tuple(one.links()) for name, one in self.ledger.sent.items()},
+            peaks={part: (one.total, dict(one.parts)) for part, one in self.ledger.peaks.items()},
+            blocks=self._blocks,
+            kept=self.order.kept or 0 if self._blocks else 0,
         )
 
 
