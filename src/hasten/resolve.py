@@ -130,10 +130,7 @@ def runtime(
     """
     precision_plugin, checkpoint_io, cluster, layer_sync = _plugins(plugins, owner)
     layer_sync = _layer_sync(sync_batchnorm, layer_sync, owner)
-    given = dict(strategy.given) if isinstance(strategy, Strategy) else {}
-    for name, kind in (("checkpoint_io", CheckpointIO), ("cluster", ClusterEnvironment), ("precision", Precision)):
-        if name in given:
-            check.instance(type(strategy).__name__, name, given[name], kind, f"a {kind.__name__}")
+    given = _parts_of(strategy) if isinstance(strategy, Strategy) else {}
     precision_plugin = _once(owner, "precision", precision_plugin, given)
     checkpoint_io = _once(owner, "checkpoint_io", checkpoint_io, given)
     cluster = _once(owner, "cluster", cluster, given)
@@ -351,6 +348,15 @@ def _check_parallel_devices(devices: Sequence[torch.device], kind: type[Accelera
 
 
 # -- devices
+
+
+def _parts_of(strategy: Strategy) -> dict[str, Any]:
+    """Return what was given to a strategy, checked."""
+    given = dict(strategy.given)
+    for name, kind in (("checkpoint_io", CheckpointIO), ("cluster", ClusterEnvironment), ("precision", Precision)):
+        if name in given:
+            check.instance(type(strategy).__name__, name, given[name], kind, f"a {kind.__name__}")
+    return given
 
 
 def _num_nodes(num_nodes: Any, owner: str) -> int:

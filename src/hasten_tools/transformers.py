@@ -92,7 +92,8 @@ class TransformersTrainer:
         >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
         >>> model = BertForSequenceClassification(BertConfig(vocab_size=20, **sizes))
         >>> data = [{"input_ids": torch.randint(5, 20, (6,)), "labels": n % 2} for n in range(16)]
-        >>> args = TrainingArguments(tempfile.mkdtemp(), num_train_epochs=1, use_cpu=True, disable_tqdm=True)
+        >>> quiet = dict(use_cpu=True, disable_tqdm=True, report_to="none")
+        >>> args = TrainingArguments(tempfile.mkdtemp(), num_train_epochs=1, **quiet)
         >>> TransformersTrainer(model, args, train_dataset=data, enable_model_summary=False).train().global_step
         2
 

@@ -263,16 +263,16 @@ def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
     Example::
 
-        >>> def train(strict: "bool", name: "str | None" = None) -> "None":
+        >>> def train(strict: bool, name: str | None = None) -> None:
         ...     declared(train, locals())
         >>> train(strict="no")
         Traceback (most recent call last):
             ...
-        hasten._lib.errors.WrongType: train(strict='no'): use True or False.
+        hasten._lib.errors.WrongType: train(strict='no'): use True or False, not str.
 
     """
     for name, annotation, kinds, default in _annotated(function):
-        value = given.get(name, default)
+        value = given[name] if name in given else default  # noqa: SIM401 (``get`` is a call more for each argument)
         if value is default or (value is None and annotation.endswith("| None")):
             continue
         owner = type(given["self"]).__name__ if "self" in given else function.__name__

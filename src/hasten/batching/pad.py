@@ -96,7 +96,6 @@ class PadCollator:
         mask_key: str | None = MASK_KEY,
         side: Literal["right", "left"] = "right",
     ) -> None:
-        check.declared(PadCollator.__init__, locals())
         check.callable_("PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True)
         if isinstance(keys, str):
             raise make_error(
@@ -105,6 +104,7 @@ class PadCollator:
                 fix=f"give a list of fields: keys=[{keys!r}].",
                 argument="keys",
             )
+        check.declared(PadCollator.__init__, locals())
         check.one_of("PadCollator", "side", side, ("right", "left"))
         check_multiple_of("PadCollator", multiple_of)
         self.tokenizer: Any = tokenizer

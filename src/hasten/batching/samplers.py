@@ -48,9 +48,9 @@ class PlannedBatches(Sampler[list[int]]):
         rank: int | None,
         repeat: bool,
     ) -> None:
-        check.declared(PlannedBatches.__init__, locals())
         owner = type(self).__name__
         self.lengths = check_lengths(owner, lengths)
+        check.declared(PlannedBatches.__init__, locals())
         check.whole(owner, "seed", seed, allow_none=True)
         if num_replicas is not None and rank is not None:
             check.whole(owner, "rank", rank, at_least=0, at_most=num_replicas - 1)

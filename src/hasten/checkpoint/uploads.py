@@ -82,9 +82,9 @@ class UploadedCheckpointIO(files.CheckpointIO):
         tries: int = 3,
         retry_seconds: float = 1.0,
     ) -> None:
-        check.declared(UploadedCheckpointIO.__init__, locals())
         owner = type(self).__name__
         self.url = _checked_url(owner, url)
+        check.declared(UploadedCheckpointIO.__init__, locals())
         self.checkpoint_io = checkpoint_io if checkpoint_io is not None else files.DefaultCheckpointIO()
         check.whole(owner, "tries", tries, at_least=1)
         check.number(owner, "retry_seconds", retry_seconds, at_least=0)

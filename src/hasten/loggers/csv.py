@@ -305,9 +305,11 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
         """Return the number of rows written, and where."""
         if self._experiment is None:
             return {}
-        with contextlib.suppress(OSError):
-            # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
+        try:  # noqa: SIM105 (``suppress`` is three calls more)
             self._experiment.save()
+        except OSError:
+            # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
+            pass
         return {"file": _place(self._experiment.metrics_file_path), "rows": self._experiment.table.rows}
 
     @rank_zero_only

@@ -40,7 +40,7 @@ def leave_out(module: nn.Module, kept: int, ledger: Ledger) -> int:
     ledger.growth = _GROWTH
     (length,) = lengths
     for parent, names in rows:
-        form = _Form()
+        form = _BlockForm()
         for place, name in enumerate(names):
             if kept // 2 <= place < length - kept // 2:
                 setattr(parent, name, _LeftOut(form))
@@ -63,7 +63,7 @@ def _rows_of_equal_blocks(module: nn.Module) -> list[tuple[nn.Module, list[str]]
     return found
 
 
-class _Form:
+class _BlockForm:
     """What the blocks of a row return: a tensor of the shape of their first argument, or a tuple with one."""
 
     in_tuple = False
@@ -80,7 +80,7 @@ class _Form:
 class _LeftOut(nn.Module):
     """Stands for a block that was left out, and hands on what it is given."""
 
-    def __init__(self, form: _Form) -> None:
+    def __init__(self, form: _BlockForm) -> None:
         super().__init__()
         self._form = form
 
@@ -93,7 +93,7 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def _watch(block: nn.Module, place: int, form: _Form, ledger: Ledger) -> None:
+def _watch(block: nn.Module, place: int, form: _BlockForm, ledger: Ledger) -> None:
     """Note what a block returns, and where its backward begins."""
 
     def noted(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

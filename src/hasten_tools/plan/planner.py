@@ -172,7 +172,7 @@ def _search(
 
     A module with many equal blocks is planned with a few of them, and then on the best mesh with all.
     """
-    search = _Search(trainer, variants, fit, memory)
+    search = _MeshSearch(trainer, variants, fit, memory)
     search.plan_all(until)
 
     def planned(sizes: MeshSizes) -> PlannedMesh:
@@ -196,7 +196,7 @@ def _search(
         search.plan_whole(best)
 
 
-class _Search:
+class _MeshSearch:
     """Plans of meshes.
 
     Args:
