@@ -305,7 +305,7 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
         """Return the number of rows written, and where."""
         if self._experiment is None:
             return {}
-        try:  # noqa: SIM105 (``suppress`` is three calls more)
+        try:
             self._experiment.save()
         except OSError:
             # A checkpoint is written also where this file cannot be; the next row, or the end of the run, says why.
