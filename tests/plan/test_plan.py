@@ -214,26 +214,37 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["measured"]["sent"]["all-reduce"][1] == 4 * found["measured"]["parameters"]
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "planned"),
-    [
-        ("devices='0,1', num_nodes=3", (), "6 devices of 3 machines"),
-        ("num_nodes=2", (), "16 devices of 2 machines"),
-        ("devices=4", ("--nodes", "2"), "8 devices of 2 machines"),
-    ],
-)
-def test_the_command_plans_for_the_devices_of_the_program(
-    tmp_path: Path, given: str, options: tuple[str, ...], planned: str
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from tests.plan.on_two_processes import *\n"
-        "import hasten as L\n"
-        f"L.Trainer(max_steps=2, strategy='ddp', {given}).fit(Transformer(), loader())\n",
-        encoding="utf-8",
+def test_the_command_plans_for_the_devices_of_the_program(tmp_path: Path) -> None:
+    cases = [
+        ("devices='0,1', num_nodes=3", [], "6 devices of 3 machines"),
+        ("num_nodes=2", [], "16 devices of 2 machines"),
+        ("devices=4", ["--nodes", "2"], "8 devices of 2 machines"),
+    ]
+    words = []
+    for number, (given, options, _) in enumerate(cases):
+        program = tmp_path / f"program_{number}.py"
+        program.write_text(
+            "from tests.plan.on_two_processes import *\n"
+            "import hasten as L\n"
+            f"L.Trainer(max_steps=2, strategy='ddp', {given}).fit(Transformer(), loader())\n",
+            encoding="utf-8",
+        )
+        words.append([*options, str(program)])
+    # Each command in a process of its own, which is forked from one that has imported torch.
+    commands = (
+        "import os, sys, torch._dynamo\n"
+        "from hasten_tools.commands.plan import main\n"
+        f"for words in {words!r}:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        code = main(words)\n"
+        "        sys.stdout.flush()\n"
+        "        os._exit(code)\n"
+        "    os.waitpid(child, 0)\n"
     )
-    ended = run_python("-m", "hasten", "plan", *options, program, cwd=tmp_path)
-    assert f"Transformer on {planned}\n" in ended.stdout, ended.stderr
+    ended = run_python("-c", commands, cwd=tmp_path)
+    for _, _, planned in cases:
+        assert f"Transformer on {planned}\n" in ended.stdout, ended.stderr
 
 
 def test_sizes() -> None:
