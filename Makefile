@@ -6,7 +6,7 @@
 # make fuzz   try 100,000 inputs on each target of tests/fuzz; fewer, on one: make fuzz ARGS="--examples 1000 durations"
 # make kills  kill 1,000 runs at random moments and resume them; fewer: make kills ARGS="--kills 100"
 # make bench  the overhead of a step against the hand-written loop
-# make faults  failing file systems, buckets, worker processes and clocks: the table of docs/reliability.md
+# make faults  failing file systems, buckets, worker processes and clocks: the table of docs/faults.md
 # make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
 # make deepspeed  run the tests of DeepSpeed, in an environment of its own (.venv-deepspeed); needs g++
 # make xla    train on XLA devices (.venv-xla, with PJRT_DEVICE=CPU; on a machine with TPUs: make xla PJRT_DEVICE=TPU)

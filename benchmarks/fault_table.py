@@ -2,7 +2,7 @@
 
     python benchmarks/fault_table.py
     python benchmarks/fault_table.py --only bucket --show
-    python benchmarks/fault_table.py --write         # renew the table in docs/reliability.md
+    python benchmarks/fault_table.py --write         # renew the table in docs/faults.md
 
 Each row is a program of 40 steps that saves every 10. The fault begins after step 15 and, where it passes, ends after
 step 35. *Kept* are the checkpoints that are there and whole when the program has ended. Rows that need a file system of
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 240.0
 STEPS, EVERY, BEGINS, ENDS = 40, 10, 15, 35
 NOBODY = 65534
-PAGE, BEGIN, END = ROOT / "docs" / "reliability.md", "<!-- faults: begin -->", "<!-- faults: end -->"
+PAGE, BEGIN, END = ROOT / "docs" / "faults.md", "<!-- faults: begin -->", "<!-- faults: end -->"
 
 Undo = Callable[[], object]
 

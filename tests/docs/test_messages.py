@@ -49,7 +49,8 @@ def test_each_message_of_the_page_is_one_of_the_code() -> None:
 
 
 def test_the_tests_behind_the_promises_exist() -> None:
-    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    pages = ("reliability.md", "faults.md", "kills.md")
+    page = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in pages)
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
     assert len(named) > 30
     assert [name for path, name in named if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")] == []

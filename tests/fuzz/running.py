@@ -39,7 +39,7 @@ class Target:
     """What is fuzzed.
 
     Args:
-        title: the row of the table in ``docs/reliability.md``.
+        title: the row of the table in ``docs/kills.md``.
         inputs: makes the inputs.
         check: raises ``Found`` for an input that is not handled as promised.
         in_suite: how many inputs a run of the tests tries.
