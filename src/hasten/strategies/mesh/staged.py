@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ class StagedSharding(DTensorSharding):
         """Whether some processes must read the same batches: those of one pipeline."""
         return True
 
-    def on_own_part(self, step: Callable[..., Any], *, trains: bool) -> Callable[..., Any]:
+    def on_own_part(
+        self, step: Callable[..., Any], *, trains: bool, weighing: Callable[[Tensor], AbstractContextManager[None]]
+    ) -> Callable[..., Any]:
         """Return ``step`` computed by all stages together."""
         return _pipeline(self).step(step, trains=trains)
 
