@@ -115,7 +115,9 @@ def test_evaluations_checkpoints_and_a_resumed_run(tmp_path: Path) -> None:
 
 def test_each_field_is_read_and_on_the_page_or_refused_by_its_name(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "start" / "transformers.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"`(\w+)`", text.partition("Read: ")[2].partition("\n\n")[0]))
+    read = re.search(r"Read:\n\n((?:    .*\n|\n)+)", text)
+    assert read is not None
+    listed = set(re.findall(r"`(\w+)`", read[1]))
     fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert listed <= fields
     for name in sorted(fields - listed):

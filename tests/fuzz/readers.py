@@ -80,10 +80,11 @@ def _read(path: Path, data: object) -> None:
     """Read a run as plots and reports do."""
     try:
         run = read_run(path)
-        columns = run.logged()
-        values = [value for column in columns.values() for value in column.values]
-        places = [run.series(key)[0] for key in run.keys()]  # noqa: SIM118 - not a dict
-        times = [run.elapsed(row.time) for row in run.rows if row.time is not None]
+        series = [run.series(key) for key in run.keys()]  # noqa: SIM118 - not a dict
+        values = [value for _, column in series for value in column]
+        places = [place for place, _ in series]
+        columns = [column for name in run.rows.names() if (column := run.rows.column(name)) is not None]
+        times = [run.elapsed(time) for column in columns for time in column.times.tolist() if not math.isnan(time)]
         state = run.state
     except Exception as error:
         raise Found(f"read_run: {where(error)}", f"{shortened(data)}\n  {error!r}") from error
