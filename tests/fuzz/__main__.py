@@ -11,7 +11,7 @@ import sys
 import time
 
 from tests.fuzz.found import ROWS
-from tests.fuzz.running import run
+from tests.fuzz.running import Found, in_empty_folder, quietly, run
 from tests.fuzz.targets import TARGETS
 
 
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"some of {', '.join(TARGETS)}; default: all")
     parser.add_argument("--examples", type=int, default=100_000, help="how many inputs for each target")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    parser.add_argument("--again", action="store_true", help="also try what was found before")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end each target after so long at the latest")
     options = parser.parse_args()
     if unknown := sorted(set(options.targets) - set(TARGETS)):
@@ -30,10 +31,16 @@ def main() -> int:
     for name in options.targets or TARGETS:
         began = time.monotonic()
         outcome = run(TARGETS[name], options.examples, number=options.seed, seconds=60 * options.minutes)
-        mended = sum(row.target == name for row in ROWS)
+        before = [row.value for row in ROWS if row.target == name]
+        for value in before if options.again else ():
+            try:
+                with quietly(), in_empty_folder():
+                    TARGETS[name].check(value)
+            except Found as again:
+                outcome.found[again.kind] = again.text
         seconds = time.monotonic() - began
         print(
-            f"| {TARGETS[name].title} | {outcome.tried:,} | {len(outcome.found)} | {mended} | {seconds:.0f} |",
+            f"| {TARGETS[name].title} | {outcome.tried:,} | {len(outcome.found)} | {len(before)} | {seconds:.0f} |",
             flush=True,
         )
         for kind, text in sorted(outcome.found.items()):
