@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -65,12 +66,22 @@ def environment_of_python() -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+def load_script(name: str) -> Any:
+    """Import ``scripts/NAME.py``, which is in no package."""
+    return _load(ROOT / "scripts" / f"{name}.py", f"scripts_{name}")
+
+
 def call_in_file(path: str, name: str, *args: object, **kwargs: object) -> Any:
     """Import the file ``path``, whose functions cannot be pickled, and return what its function ``name`` returns."""
-    spec = importlib.util.spec_from_file_location(f"hasten_file_{zlib.crc32(path.encode())}", path)
+    module = _load(Path(path), f"hasten_file_{zlib.crc32(path.encode())}")
+    return getattr(module, name)(*args, **kwargs)
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module  # Where dataclasses look for it.
     spec.loader.exec_module(module)
-    return getattr(module, name)(*args, **kwargs)
+    return module

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException, WrongType
 from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
-from hasten._lib.tree import Arrival, send_to_host
+from hasten._lib.tree import Arrival, send_to_host, weighed
 from hasten.checkpoint.metrics import Gathered
 from hasten.elsewhere import conventions
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
@@ -206,7 +206,7 @@ class LoggedValues:
             is_number = isinstance(value, (Tensor, float, int))
             if given.sync_dist and is_number and reduction(given.reduce_fx, name) == "mean":
                 value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.double)
-                value = torch.where(weight > 0, value, torch.zeros_like(value)) * weight.to(value.dtype)
+                value = weighed(value, weight)
             record(name, value, options, batch_size)
 
         return self.observed(observer)

@@ -244,6 +244,15 @@ def _cluster(given: ClusterEnvironment | None, accelerator: Accelerator) -> Clus
     return (accelerator.default_cluster() if type(cluster) is LightningEnvironment else None) or cluster
 
 
+def _parts_of(strategy: Strategy) -> dict[str, Any]:
+    """Return what was given to a strategy, checked."""
+    given = dict(strategy.given)
+    for name, kind in (("checkpoint_io", CheckpointIO), ("cluster", ClusterEnvironment), ("precision", Precision)):
+        if name in given:
+            check.instance(type(strategy).__name__, name, given[name], kind, f"a {kind.__name__}")
+    return given
+
+
 # -- accelerators
 
 
@@ -348,15 +357,6 @@ def _check_parallel_devices(devices: Sequence[torch.device], kind: type[Accelera
 
 
 # -- devices
-
-
-def _parts_of(strategy: Strategy) -> dict[str, Any]:
-    """Return what was given to a strategy, checked."""
-    given = dict(strategy.given)
-    for name, kind in (("checkpoint_io", CheckpointIO), ("cluster", ClusterEnvironment), ("precision", Precision)):
-        if name in given:
-            check.instance(type(strategy).__name__, name, given[name], kind, f"a {kind.__name__}")
-    return given
 
 
 def _num_nodes(num_nodes: Any, owner: str) -> int:

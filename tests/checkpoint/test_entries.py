@@ -123,6 +123,23 @@ def test_a_hook_may_put_an_entry_right(tmp_path: Path, whole: dict[str, Any]) ->
     assert same_weights(module, before)
 
 
+class OfTheProgram(L.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["beste"]
+
+
+def test_an_error_of_the_programs_own_callback_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    quiet(max_epochs=1, callbacks=[OfTheProgram(), SaveAt(path, 3)]).fit(Classifier(), loader(20))
+    with pytest.raises(KeyError) as caught:
+        quiet(max_epochs=2, callbacks=[OfTheProgram()]).fit(Classifier(), loader(20), ckpt_path=path)
+    assert caught.value.args == ("beste",)
+    assert caught.value.__notes__ == [f"{path} was being restored."]
+
+
 def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.ckpt")
     with refused(ValueError, says="list.ckpt"):

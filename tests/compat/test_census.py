@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 import hasten_lightning
+from tests.programs import load_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,13 +23,7 @@ def alias() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def census() -> Any:
-    spec = importlib.util.spec_from_file_location("census", ROOT / "scripts" / "census.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["census"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("census")
 
 
 def test_what_packages_use_is_there(census: Any) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 from hasten_tools.demo.task import ENGINEERS_LOOP
 from tests.docs import measured
 from tests.docs.measured import table
+from tests.programs import load_script
 from tests.rules.test_public_signatures import MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -209,13 +208,7 @@ def test_docstrings_become_markdown() -> None:
 def script() -> Any:
     """Import ``scripts/site.py``, which is in no package."""
     pytest.importorskip("mkdocs", reason="needs mkdocs: pip install -e '.[docs]'")
-    spec = importlib.util.spec_from_file_location("hasten_site", ROOT / "scripts" / "site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["hasten_site"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("site")
 
 
 def test_links_to_files_of_the_repository_lead_to_their_pages(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,18 +33,7 @@ AT_MOST = {
 }
 
 
-def load_script() -> Any:
-    """Import ``scripts/crossings.py``, which is in no package."""
-    spec = importlib.util.spec_from_file_location("crossings", ROOT / "scripts" / "crossings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["crossings"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-crossings = load_script()
+crossings = load_script("crossings")
 
 
 @pytest.fixture(scope="module")

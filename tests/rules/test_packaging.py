@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 import hasten
 from hasten._lib.optional import _PACKAGES, EXTRAS
+from tests.programs import load_script
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -68,11 +68,7 @@ def test_issue_templates_have_what_the_form_needs(template: Path) -> None:
 
 
 def test_each_command_of_the_readme_is_run_before_a_release() -> None:
-    spec = importlib.util.spec_from_file_location("check_release", ROOT / "scripts" / "check_release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("check_release")
     found = module.commands()
     assert {"make demo", "hasten report lightning_logs"} <= set(found)
     unknown = [each for each in found if not each.startswith(("hasten ", "make demo", *module.NOT_RUN))]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import hasten as L
 from hasten import elsewhere, resolve, strategies
+from tests.programs import load_script
 
 ROOT = Path(__file__).parents[2]
 WRITE_IT = "If the change is meant, run: PYTHONPATH=src python scripts/strategy_names.py"
@@ -18,17 +17,8 @@ WRITE_IT = "If the change is meant, run: PYTHONPATH=src python scripts/strategy_
 _NAMES = {name: getattr(strategies, name) for name in strategies.__all__}
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("strategy_names", ROOT / "scripts" / "strategy_names.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_is_made_from_the_code() -> None:
-    script = _script()
+    script = load_script("strategy_names")
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), WRITE_IT
 
 

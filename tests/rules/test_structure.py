@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,18 +28,7 @@ MOST_UNTYPED_RESULTS = 3.9
 WALKS = {"batch": 5, "logged value": 3, "save": 8, "restore": 8, "Fabric.setup": 5}
 
 
-def load_script() -> Any:
-    """Import ``scripts/structure.py``, which is in no package."""
-    spec = importlib.util.spec_from_file_location("structure", ROOT / "scripts" / "structure.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["structure"] = module  # Where dataclasses look for it.
-    spec.loader.exec_module(module)
-    return module
-
-
-structure = load_script()
+structure = load_script("structure")
 
 
 @pytest.fixture(scope="module")

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import tomllib
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.programs import load_script
+
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-
-
-def script(name: str) -> Any:
-    """Return a script of the repository as a module."""
-    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the environment
 
 
 def test_each_version_is_locked_with_hashes() -> None:
-    lock = script("lock")
+    lock = load_script("lock")
     entries = lock.locked()
     constraints = lock.versions(lock.CONSTRAINTS.read_text(encoding="utf-8"))
     changed = "requirements-dev.txt is older than constraints.txt: make lock"
@@ -55,7 +45,7 @@ def test_each_version_is_locked_with_hashes() -> None:
 
 
 def test_the_environment_is_installed_by_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = script("lock")
+    lock = load_script("lock")
     if reason := lock.without_hashes():
         pytest.skip(reason)
     wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
@@ -83,7 +73,7 @@ def test_the_environment_is_installed_by_hash(tmp_path: Path, monkeypatch: pytes
 
 
 def test_packages_have_licences_that_are_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    audit = script("audit")
+    audit = load_script("audit")
     assert audit.licences() == 0, capsys.readouterr().out
     for expression in ("MIT", "GPL-3.0 OR MIT", "(MIT AND BSD License) OR X", "Apache-2.0 WITH LLVM-exception AND ISC"):
         assert audit.is_allowed(expression), expression
@@ -116,12 +106,12 @@ def test_advisories_that_cannot_be_read_are_no_success(
         program = f"print({json.dumps({'dependencies': printed})!r})\nraise SystemExit({code != 0:d})\n"
     (tmp_path / "pip_audit.py").write_text(program, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert script("audit").advisories() == code
+    assert load_script("audit").advisories() == code
     assert says in capsys.readouterr().out
 
 
 def test_the_list_of_packages_is_complete_and_the_same_each_time(tmp_path: Path) -> None:
-    audit = script("audit")
+    audit = load_script("audit")
     wheel = tmp_path / "hasten-1.whl"
     wheel.write_bytes(b"a wheel")
     document = audit.sbom([wheel])
@@ -144,7 +134,7 @@ def test_the_list_of_packages_is_complete_and_the_same_each_time(tmp_path: Path)
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="builds a commit: needs a clone")
 def test_two_builds_have_the_same_bytes(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
-    build = script("build")
+    build = load_script("build")
     wheel, *_ = sorted(build.build_twice("HEAD", tmp_path), key=lambda path: path.suffix, reverse=True)
     # A difference is named by its file.
     changed = tmp_path / wheel.name

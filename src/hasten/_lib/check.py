@@ -173,6 +173,8 @@ def instance(
 
 def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
     """Return ``value`` if it is a string or an ``os.PathLike``. See ``whole`` for the arguments."""
+    if type(value) is str and value.isascii() and "\0" not in value:
+        return value
     instance(owner, name, value, (str, os.PathLike), "a path", allow_none=allow_none, error=error)
     given: Any = value
     text = "" if given is None else os.fspath(given)
@@ -280,7 +282,7 @@ def declared(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
         if type(value) not in kinds and not _is_one_of(kinds, value):
             allowed = " or ".join(dict.fromkeys(_TEXTS.get(kind, f"a {kind.__name__}") for kind in kinds))
             raise _wrong_type(owner, name, value, allowed + ", or None" * annotation.endswith("| None"), None)
-        if os.PathLike in kinds and not (type(value) is str and value.isascii() and "\0" not in value):
+        if os.PathLike in kinds:
             path(owner, name, value)
 
 

@@ -212,6 +212,11 @@ class Arrival:
         return [float(value) for value in self._scalars]
 
 
+def weighed(value: Tensor, weight: Tensor) -> Tensor:
+    """Return ``value`` times ``weight``, which has one element; 0 where that is 0, whatever the value is."""
+    return torch.where(weight > 0, value, torch.zeros_like(value)) * weight.to(value.dtype)
+
+
 def send_to_host(values: Sequence[Any]) -> Arrival:
     """Start moving 0-d tensors (numbers pass through) to the host with one copy a device.
 

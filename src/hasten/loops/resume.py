@@ -24,6 +24,7 @@ from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
 from hasten.loops.run import Earlier, Run, has_batch_in_hand, is_inside_batch
 from hasten.loops.saved_state import refuse_inside
+from hasten.machine.stacks import passes_program
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import StoredHyperParameters
@@ -303,11 +304,14 @@ class RunState:
 
 @contextmanager
 def _named(source: str) -> Iterator[None]:
-    """Name the file in errors about what is in it."""
+    """Name the file in errors about what is in it; those of the program's own code keep their type."""
     why = "it is damaged, or was saved by another program"
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        if passes_program(error):
+            add_note(error, f"{source} was being restored.")
+            raise
         what = f"{source} cannot be restored ({type(error).__name__}: {error}): {why}."
         raise make_error(ValueError, what, fix="Use an earlier checkpoint.") from error
     except (ValueError, RuntimeError) as error:

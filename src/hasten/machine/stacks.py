@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -63,6 +65,12 @@ def capture(thread: int) -> list[Frame]:
         is_made = (file, name) == ("<string>", "<module>") and frame is not running[-1]
         found.append(Frame(file, frame.f_lineno or 0, name, "python" if is_made else _owner(file)))
     return found
+
+
+def passes_program(error: BaseException) -> bool:
+    """Return whether an error came through a function of the program on its way to the function that caught it."""
+    called = islice(traceback.walk_tb(error.__traceback__), 1, None)
+    return any(_owner(frames.file_of(frame)) == "user" for frame, _ in called)
 
 
 def _owner(file: str) -> str:

@@ -878,6 +878,7 @@ class StateIO(StrategyPart):
 
     # Whether a checkpoint is a folder that all processes write, each its own shards, and not a file of the first one.
     saves_folders: bool = False
+
     # -- weights and optimizers
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.tree import children, leaves, map_tensors, rebuilt
+from hasten._lib.tree import children, leaves, map_tensors, rebuilt, weighed
 from hasten.extend.origin import functions_reached, names_in
 from hasten.packed.document_attention import packed_attention
 
@@ -273,9 +273,7 @@ class ContextSplit:
 
 
 def _weighed(loss: Tensor, weight: Tensor | float) -> Tensor:
-    if isinstance(weight, float):
-        return loss
-    return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+    return loss if isinstance(weight, float) else weighed(loss, weight)
 
 
 @contextmanager

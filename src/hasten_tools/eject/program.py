@@ -100,7 +100,8 @@ def with_one_branch(text: str, name: str, line: int) -> str:
     source = Source(text, name)
     made = [node for node in ast.walk(source.tree)
             if isinstance(node, ast.Call) and source.hasten_name(node.func) == TRAINER]  # fmt: skip
-    rows, ends = rows_of(text), f'raise SystemExit("{name} was ejected with arguments that take the other branch")'
+    before = rows_of(text)
+    rows, ends = list(before), f'raise SystemExit("{name} was ejected with arguments that take the other branch")'
     for node in sorted((one for one in ast.walk(source.tree) if isinstance(one, ast.If)), key=lambda one: -one.lineno):
         for body, other in ((node.body, node.orelse), (node.orelse, node.body)):
             runs = any(call.lineno <= line <= (call.end_lineno or 0) for call in _nodes_within(body, made))
@@ -111,7 +112,7 @@ def with_one_branch(text: str, name: str, line: int) -> str:
                 rows[start:end] = [" " * node.col_offset + "else:", " " * (node.col_offset + 4) + ends]
             elif not rows[start][: other[0].col_offset].strip():
                 rows[start:end] = [" " * other[0].col_offset + ends]
-    return "\n".join(rows) if rows != rows_of(text) else text
+    return "\n".join(rows) if rows != before else text
 
 
 def _nodes_within(body: list[ast.stmt], nodes: list[ast.Call]) -> list[ast.Call]:

@@ -400,7 +400,7 @@ class Pipeline:
         if self._is_last:
             calls = [(name, self._named_metric(given)) for name, given in results.calls]
             sent = (results.output, results.loss, results.weight, calls)
-            box = [move_to(map_tensors(Tensor.detach, sent), "cpu")]
+            box = [move_to(_detached(sent), "cpu")]
         source, device = self.schedule.process_of[-1], self._strategy.root_device
         dist.broadcast_object_list(box, group=self._group, group_src=source, device=device)
         if self._is_last:
