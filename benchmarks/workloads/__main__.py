@@ -13,6 +13,7 @@ The seconds to the stated quality are those of the start and of the turns until 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from benchmarks.measure import hardware
 from benchmarks.workloads import forecast, table
-from benchmarks.workloads.columns import COLUMNS, QUICK, columns_of, device_of
+from benchmarks.workloads.columns import COLUMNS, PEER_PACKAGES, QUICK, columns_of, device_of
 from benchmarks.workloads.registry import NAMES, load
 from benchmarks.workloads.table import Column, Measured
 
@@ -94,8 +95,7 @@ class Worker:
     """The process of a column."""
 
     def __init__(self, name: str, column: str, options: argparse.Namespace, cache: Path) -> None:
-        is_peer = column == "lightning" or name == "forecast"
-        command = [options.peer_python if is_peer else sys.executable]
+        command = [options.peer_python if name == "forecast" else sys.executable]
         line = forecast.OPTIONS.get(column) if name == "forecast" else None
         if line is not None:
             command += ["-m", "hasten", "run", *line]
@@ -106,6 +106,8 @@ class Worker:
             "HASTEN_CACHE": str(cache / f"{name}-{column}"),
             "TOKENIZERS_PARALLELISM": "false",
         }
+        if column == "lightning":
+            environment[PEER_PACKAGES] = packages_of(options.peer_python)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         began = time.perf_counter()
         self._process = subprocess.Popen(
@@ -143,6 +145,13 @@ class Worker:
             raise RuntimeError(message[-1])
         report: dict[str, Any] = json.loads(line)
         return report
+
+
+@functools.cache
+def packages_of(python: str) -> str:
+    """Return the folder of the packages that a Python has installed."""
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def measure(name: str, options: argparse.Namespace, device: torch.device, cache: Path) -> Measured:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -149,7 +151,8 @@ def fit(
 
 
 def lightning(workload: Workload, clock: Clock) -> None:
-    """Lightning's Trainer."""
+    """Lightning's Trainer, with everything else as the other columns have it."""
+    sys.path.append(os.environ[PEER_PACKAGES])
     import lightning as L  # type: ignore[import-not-found]
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -168,6 +171,8 @@ def hasten(modern: bool, arguments: Callable[[Workload], Mapping[str, Any]]) -> 
     return train
 
 
+# The variable with the folder in which Lightning is installed.
+PEER_PACKAGES = "WORKLOADS_PEER_PACKAGES"
 COLUMNS: dict[str, Callable[[Workload, Clock], None]] = {
     "tutorial": tutorial,
     "engineer": engineer(bf16=False),
