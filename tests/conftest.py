@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse names of tests that contain an address, which changes; begin with long tests; skip those without device."""
+    """Refuse names of tests that contain an address, begin with long tests, and skip tests without their device."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"give these tests ids that do not change: {changing[:3]}")
