@@ -57,6 +57,7 @@ def serve(descriptor: int) -> CodeType:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
     return _become(**json.loads(message))
 
 

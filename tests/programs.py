@@ -184,12 +184,12 @@ def _fork_server() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def environment_of_python() -> dict[str, str]:
-    """Return this process's variables with this checkout on the path, one thread, and no ranks.
+    """Return this process's variables with this checkout on the path, one thread, no ranks and no size of a terminal.
 
     Nor ``PYTHONUNBUFFERED``, with which the words that two processes print may land in one another's lines.
     """
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    dropped = ("LOCAL_RANK", "MASTER_PORT", "PYTHONUNBUFFERED")
+    dropped = ("LOCAL_RANK", "MASTER_PORT", "PYTHONUNBUFFERED", "COLUMNS", "LINES")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 

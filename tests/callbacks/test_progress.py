@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from hasten.loggers import CSVLogger
 from hasten_lightning.conventions import LIGHTNING
 from tests.callbacks.scripted import BATCHES, Endless, Scripted, python_calls
 from tests.models import quiet
-from tests.programs import environment_of_python
+from tests.programs import Forked
 
 pty = pytest.importorskip("pty")
 rich = pytest.importorskip("rich")
@@ -89,10 +88,6 @@ LOOKS = {
 }
 
 
-# A size in the environment would win over that of the terminal.
-ENVIRONMENT = {name: value for name, value in environment_of_python().items() if name not in ("COLUMNS", "LINES")}
-
-
 def open_terminal(columns: int) -> tuple[int, int]:
     """Return the file descriptors of a new terminal: of the reader and of the program."""
     import fcntl
@@ -107,9 +102,7 @@ def open_terminal(columns: int) -> tuple[int, int]:
 def in_terminal(kind: str) -> str:
     """Run the program in its own terminal; return every byte it showed."""
     parent, child = open_terminal(130)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, kind], stdout=child, stderr=child, stdin=child, env=ENVIRONMENT
-    )
+    process = Forked(("-c", PROGRAM, kind), child, child, stdin=child)
     os.close(child)
     shown = bytearray()
     with os.fdopen(parent, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
@@ -171,7 +164,7 @@ def test_in_a_terminal(kind: str) -> None:
 
 def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
     with open(tmp_path / "log.txt", "wb") as file:
-        subprocess.run([sys.executable, "-c", PROGRAM, *LOOKS], stdout=file, env=ENVIRONMENT, check=True)
+        assert Forked(("-c", PROGRAM, *LOOKS), file.fileno(), 2).wait() == 0
     shown = (tmp_path / "log.txt").read_bytes().decode()
     assert not {"\r", "\x1b"} & set(shown)
     lines = [line for line in shown.splitlines() if re.match(r"Epoch|printed|Val|Test|Pred", line)]

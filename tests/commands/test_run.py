@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, fork_python, run_python
 
 from hasten.commands import main
 
@@ -81,13 +81,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(Path("site").absolute())])
-    return run_python(*arguments, PYTHONPATH=paths, **environment)
+def paths() -> str:
+    return os.pathsep.join([str(ROOT / "src"), str(Path("site").absolute())])
 
 
 def hasten_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "hasten", "run", *arguments, **environment)
+    return fork_python("-m", "hasten", "run", *arguments, PYTHONPATH=paths(), **environment)
 
 
 def said(rank: int) -> list[Any]:
@@ -118,7 +117,7 @@ def test_a_module_is_run_again_as_a_module(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_install_in_the_program_itself_does_the_same_for_its_children(folder: Path) -> None:
     (folder / "own.py").write_text("import hasten.compat\nhasten.compat.install()\n" + PROGRAM)
-    done = python("own.py", "auto", "1", CONTEXT="forkserver")
+    done = fork_python("own.py", "auto", "1", PYTHONPATH=paths(), CONTEXT="forkserver")
     assert done.returncode == 0, done.stderr
     assert said(0)[:2] == [4, 1.0]
 
@@ -134,7 +133,8 @@ def test_what_a_program_sees_is_what_python_shows_it(folder: Path) -> None:
         "import atexit; atexit.register(lambda: print('end', A.__name__))\n"
         "sys.exit(7)\n"
     )
-    ours, plain = (run("sub/p.py", "--help", "-m", "x") for run in (hasten_run, python))
+    words = ("sub/p.py", "--help", "-m", "x")
+    ours, plain = hasten_run(*words), run_python(*words, PYTHONPATH=paths())
     assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
     assert ours.returncode == 7
     # A folder with a __main__.py.
