@@ -28,7 +28,7 @@ from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors
-from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts
+from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts, sends_tokens
 
 OWNER = "ModelParallelStrategy"
 # The dimension of the mesh over which layers are split.
@@ -263,6 +263,16 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
+        if sends_tokens(part.module) and plan == "auto":
+            # ``MeshStrategy(expert=N)`` has divided these experts.
+            continue
+        if sends_tokens(part.module):
+            raise make_error(
+                ValueError,
+                f"MeshStrategy(plan={{...}}, expert=...): {part.pattern!r} names experts, and both divide them.",
+                fix="Leave them out of the plan, or leave expert out.",
+                argument="plan",
+            )
         if part.module in _split or any(map(_is_split, part.module.parameters())):
             # An earlier run or the program itself has split it.
             continue

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from hasten.strategies.mesh.blocks import (
     is_manual,
     name_of,
 )
-from hasten.strategies.mesh.sizes import TENSOR, ShardLayout
+from hasten.strategies.mesh.sizes import EXPERT, TENSOR, ShardLayout
 from hasten.strategies.mesh.stages import is_absent
 from hasten.strategies.sharded import keep_class_name, sharded_parts
 
@@ -93,13 +94,22 @@ class ParameterShards:
         self.param_dtype: torch.dtype | None = None
         self.layout: ShardLayout | None = None
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
+    def apply(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        strategy: str,
+        experts: Sequence[nn.Module] = (),
+        mesh_of_experts: DeviceMesh | None = None,
+    ) -> None:
         """Call ``fully_shard`` on the blocks of ``module``, then on the rest of it, as far as it is not sharded.
 
         Args:
             module: the user's module, changed in place.
             mesh: the processes: (shards,) or (replicas, shards).
             strategy: the name of the strategy, for messages.
+            experts: parts that are divided by expert.
+            mesh_of_experts: the processes that have the same experts: (shards,) or (copies, shards).
 
         Raises:
             ValueError: the arguments do not fit the module.
@@ -131,6 +141,12 @@ class ParameterShards:
         )
         if policy.param_dtype is not None:
             self._shard_statistics(module, policy, shard)
+        for part in experts:
+            # Their inputs keep the types that they have in a block.
+            in_block = replace(policy, cast_forward_inputs=False, output_dtype=None)
+            place = partial(_by_features, mesh_of_experts)
+            of_experts = partial(shard, mesh=mesh_of_experts, mp_policy=in_block, shard_placement_fn=place)
+            self._shard_part(part, of_experts, after=self._reshards)
         blocks = self._blocks(module) if whole else []
         # Inner blocks first: a block has the parameters that no block inside of it has.
         new: list[Any] = [block for block in blocks[::-1] if self._shard_part(block, shard, after=self._reshards)]
@@ -230,7 +246,14 @@ def _layout(module: nn.Module, rest: list[nn.Module], mesh: DeviceMesh) -> Shard
 
 def _is_sharded_over_groups(parameter: nn.Parameter) -> bool:
     mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and tuple(mesh.mesh_dim_names or ()) != (TENSOR,)
+    return mesh is not None and tuple(mesh.mesh_dim_names or ()) not in ((TENSOR,), (EXPERT,))
+
+
+def _by_features(mesh: DeviceMesh, parameter: nn.Parameter) -> Any:
+    """Return how parameters of experts are sharded: each expert evenly if possible, because a process has few."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % mesh.size(-1) == 0 else None
 
 
 # -- arguments
