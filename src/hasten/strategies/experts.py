@@ -38,6 +38,8 @@ class ExpertStyle(ParallelStyle):
 
     # Whether the processes of a group have different tokens, and send them to each other.
     sends_tokens = False
+    # What asks for it, and for the number of processes, in messages.
+    argument, size_argument = "plan", "tensor_parallel_size"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -74,7 +76,7 @@ class ExpertStyle(ParallelStyle):
                 f"{where} is a {type(module).__name__}, and experts are divided in a module that has num_experts and "
                 "their matrices in parameters of three dimensions.",
                 fix="Name such a module, or the layers of each expert.",
-                argument="plan",
+                argument=self.argument,
             )
         other = next((name for name, each in parameters.items() if not self._divides(name, each, count)), None)
         if other is not None:
@@ -82,7 +84,7 @@ class ExpertStyle(ParallelStyle):
                 ValueError,
                 f"{where} has the parameter {other!r}, which {type(self).__name__} does not divide.",
                 fix=self._instead(),
-                argument="plan",
+                argument=self.argument,
             )
         self._check_sizes(module, size, where)
 
@@ -154,9 +156,6 @@ class SplitExperts(ExpertStyle):
 class _ByExpert(ExpertStyle):
     """Each process has some of the experts, whole."""
 
-    # What says over how many processes, and the argument to name in errors.
-    _size, _argument = "tensor_parallel_size", "plan"
-
     def placement(self, name: str) -> Placement:
         """Return how a parameter of the module is divided."""
         return Shard(0)
@@ -170,8 +169,8 @@ class _ByExpert(ExpertStyle):
             raise make_error(
                 ValueError,
                 f"{where} has num_experts={module.num_experts}, which {size} processes cannot share equally.",
-                fix=f"Choose {self._size} so that it divides {module.num_experts}.",
-                argument=self._argument,
+                fix=f"Choose {self.size_argument} so that it divides {module.num_experts}.",
+                argument=self.argument,
             )
 
     def _divides(self, name: str, parameter: Tensor, experts: int) -> bool:
@@ -215,7 +214,7 @@ class ExchangedExperts(_ByExpert):
     """
 
     sends_tokens = True
-    _size = _argument = "expert"
+    argument = size_argument = "expert"
 
     def __init__(self, alike: DeviceMesh | None, scale: float) -> None:
         super().__init__()
@@ -225,24 +224,19 @@ class ExchangedExperts(_ByExpert):
         """Return the result for the tokens of this process."""
         whole = [_whole(each).flatten(0, -2) for each in inputs]
         if self._alike is None or not whole[0].shape[-1]:
-            return self._exchanged(module, forward, mesh, *whole).view(inputs[0].shape)
+            return self._exchanged(module, forward, mesh, whole).view(inputs[0].shape)
         shared = [DTensor.from_local(each, self._alike, [Replicate()], run_check=False) for each in whole]
         own = [each.redistribute(placements=[Shard(0)]).to_local() for each in shared]
-        part = self._exchanged(module, forward, mesh, *own)
+        part = self._exchanged(module, forward, mesh, own)
         divided = DTensor.from_local(
             part, self._alike, [Shard(0)], run_check=False, shape=whole[0].shape, stride=(part.shape[-1], 1)
         )
         return divided.redistribute(placements=[Replicate()]).to_local().view(inputs[0].shape)
 
     def _exchanged(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Tensor],
-        mesh: DeviceMesh,
-        rows: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
+        self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: list[Tensor]
     ) -> Tensor:
+        rows, chosen, weights = inputs
         group, size, choices = mesh.get_group(), mesh.size(), chosen.shape[-1]
         with _only_own(module, mesh) as local:
             order = chosen.flatten().argsort(stable=True)

@@ -141,12 +141,8 @@ class ParameterShards:
         )
         if policy.param_dtype is not None:
             self._shard_statistics(module, policy, shard)
-        for part in experts:
-            # Their inputs keep the types that they have in a block.
-            in_block = replace(policy, cast_forward_inputs=False, output_dtype=None)
-            place = partial(_by_features, mesh_of_experts)
-            of_experts = partial(shard, mesh=mesh_of_experts, mp_policy=in_block, shard_placement_fn=place)
-            self._shard_part(part, of_experts, after=self._reshards)
+        if mesh_of_experts is not None:
+            self._shard_experts(experts, mesh_of_experts, shard)
         blocks = self._blocks(module) if whole else []
         # Inner blocks first: a block has the parameters that no block inside of it has.
         new: list[Any] = [block for block in blocks[::-1] if self._shard_part(block, shard, after=self._reshards)]
@@ -170,6 +166,13 @@ class ParameterShards:
         for part in module.modules():
             if isinstance(part, torch_private.NormBase) and part.track_running_stats:
                 self._shard_part(part, partial(shard, mp_policy=in_full))
+
+    def _shard_experts(self, experts: Sequence[nn.Module], mesh: DeviceMesh, shard: Callable[..., Any]) -> None:
+        # Their inputs keep the types that they have in a block.
+        policy = replace(self._policy, cast_forward_inputs=False, output_dtype=None)
+        of_experts = partial(shard, mesh=mesh, mp_policy=policy, shard_placement_fn=partial(_by_features, mesh))
+        for part in experts:
+            self._shard_part(part, of_experts, after=self._reshards)
 
     def _shard_part(self, part: nn.Module, shard: Callable[..., Any], after: bool | None = None) -> bool:
         from torch.distributed.fsdp import FSDPModule
