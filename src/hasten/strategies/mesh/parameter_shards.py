@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -94,22 +94,13 @@ class ParameterShards:
         self.param_dtype: torch.dtype | None = None
         self.layout: ShardLayout | None = None
 
-    def apply(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        strategy: str,
-        experts: Sequence[nn.Module] = (),
-        mesh_of_experts: DeviceMesh | None = None,
-    ) -> None:
+    def apply(self, module: nn.Module, mesh: DeviceMesh, strategy: str) -> None:
         """Call ``fully_shard`` on the blocks of ``module``, then on the rest of it, as far as it is not sharded.
 
         Args:
             module: the user's module, changed in place.
             mesh: the processes: (shards,) or (replicas, shards).
             strategy: the name of the strategy, for messages.
-            experts: parts that are divided by expert.
-            mesh_of_experts: the processes that have the same experts: (shards,) or (copies, shards).
 
         Raises:
             ValueError: the arguments do not fit the module.
@@ -141,8 +132,6 @@ class ParameterShards:
         )
         if policy.param_dtype is not None:
             self._shard_statistics(module, policy, shard)
-        if mesh_of_experts is not None:
-            self._shard_experts(experts, mesh_of_experts, shard)
         blocks = self._blocks(module) if whole else []
         # Inner blocks first: a block has the parameters that no block inside of it has.
         new: list[Any] = [block for block in blocks[::-1] if self._shard_part(block, shard, after=self._reshards)]
@@ -167,12 +156,27 @@ class ParameterShards:
             if isinstance(part, torch_private.NormBase) and part.track_running_stats:
                 self._shard_part(part, partial(shard, mp_policy=in_full))
 
-    def _shard_experts(self, experts: Sequence[nn.Module], mesh: DeviceMesh, shard: Callable[..., Any]) -> None:
+    def shard_experts(self, experts: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+        """Call ``fully_shard`` on modules that hold some of the experts; called before ``apply``.
+
+        Args:
+            experts: the modules, changed in place.
+            mesh: the processes that have the same experts: (shards,) or (copies, shards).
+
+        """
+        from torch.distributed.fsdp import fully_shard
+
         # Their inputs keep the types that they have in a block.
         policy = replace(self._policy, cast_forward_inputs=False, output_dtype=None)
-        of_experts = partial(shard, mesh=mesh, mp_policy=policy, shard_placement_fn=partial(_by_features, mesh))
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=self._offload_policy,
+            shard_placement_fn=partial(_by_features, mesh.size(-1)),
+        )
         for part in experts:
-            self._shard_part(part, of_experts, after=self._reshards)
+            self._shard_part(part, shard, after=self._reshards)
 
     def _shard_part(self, part: nn.Module, shard: Callable[..., Any], after: bool | None = None) -> bool:
         from torch.distributed.fsdp import FSDPModule
@@ -252,11 +256,11 @@ def _is_sharded_over_groups(parameter: nn.Parameter) -> bool:
     return mesh is not None and tuple(mesh.mesh_dim_names or ()) not in ((TENSOR,), (EXPERT,))
 
 
-def _by_features(mesh: DeviceMesh, parameter: nn.Parameter) -> Any:
-    """Return how parameters of experts are sharded: each expert evenly if possible, because a process has few."""
+def _by_features(shards: int, parameter: nn.Parameter) -> Any:
+    """Return how a parameter of experts is sharded: each expert evenly if possible, because a process has few."""
     from torch.distributed.tensor import Shard
 
-    return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % mesh.size(-1) == 0 else None
+    return Shard(1) if parameter.ndim > 1 and parameter.shape[1] % shards == 0 else None
 
 
 # -- arguments

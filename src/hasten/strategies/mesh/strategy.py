@@ -712,13 +712,12 @@ class MeshStrategy(ParallelStrategy):
             return
         if self.sizes.context > 1:
             self._divide_sequences(module)
-        mesh = self._mesh_of_experts
-        experts = [] if mesh is None else self._divide_experts(module, mesh[EXPERT])
+        if self._mesh_of_experts is not None:
+            self._divide_experts(module, self._mesh_of_experts)
         if self.splits_layers:
             self.layers.apply(module, self.device_mesh, self.sizes)
-        if self.sizes.batches * self.sizes.context > 1 or experts or not self.splits_layers:
-            of_experts = None if mesh is None else _without(mesh, EXPERT)
-            self.shards.apply(module, self._mesh_of_shards(), self.name, experts, of_experts)
+        if self.sizes.batches * self.sizes.context > 1 or not self.splits_layers:
+            self.shards.apply(module, self._mesh_of_shards(), self.name)
         if self.sizes.tensor > 1:
             self.layers.split_losses()
         self.equal_generators()
@@ -730,15 +729,15 @@ class MeshStrategy(ParallelStrategy):
         else:
             self.shards.recompute(module)
 
-    def _divide_experts(self, module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-        """Divide the experts of ``module``, and return the modules that hold them."""
+    def _divide_experts(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Divide the experts of ``module``, and shard those of each process."""
         from hasten.strategies.experts import divide_experts
 
         sizes = self.sizes
         alike = self.device_mesh[TENSOR] if sizes.tensor > 1 else None
         # They have the gradients of all tokens of their group, where other parameters have the mean over its batches.
-        self.layers.styles = divide_experts(module, mesh, alike, sizes.tensor / sizes.expert, self._owner)
-        return [module.get_submodule(name) for name in self.layers.styles]
+        self.layers.styles = divide_experts(module, mesh[EXPERT], alike, sizes.tensor / sizes.expert, self._owner)
+        self.shards.shard_experts(map(module.get_submodule, self.layers.styles), _without(mesh, EXPERT))
 
     def _divide_sequences(self, module: nn.Module) -> None:
         """Let the attention of ``module`` see whole sequences, of which each process has a part."""
