@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from hasten._lib import torch_private
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.tree import is_sharded
-from hasten.strategies.context import exchange
+from hasten.strategies.context import all_to_all
 
 # How the matrices of all experts are split, of shape (experts, out_features, in_features): by column the first, by row
 # the second. ``gate_up_proj`` has the rows of two layers, one after the other, and each of them is split.
@@ -244,7 +244,7 @@ class ExchangedExperts(_ByExpert):
             # A process without tokens learns from the others how wide they are, and of which type.
             width, kind = rows.shape[-1], _TYPES.index(rows.dtype)
             sends = nn.functional.pad(counts, (0, 1), value=width * len(_TYPES) + kind)
-            gets = exchange(sends, group)
+            gets = all_to_all(sends, group)
             # The only read from the device.
             sent, received, kinds = torch.stack((sends[:, :-1].sum(1), gets[:, :-1].sum(1), gets[:, -1])).tolist()
             total, (width, kind) = sum(received), divmod(max(kinds), len(_TYPES))
@@ -252,7 +252,7 @@ class ExchangedExperts(_ByExpert):
                 return rows
             if not rows.shape[-1]:
                 rows = rows.new_empty((0, width), dtype=_TYPES[kind])
-            tokens = exchange(rows[order // choices], group, sent, received)
+            tokens = all_to_all(rows[order // choices], group, sent, received)
             index = torch.arange(local, device=gets.device).repeat(size)
             index = index.repeat_interleave(gets[:, :-1].flatten(), output_size=total)
             if not total:
@@ -262,7 +262,7 @@ class ExchangedExperts(_ByExpert):
                 if part is not None and part.requires_grad:
                     part.register_hook(self._scaled)
             found = forward(tokens, index.unsqueeze(1), tokens.new_ones((len(tokens), 1)))
-        back = exchange(found[:total].contiguous(), group, received, sent)
+        back = all_to_all(found[:total].contiguous(), group, received, sent)
         # Each pair has a place of its own, so the order of additions is the same in every run.
         everything = torch.zeros_like(back).index_copy(0, order, back).unflatten(0, (len(rows), choices))
         return (everything * weights.unsqueeze(-1)).sum(1).to(back.dtype)
