@@ -101,7 +101,7 @@ class Mixture(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def data(samples: int = 32, batch_size: int = 1, readers: int = 1) -> DataLoader[Any]:
+def data(samples: int = 16, batch_size: int = 1, readers: int = 1) -> DataLoader[Any]:
     """Return batches; for one process, those of several readers, one after the other."""
     tokens = torch.randint(0, WORDS, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     order = torch.arange(samples).view(-1, batch_size, readers).transpose(1, 2).flatten().tolist()
@@ -109,9 +109,9 @@ def data(samples: int = 32, batch_size: int = 1, readers: int = 1) -> DataLoader
 
 
 def trained(module: Mixture, strategy: Any = "auto", devices: int = 1, **options: Any) -> tuple[Mixture, L.Trainer]:
-    readers = options.pop("readers", 1)
+    readers, path = options.pop("readers", 1), options.pop("ckpt_path", None)
     trainer = quiet(devices=devices, strategy=strategy, accumulate_grad_batches=2 * readers, **options)
-    trainer.fit(module, data(readers=readers))
+    trainer.fit(module, data(readers=readers), ckpt_path=path)
     return module, trainer
 
 
@@ -131,29 +131,29 @@ def same(one: nn.Module, other: nn.Module, where: object = "") -> None:
 @pytest.mark.world_size(4)
 def test_experts_over_several_processes_train_and_resume_as_in_one(tmp_path: Path) -> None:
     # One test, because most of its time is the start of four processes.
-    for sizes, readers, balance in (
-        ({"shard": 4, "expert": 4}, 4, 0.1),
-        ({"shard": 4, "expert": 2}, 4, 0.1),
-        ({"replicate": 2, "shard": 2, "expert": 4}, 4, 0.1),
-        ({"replicate": 4, "shard": 1, "expert": 2}, 4, 0.1),
-        ({"shard": 2, "tensor": 2, "expert": 4, "plan": PLAN}, 2, 0.1),
-        # The balance of a half sequence is another.
-        ({"shard": 2, "context": 2, "expert": 4}, 2, 0.0),
+    alone = {readers: trained(Mixture(), readers=readers) for readers in (4, 2)}
+    for sizes in (
+        {"shard": 4, "expert": 2},
+        {"replicate": 2, "shard": 2, "expert": 4},
+        {"replicate": 4, "shard": 1, "expert": 2},
+        {"shard": 2, "tensor": 2, "expert": 4, "plan": PLAN},
     ):
-        alone, expected = trained(Mixture(balance), readers=readers)
         strategy = MeshStrategy(**sizes)  # type: ignore[arg-type]
-        many, trainer = trained(Mixture(balance), strategy, 4)
-        same(alone, many, sizes)
-        assert many.norms == pytest.approx(alone.norms, abs=1e-9), sizes
-        if balance:
-            for name in ("loss_epoch", "balance_epoch"):
-                torch.testing.assert_close(trainer.callback_metrics[name], expected.callback_metrics[name], **EXACT)
-        experts: Any = many.blocks[0].experts
+        many, trainer = trained(Mixture(), strategy, 4)
+        one, expected = alone[strategy.data_parallel_size]
+        same(one, many, sizes)
+        assert many.norms == pytest.approx(one.norms, abs=1e-9), sizes
+        for name in ("loss_epoch", "balance_epoch"):
+            torch.testing.assert_close(trainer.callback_metrics[name], expected.callback_metrics[name], **EXACT)
         assert set(strategy.styles) >= {"blocks.0.experts", "blocks.1.experts"}
+        experts: Any = many.blocks[0].experts
         local = [part.to_local() for part in experts.parameters()]
         # Each expert is in one copy, as evenly as the sizes allow.
         copies = 2 if sizes.get("replicate") == 4 else 1
         assert [part.numel() * 4 // copies for part in local] == [each.numel() for each in experts.parameters()]
+    # The balance of a half sequence is another.
+    one, _ = trained(Mixture(balance=0.0), readers=2)
+    same(one, trained(Mixture(balance=0.0), MeshStrategy(shard=2, context=2, expert=4), 4)[0], "context")
     evaluates_all_samples()
     resumes_on_other_meshes(tmp_path)
 
@@ -169,19 +169,18 @@ def evaluates_all_samples() -> None:
 
 def resumes_on_other_meshes(folder: Path) -> None:
     whole, _ = trained(Mixture(), MeshStrategy(expert=4), 4, max_epochs=2)
-    for kind in ("full", "sharded"):
+    alone, _ = trained(Mixture(), readers=4, max_epochs=2)
+    same(alone, whole)
+    kinds: list[Any] = ["full", "sharded"]
+    for kind in kinds:
         path = folder / kind
-        _, trainer = trained(Mixture(), MeshStrategy(expert=4, state_dict_type=kind), 4)  # type: ignore[arg-type]
+        _, trainer = trained(Mixture(), MeshStrategy(expert=4, state_dict_type=kind), 4)
         trainer.save_checkpoint(path)
         assert path.is_dir() is (kind == "sharded")
-        for strategy in (MeshStrategy(2, 2, expert=2), FSDPStrategy()):
-            resumed = Mixture()
-            trainer = quiet(devices=4, strategy=strategy, max_epochs=2, accumulate_grad_batches=2)
-            trainer.fit(resumed, data(), ckpt_path=path)
+        for strategy in [MeshStrategy(2, 2, expert=2)] if kind == "sharded" else [FSDPStrategy()]:
+            resumed, _ = trained(Mixture(), strategy, 4, max_epochs=2, ckpt_path=path)
             same(whole, resumed, kind)
-        resumed = Mixture()
-        trainer = quiet(max_epochs=2, accumulate_grad_batches=8)
-        trainer.fit(resumed, data(readers=4), ckpt_path=path)
+        resumed, _ = trained(Mixture(), readers=4, max_epochs=2, ckpt_path=path)
         same(whole, resumed, kind)
     stored = torch.load(folder / "full", weights_only=False)["state_dict"]
     assert {name: value.shape for name, value in stored.items()} == {

@@ -222,21 +222,28 @@ class ExchangedExperts(_ByExpert):
 
     def compute(self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: _Inputs) -> Tensor:
         """Return the result for the tokens of this process."""
-        whole = [_whole(each).flatten(0, -2) for each in inputs]
-        if self._alike is None or not whole[0].shape[-1]:
-            return self._exchanged(module, forward, mesh, whole).view(inputs[0].shape)
-        shared = [DTensor.from_local(each, self._alike, [Replicate()], run_check=False) for each in whole]
+        hidden = inputs[0]
+        if self._alike is None or not hidden.shape[-1]:
+            return self._exchanged(module, forward, mesh, *inputs)
+        flat = [_whole(each).flatten(0, -2) for each in inputs]
+        shared = [DTensor.from_local(each, self._alike, [Replicate()], run_check=False) for each in flat]
         own = [each.redistribute(placements=[Shard(0)]).to_local() for each in shared]
-        part = self._exchanged(module, forward, mesh, own)
+        part = self._exchanged(module, forward, mesh, *own)
         divided = DTensor.from_local(
-            part, self._alike, [Shard(0)], run_check=False, shape=whole[0].shape, stride=(part.shape[-1], 1)
+            part, self._alike, [Shard(0)], run_check=False, shape=flat[0].shape, stride=(part.shape[-1], 1)
         )
-        return divided.redistribute(placements=[Replicate()]).to_local().view(inputs[0].shape)
+        # A copy: ``fully_shard`` warns of results that are views.
+        return divided.redistribute(placements=[Replicate()]).to_local().view(hidden.shape).clone()
 
     def _exchanged(
-        self, module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, inputs: list[Tensor]
+        self,
+        module: nn.Module,
+        forward: Callable[..., Tensor],
+        mesh: DeviceMesh,
+        *inputs: Tensor,
     ) -> Tensor:
-        rows, chosen, weights = inputs
+        hidden, chosen, weights = inputs
+        rows = hidden.flatten(0, -2)
         group, size, choices = mesh.get_group(), mesh.size(), chosen.shape[-1]
         with _only_own(module, mesh) as local:
             order = chosen.flatten().argsort(stable=True)
@@ -249,7 +256,7 @@ class ExchangedExperts(_ByExpert):
             sent, received, kinds = torch.stack((sends[:, :-1].sum(1), gets[:, :-1].sum(1), gets[:, -1])).tolist()
             total, (width, kind) = sum(received), divmod(max(kinds), len(_TYPES))
             if not width:
-                return rows
+                return hidden
             if not rows.shape[-1]:
                 rows = rows.new_empty((0, width), dtype=_TYPES[kind])
             tokens = all_to_all(rows[order // choices], group, sent, received)
@@ -264,8 +271,9 @@ class ExchangedExperts(_ByExpert):
             found = forward(tokens, index.unsqueeze(1), tokens.new_ones((len(tokens), 1)))
         back = all_to_all(found[:total].contiguous(), group, received, sent)
         # Each pair has a place of its own, so the order of additions is the same in every run.
-        everything = torch.zeros_like(back).index_copy(0, order, back).unflatten(0, (len(rows), choices))
-        return (everything * weights.unsqueeze(-1)).sum(1).to(back.dtype)
+        everything = torch.zeros_like(back).index_copy(0, order, back)
+        weights = weights.reshape(*hidden.shape[:-1], choices)
+        return (everything.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(-2).to(back.dtype)
 
     def _scaled(self, gradient: Tensor) -> Tensor:
         return gradient * self._scale

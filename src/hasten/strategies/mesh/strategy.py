@@ -588,14 +588,17 @@ class MeshStrategy(ParallelStrategy):
 
     def _with_mesh(self, function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
         if self._mesh is None:
-            self._mesh = self._make_mesh(self.sizes.dimensions(always=self._always))
+            self._mesh = self._make_mesh()
             if self.sharding.shares_batches:
                 self._mesh_of_batches = self._make_mesh_of_batches()
             if self.sizes.expert > 1:
-                self._mesh_of_experts = self._make_mesh(self.sizes.dimensions_of_experts())
+                self._mesh_of_experts = self._mesh_over(self.sizes.dimensions_of_experts())
         return function(*args, **kwargs)
 
-    def _make_mesh(self, dimensions: dict[str, int]) -> DeviceMesh:
+    def _make_mesh(self) -> DeviceMesh:
+        return self._mesh_over(self.sizes.dimensions(always=self._always))
+
+    def _mesh_over(self, dimensions: dict[str, int]) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_about_other_things)
@@ -609,7 +612,7 @@ class MeshStrategy(ParallelStrategy):
         sizes = {BATCHES: self.sizes.batches, CONTEXT: self.sizes.context, TENSOR: self.sizes.tensor}
         if self.pipeline is not None:
             sizes = {PIPELINE: self.sizes.pipeline, **sizes}
-        return self._make_mesh(sizes)
+        return self._mesh_over(sizes)
 
     def simulate_one_process(self) -> None:
         if self.pipeline is not None:
