@@ -273,7 +273,8 @@ class ExchangedExperts(_ByExpert):
         # Each pair has a place of its own, so the order of additions is the same in every run.
         everything = torch.zeros_like(back).index_copy(0, order, back)
         weights = weights.reshape(*hidden.shape[:-1], choices)
-        return (everything.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(-2).to(back.dtype)
+        weighted: Tensor = everything.unflatten(0, weights.shape) * weights.unsqueeze(-1)
+        return weighted.sum(-2).to(back.dtype)
 
     def _scaled(self, gradient: Tensor) -> Tensor:
         return gradient * self._scale
