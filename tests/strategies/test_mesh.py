@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.models import loader, quiet
 from tests.refusals import refused
+from tests.strategies import mixtures
 from tests.strategies.test_model_parallel import PLAN, Llama, Net, same, tokens, trained, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,7 +26,7 @@ def mesh(replicate: Any = 1, shard: Any = "auto", tensor: Any = 1, **options: An
 
 
 @pytest.mark.world_size(4)
-def test_every_pair_of_axes_trains_as_one_process() -> None:
+def test_every_pair_of_axes_trains_as_one_process(tmp_path: Path) -> None:
     def batches(count: int) -> Any:
         return loader(32, batch_size=8 // count)
 
@@ -44,6 +45,8 @@ def test_every_pair_of_axes_trains_as_one_process() -> None:
         assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
     language_model = trained(Llama(), tokens(4))
     same(language_model, trained(Llama(), tokens(2), MeshStrategy(2, 1, 2, plan="auto"), 4))
+    # In this test, because most of the time is the start of four processes.
+    mixtures.train_and_resume_as_in_one_process(tmp_path)
 
 
 @pytest.mark.world_size(4)
@@ -150,6 +153,21 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         mesh().device_mesh
     with refused(ValueError, "precision", fix="keep_small_updates=False"):
         quiet(devices=2, strategy=mesh(), precision="bf16-true")
+
+
+def test_sizes_over_which_experts_cannot_be_divided_are_refused() -> None:
+    for arguments, says in (
+        ({"expert": 0}, "expert=0"),
+        ({"expert": 2, "pipeline": 2}, "pipeline"),
+        ({"expert": 2, "tensor": 2, "plan": "auto", "expert_parallel": True}, "expert_parallel"),
+    ):
+        with refused(ValueError, "expert", says=says):
+            MeshStrategy(**arguments)  # type: ignore[arg-type]
+    for sizes in ({"shard": 8, "expert": 3}, {"shard": 8, "expert": 16}, {"replicate": 4, "shard": 2, "expert": 6}):
+        with refused(ValueError, "expert", says="8"):
+            runtime(accelerator="cpu", devices=8, strategy=MeshStrategy(**sizes))  # type: ignore[arg-type]
+    with refused(TypeError, "experts", says="MeshStrategy(expert=N)"):
+        MeshStrategy(experts=2)
 
 
 class Question(Llama):

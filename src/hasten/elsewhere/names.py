@@ -123,8 +123,8 @@ STRATEGIES: dict[str, Refused] = {
     "cp": Refused(_ACCELERATE, _CONTEXT, _SEQUENCES),
     "expert_parallel": Refused(
         _TORCH,
-        "Which experts belong where is known to the model: divide it in configure_model().",
-        "strategy=ModelParallelStrategy()",
+        "The number of processes for the experts has to be given with an object.",
+        "strategy=MeshStrategy(expert=2)",
     ),
     "megatron": Refused("NeMo", "Megatron's layers are its own; torch splits your model's.", _SPLIT),
     "megatron_lm": Refused(_ACCELERATE, "Megatron's layers are its own; torch splits your model's.", _SPLIT),

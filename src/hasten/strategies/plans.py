@@ -28,7 +28,7 @@ from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors
-from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts
+from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts, sends_tokens
 
 OWNER = "ModelParallelStrategy"
 # The dimension of the mesh over which layers are split.
@@ -263,8 +263,7 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
-        if part.module in _split or any(map(_is_split, part.module.parameters())):
-            # An earlier run or the program itself has split it.
+        if _was_split(part, plan):
             continue
         # Values are equal on all processes, so nothing has to be sent.
         style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
@@ -280,6 +279,18 @@ def apply_plan(
             # Nested tensors are for a kernel that takes whole weights.
             layer.use_nested_tensor = False
     return {part.name: part.style for part in parts}
+
+
+def _was_split(part: Part, plan: Plan) -> bool:
+    """Return whether an earlier run, the program itself or ``MeshStrategy(expert=N)`` has split a module."""
+    if sends_tokens(part.module) and plan != "auto":
+        raise make_error(
+            ValueError,
+            f"MeshStrategy(plan={{...}}, expert=...): {part.pattern!r} names experts, and both divide them.",
+            fix="Leave them out of the plan, or leave expert out.",
+            argument="plan",
+        )
+    return part.module in _split or sends_tokens(part.module) or any(map(_is_split, part.module.parameters()))
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

@@ -11,9 +11,8 @@ from torch import nn
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException, make_error
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import is_sharded
 from hasten.strategies.mesh.blocks import name_of
-from hasten.strategies.mesh.sizes import TENSOR, MeshSizes
+from hasten.strategies.mesh.sizes import EXPERT, TENSOR, MeshSizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,7 +104,7 @@ class LayerSplit:
             TypeError: ``parallelize_fn`` returned something else than the module.
 
         """
-        is_divided = any(map(is_sharded, module.parameters()))
+        is_divided = any(map(_is_divided, module.parameters()))
         if self._plan is not None:
             self._apply_plan(module, mesh, sizes.tensor)
         elif self._function is not None and not is_divided:
@@ -139,9 +138,9 @@ class LayerSplit:
             # There is nothing to split, but a name that is wrong here is also wrong with more processes.
             resolve(module, self._plan, 1, **self._options)
         else:
-            self.styles = apply_plan(module, mesh[TENSOR], self._plan, **self._options)
-        if self._plan == "auto" and self.styles:
-            self._warn_of_little(module)
+            self.styles = {**apply_plan(module, mesh[TENSOR], self._plan, **self._options), **self.styles}
+            if self._plan == "auto":
+                self._warn_of_little(module)
 
     def _warn_of_little(self, module: nn.Module) -> None:
         """Warn if a model's plan leaves most of it whole: the plans of some models name the output layer only."""
@@ -168,6 +167,12 @@ class LayerSplit:
     def close(self) -> None:
         """Compute losses as before."""
         self._loss_context.close()
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter that is not of experts is divided."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and EXPERT not in (mesh.mesh_dim_names or ())
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
