@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import map_tensors
+from hasten._lib.tree import ABSENT, map_tensors
 from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts
 
 OWNER = "ModelParallelStrategy"
@@ -263,8 +263,8 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
-        if part.module in _split or any(map(_is_split, part.module.parameters())):
-            # An earlier run or the program itself has split it.
+        if part.module in _split or any(_is_split(p) or hasattr(p, ABSENT) for p in part.module.parameters()):
+            # An earlier run or the program itself has split it, or another stage of a pipeline has it.
             continue
         # Values are equal on all processes, so nothing has to be sent.
         style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)

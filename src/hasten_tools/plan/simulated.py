@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 
 class SimulatedCluster(ClusterEnvironment):
-    """A cluster of which this process is the first, and the others do not exist.
+    """A cluster of which one process exists.
 
     Args:
         size: the number of processes.
+        rank: which of them this process is.
 
     """
 
@@ -46,8 +47,8 @@ class SimulatedCluster(ClusterEnvironment):
     main_address = "127.0.0.1"
     main_port = 0
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self._size, self._rank = size, rank
 
     @staticmethod
     def detect() -> bool:
@@ -61,7 +62,7 @@ class SimulatedCluster(ClusterEnvironment):
         pass
 
     def global_rank(self) -> int:
-        return 0
+        return self._rank
 
     def set_global_rank(self, rank: int) -> None:
         pass
@@ -73,8 +74,8 @@ class SimulatedCluster(ClusterEnvironment):
         return 0
 
 
-def join(size: int) -> None:
-    """Make this process the first of ``size``, in a group whose collectives return at once."""
+def join(size: int, rank: int) -> None:
+    """Make this process one of ``size``, in a group whose collectives return at once."""
     import torch.distributed as dist
     import torch.distributed._tools.fake_collectives  # noqa: F401 - registers the shapes of collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,7 +84,7 @@ def join(size: int) -> None:
     for name in ("require_same", "require_same_module"):
         # Nobody answers.
         setattr(same_program, name, lambda *_: None)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 def load() -> None:

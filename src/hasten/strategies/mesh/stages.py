@@ -64,6 +64,8 @@ class Stages:
         self.absent: dict[str, nn.Parameter] = {}
         self._stage: int | None = None
         self._received: Tensor | None = None
+        # Whether a step runs to its first block only: see ``input_of``.
+        self._asks = False
         # What blocks of a class return, with None for the tensor that goes on.
         self._forms: dict[type, Any] = {}
 
@@ -124,6 +126,23 @@ class Stages:
             )
         return output
 
+    def input_of(self, stage: int, step: Callable[..., Any], arguments: Sequence[Any]) -> Tensor:
+        """Return a tensor like the one that a later stage gets, from what comes before the blocks in a step.
+
+        Args:
+            stage: the stage.
+            step: a step of the user's module.
+            arguments: its batch, and others.
+
+        """
+        self._asks = True
+        try:
+            with torch.no_grad():
+                hidden: Tensor = self.run(stage, torch.empty(()), step, arguments)
+                return hidden
+        finally:
+            self._asks = False
+
     def check_gradients(self) -> None:
         """Raise if a stage has used a parameter that it does not have.
 
@@ -168,6 +187,8 @@ class Stages:
                 )
             return None
         if self._received is not None and place == self.begins[self._stage]:
+            if self._asks:
+                raise _Left(self._hidden(place, args, kwargs))
             args, kwargs = self._replaced(place, self._received, args, kwargs)
             self._received = None
             return args, kwargs
