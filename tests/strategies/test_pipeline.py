@@ -245,7 +245,6 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
         (MeshStrategy(pipeline=2, schedule="ZBVZeroBubble"), 4, "schedule", "fully_shard"),
         (MeshStrategy(1, 1, context=2, pipeline=2, schedule="ZBVZeroBubble"), 4, "schedule", "fully_shard"),
         (MeshStrategy(1, 1, 2, pipeline=2), 4, "plan", "which layers a stage has"),
-        (MeshStrategy(1, 1, 2, pipeline=2, plan="auto", sequence_parallel=True), 4, "sequence_parallel", "whole"),
         (MeshStrategy(pipeline=3), 4, "replicate", "pipeline=3"),
     ):
         with refused(ValueError, argument, says=says):

@@ -93,12 +93,16 @@ class LayerSplit:
         """Whether a program says how to split layers."""
         return self._plan is not None or self._function is not None
 
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether activations between blocks are split along the sequence."""
+        return self._options["sequence_parallel"]
+
     def check_beside_stages(self) -> None:
         """Refuse what knows nothing of stages.
 
         Raises:
-            ValueError: a function or the module itself would split layers that this process does not have, or
-                activations would go from stage to stage in parts.
+            ValueError: a function or the module itself would split layers that this process does not have.
 
         """
         if self._plan is None:
@@ -106,12 +110,6 @@ class LayerSplit:
                 f"{self._owner}(pipeline=..., {self._argument}=...): only a plan knows which layers a stage has.",
                 fix="Pass plan='auto' or plan={name: style}.",
                 argument="plan",
-            )
-        if self._options["sequence_parallel"]:
-            raise MisconfigurationException(
-                f"{self._owner}(pipeline=..., sequence_parallel=True): stages send whole activations to each other.",
-                fix="Leave it out.",
-                argument="sequence_parallel",
             )
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, sizes: MeshSizes) -> None:

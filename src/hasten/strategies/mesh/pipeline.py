@@ -21,7 +21,7 @@ from hasten._lib.tree import by_kind, is_sharded, leaves, map_tensors, move_to, 
 from hasten.batching.split import join, measure, split
 from hasten.strategies.mesh.blocks import is_manual, name_of
 from hasten.strategies.mesh.schedule import Schedule, Stage, check_stage_tensor
-from hasten.strategies.mesh.sizes import PIPELINE
+from hasten.strategies.mesh.sizes import PIPELINE, TENSOR
 from hasten.strategies.mesh.stages import Stages
 from hasten.strategies.sharded import local_part, roots_of, total_norm
 
@@ -145,8 +145,10 @@ class Pipeline:
         self._rank = self._strategy.device_mesh.get_local_rank(PIPELINE)
         self._group = self._strategy.device_mesh.get_group(PIPELINE)
         mine = self.schedule.stages_of(self._rank)
-        split = self.arguments["split"]
-        self._stages = stages = Stages(module, self.schedule.stages, split, mine, self._owner)
+        sequences = self._strategy.device_mesh[TENSOR] if self._strategy.divides_activations else None
+        self._stages = stages = Stages(
+            module, self.schedule.stages, self.arguments["split"], mine, self._owner, sequences
+        )
         stages.leave_out(module, device)
         shard()
         stages.divide_forward()
@@ -249,16 +251,7 @@ class Pipeline:
         parts = split(batch, math.ceil(measure(batch) / self.schedule.micro_batches))
         self._batch = _Batch(function, [(part, *arguments) for part, _ in parts], [count for _, count in parts])
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        flags = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
-        kinds: list[Hashable] = [(_kind(part), flags) for part, _ in parts]
-        is_new = not self._seen.issuperset(kinds)
-        for stage in self._own.values():
-            stage.begin(kinds, sends_headers=is_new and not self._is_alone)
-            if is_new and self._is_alone and not stage.is_first:
-                like = strategy.engine.as_forward(self._stages.input_of, module)
-                for kind, part in zip(kinds, self._batch.parts, strict=True):
-                    stage.expect(kind, like(stage.stage_index, function, part))
-        self._seen.update(kinds)
+        self._begin(module, self._batch)
         self.parts = len(parts)
         if len(parts) not in self._schedules:
             self._schedules[len(parts)] = self.schedule.make([*self._own.values()], len(parts))
@@ -277,6 +270,20 @@ class Pipeline:
             for parameter, gradient in zip(trained, earlier, strict=True):
                 parameter.grad = gradient
         return self._joined() if self._is_last else _Results()
+
+    def _begin(self, module: nn.Module, batch: _Batch) -> None:
+        """Tell the stages of this process what the micro-batches look like."""
+        assert self._stages is not None
+        flags = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+        kinds: list[Hashable] = [(_kind(part), flags) for part in batch.parts]
+        is_new = not self._seen.issuperset(kinds)
+        for stage in self._own.values():
+            stage.begin(kinds, sends_headers=is_new and not self._is_alone)
+            if is_new and self._is_alone and not stage.is_first:
+                like = self._strategy.engine.as_forward(self._stages.input_of, module)
+                for kind, part in zip(kinds, batch.parts, strict=True):
+                    stage.expect(kind, like(stage.stage_index, batch.function, part))
+        self._seen.update(kinds)
 
     @property
     def _is_last(self) -> bool:

@@ -423,6 +423,11 @@ class MeshStrategy(ParallelStrategy):
         return self.layers.styles
 
     @property
+    def divides_activations(self) -> bool:
+        """Whether the processes of a tensor-parallel group have parts of what goes from block to block."""
+        return self.sizes.tensor > 1 and self.layers.divides_sequences
+
+    @property
     def offloads(self) -> bool:
         """Whether parameters are kept on the host."""
         return self.shards.offloads
