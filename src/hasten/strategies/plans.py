@@ -263,7 +263,9 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
-        if part.module in _split or any(_is_split(p) or hasattr(p, ABSENT) for p in part.module.parameters()):
+        own = dict(part.module.named_parameters())
+        absent = {name: parameter for name, parameter in own.items() if hasattr(parameter, ABSENT)}
+        if part.module in _split or any(map(_is_split, own.values())) or (absent and len(absent) == len(own)):
             # An earlier run or the program itself has split it, or another stage of a pipeline has it.
             continue
         # Values are equal on all processes, so nothing has to be sent.
@@ -273,6 +275,10 @@ def apply_plan(
             if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
                 # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
                 parameter.register_hook(_summed)
+        for name, parameter in absent.items():
+            # Beside one that stages share, such as the bias of an output layer that has the weight of the embedding.
+            place, _, key = name.rpartition(".")
+            part.module.get_submodule(place).register_parameter(key, parameter)
         _split.add(part.module)
     _tie(tied)
     for layer in model.modules():

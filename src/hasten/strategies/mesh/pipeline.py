@@ -488,7 +488,12 @@ class Pipeline:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            mine = local_part(parameter.grad)
+            gradient: Any = parameter.grad
+            like: Any = parameter
+            if is_sharded(like) and gradient.placements != like.placements:
+                # An embedding that is split by words leaves a sum for each process of its group.
+                gradient = parameter.grad = gradient.redistribute(placements=like.placements)
+            mine = local_part(gradient)
             if self._rank != first:
                 dist.send(mine, group=self._group, group_dst=first)
                 dist.recv(mine, group=self._group, group_src=first)
