@@ -23,6 +23,7 @@ from hasten._lib.tree import is_sharded, map_tensors
 from hasten.logged_value import is_metric
 from hasten.machine import collectives, same_program
 from hasten.machine.cluster import ClusterEnvironment
+from hasten.seed import RandomGenerators
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
 from hasten.strategies.mesh.sizes import MeshSizes, Size
@@ -214,6 +215,9 @@ def prepare_strategy(strategy: Strategy, *, on_gpu: bool) -> None:
     strategy.simulate_one_process()
     if isinstance(strategy, MeshStrategy):
         _cut_own_chunk_only()
+    for name in ("state_dict", "load_state_dict"):
+        # The states of generators are tensors, and there is nothing to draw.
+        setattr(RandomGenerators, name, lambda *_: {})
     if isinstance(strategy, DDPStrategy):
         _all_reduce_bucket.__annotations__.clear()
         _sort_buckets(strategy.exchange_with(_all_reduce_bucket) or _BUCKET_MB)
