@@ -14,7 +14,8 @@ from hasten_lightning._classes.strategies import as_facade
 from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.accelerator_connector import AcceleratorConnector
 from hasten_lightning.internals.checkpoint_connector import CheckpointConnector, without_run
-from hasten_lightning.internals.results import Results
+from hasten_lightning.internals.hooks import CallbackConnector
+from hasten_lightning.internals.results import LoggerConnector, Results
 
 if TYPE_CHECKING:
     from hasten.types import StorageOptions
@@ -66,6 +67,29 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     def _results(self) -> Results | None:
         """The values of the running stage, and how they are named; None outside of a call, as in Lightning."""
         return Results(self._logged) if self.state.status == TrainerStatus.RUNNING else None
+
+    @property
+    def _active_loop(self) -> Any:
+        """The loop of the running stage; None outside of a call."""
+        if self.training:
+            return self.fit_loop
+        if self.predicting:
+            return self.predict_loop
+        return self._evaluation_loop if self.evaluating or self.sanity_checking else None
+
+    @property
+    def _evaluation_loop(self) -> Any:
+        if self.state.fn == TrainerFn.FITTING:
+            return self.fit_loop.epoch_loop.val_loop
+        return self.test_loop if self.state.fn == TrainerFn.TESTING else self.validate_loop
+
+    @property
+    def _logger_connector(self) -> LoggerConnector:
+        return LoggerConnector(self)
+
+    @property
+    def _callback_connector(self) -> CallbackConnector:
+        return CallbackConnector(self)
 
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:

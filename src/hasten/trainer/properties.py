@@ -378,7 +378,7 @@ class TrainerView(RuntimeView, TrainerSettings):
             loss = None if now or self._run is None else self._run.window.loss
             self._logged.publish_bar(self._progress.epoch, now=now, loss=loss)
             self._logged.deliver()
-        return dict(self._logged.bar_values)
+        return self._logged.bar_metrics()
 
     # -- callbacks
 

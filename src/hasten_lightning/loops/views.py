@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib import torch_private
 from hasten.data.combined import CombinedLoader
 from hasten.data.loader_parts import has_state
+from hasten.loops.evaluate import evaluate
 from hasten.loops.progress import TrainerFn, TrainerStatus
 from hasten.runtime import ReadOnly
 from hasten.trainer.settings import Setting
@@ -263,6 +264,17 @@ class TrainingEpochLoop(LoopView):
         run = self._trainer._run
         return run is not None and not run.window.is_end
 
+    def _should_check_val_epoch(self) -> bool:
+        """Return whether validation may be due in this epoch."""
+        run = self._trainer._run
+        due = run is not None and run.data.validation_schedule.due_in(run.progress.epoch)
+        return due and self._trainer.enable_validation
+
+    def _should_check_val_fx(self, data_fetcher: object = None) -> bool:
+        """Return whether validation is due after the batch just done."""
+        run = self._trainer._run
+        return run is not None and run.data.validation_schedule.due(run)
+
     def _current_steps(self, config: LRSchedulerConfig) -> int:
         progress = self._trainer.progress
         if config.interval == "step":
@@ -459,6 +471,17 @@ class EvaluationLoop(LoopView):
         """Load the data now."""
         if (source := self._trainer._source(self._name)) is not None:
             source.load()
+
+    def run(self) -> list[dict[str, float]]:
+        """Evaluate within the call that runs, for instance before training begins; return what was logged by loader."""
+        run, source = self._trainer.current_run, self._trainer._source(self._name)
+        if source is None or source.is_off():
+            return []
+        stage, context = run.state.stage, run.logged.context
+        try:
+            return evaluate(run, source)
+        finally:
+            run.state.stage, run.logged.context = stage, context
 
     @property
     def max_batches(self) -> list[float]:
