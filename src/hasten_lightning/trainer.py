@@ -15,7 +15,8 @@ from hasten_lightning.facades import Facade, exactly
 from hasten_lightning.internals.accelerator_connector import AcceleratorConnector
 from hasten_lightning.internals.checkpoint_connector import CheckpointConnector, without_run
 from hasten_lightning.internals.hooks import CallbackConnector
-from hasten_lightning.internals.results import LoggerConnector, Results
+from hasten_lightning.internals.modules import with_external_callbacks
+from hasten_lightning.internals.results import Results
 
 if TYPE_CHECKING:
     from hasten.types import StorageOptions
@@ -53,6 +54,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     def __init__(self, given: dict[str, Any]) -> None:
         # A config may say null for what is on or off.
         given.update({name: False for name in _SWITCHES if given[name] is None})
+        given["callbacks"] = with_external_callbacks(given["callbacks"], "lightning.pytorch.callbacks_factory")
         super().__init__(**given, **environment.of("Trainer"))
         self._use_facades()
 
@@ -71,21 +73,7 @@ class Trainer(trainer.Trainer, metaclass=Facade):
     @property
     def _active_loop(self) -> Any:
         """The loop of the running stage; None outside of a call."""
-        if self.training:
-            return self.fit_loop
-        if self.predicting:
-            return self.predict_loop
-        return self._evaluation_loop if self.evaluating or self.sanity_checking else None
-
-    @property
-    def _evaluation_loop(self) -> Any:
-        if self.state.fn == TrainerFn.FITTING:
-            return self.fit_loop.epoch_loop.val_loop
-        return self.test_loop if self.state.fn == TrainerFn.TESTING else self.validate_loop
-
-    @property
-    def _logger_connector(self) -> LoggerConnector:
-        return LoggerConnector(self)
+        return self._logger_connector.active_loop
 
     @property
     def _callback_connector(self) -> CallbackConnector:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hasten.loops.progress import TrainerFn
 from hasten.runtime import ReadOnly
 
 if TYPE_CHECKING:
     from hasten.logged_values import LoggedValues
-    from hasten_lightning.trainer import Trainer
+    from hasten.trainer.properties import TrainerView
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class LoggerConnector:
     # Whether this is the first batch of an epoch; programs put it back after a validation of their own.
     _first_loop_iter: bool | None = None
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerView) -> None:
         self.trainer = trainer
 
     callback_metrics = ReadOnly[dict[str, Tensor]]("trainer.callback_metrics", "See ``Trainer``.")
@@ -101,10 +102,25 @@ class LoggerConnector:
         return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
 
     @property
+    def active_loop(self) -> Any:
+        """The loop of the running stage; None outside of a call."""
+        trainer = self.trainer
+        if trainer.training:
+            return trainer.fit_loop
+        if trainer.predicting:
+            return trainer.predict_loop
+        if trainer.testing:
+            return trainer.test_loop
+        if not trainer.evaluating:
+            return None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        return trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop
+
+    @property
     def should_update_logs(self) -> bool:
         """Whether loggers get the values of the present step."""
         trainer = self.trainer
-        every, loop = trainer.log_every_n_steps, trainer._active_loop
+        every, loop = trainer.log_every_n_steps, self.active_loop
         if not every or loop is None:
             return bool(every)
         fitting = loop is trainer.fit_loop

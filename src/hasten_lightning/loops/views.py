@@ -206,9 +206,10 @@ class TrainingEpochLoop(LoopView):
     automatic_optimization = ReadOnly[AutomaticOptimization]("_automatic", "The steps that the Trainer makes.")
     manual_optimization = ReadOnly[ManualOptimization]("_manual", "The steps that ``training_step`` makes.")
     global_step = ReadOnly[int]("_trainer.global_step", "Optimizer steps done in the run.")
-    total_batch_idx = ReadOnly[int](
-        "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
+    batch_idx = ReadOnly[int](
+        "batch_progress.current.ready - 1", "Index of the batch in this epoch, the last one after it; -1 before the first."
     )
+    total_batch_idx = ReadOnly[int]("batch_progress.total.ready - 1", "The same, counted over the run.")
 
     @property
     def _batches_that_stepped(self) -> int:
@@ -221,11 +222,6 @@ class TrainingEpochLoop(LoopView):
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, steps: int) -> None:
         self._trainer.progress.logged_step = steps
-
-    @property
-    def batch_idx(self) -> int:
-        """Index of the last batch completed in this epoch; -1 before the first."""
-        return self._trainer.progress.batch - 1
 
     @property
     def batch_progress(self) -> BatchCounts:
@@ -318,20 +314,18 @@ class FitLoop(LoopView):
 
     epoch_loop = ReadOnly[TrainingEpochLoop]("_epoch_loop", "The batches of an epoch.")
     max_batches = ReadOnly[float]("_trainer.num_training_batches", "Batches of an epoch.")
-    batch_idx = ReadOnly[int](
-        "epoch_loop.batch_idx", "Index of the last batch completed in this epoch; -1 before the first."
-    )
-    total_batch_idx = ReadOnly[int](
-        "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
-    )
+    batch_idx = ReadOnly[int]("epoch_loop.batch_idx", "See the loop of the epoch.")
+    total_batch_idx = ReadOnly[int]("epoch_loop.total_batch_idx", "See the loop of the epoch.")
 
     @property
     def epoch_progress(self) -> LoopCounts:
         """The epochs that have begun and that are complete."""
         trainer, progress = self._trainer, self._trainer.progress
-        completed = progress.epoch if progress.in_epoch else progress.epochs_done
+        # An epoch in which max_steps is reached counts as complete when fit has ended.
+        done = progress.epochs_done + (progress.mid_epoch and trainer.state.status == TrainerStatus.FINISHED)
+        completed = progress.epoch if progress.in_epoch else done
         begun = progress.epoch + 1 if progress.in_epoch or progress.mid_epoch else progress.epochs_done
-        processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else progress.epochs_done
+        processed = begun if progress.in_epoch and self._hook == "on_train_epoch_end" else done
 
         def assign(name: str, value: int) -> None:
             if name not in ("completed", "processed"):
