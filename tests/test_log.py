@@ -474,6 +474,23 @@ def test_values_that_a_callback_sets_are_shown_and_monitored(tmp_path: Path) -> 
     assert "gone" not in trainer.callback_metrics
 
 
+class ReadsWhatItLogs(Classifier):
+    def on_validation_epoch_end(self) -> None:
+        self.log("score", 3.0, prog_bar=True)
+        assert self.trainer.callback_metrics["score"] == self.trainer.logged_metrics["score"] == 3
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end", torch.tensor(2.0), logger=False)
+        assert self.trainer.callback_metrics["end"] == 2
+        assert "end" not in self.trainer.logged_metrics
+
+
+def test_a_hook_reads_what_it_has_logged() -> None:
+    trainer = quiet(num_sanity_val_steps=0)
+    trainer.fit(ReadsWhatItLogs(), loader(8), loader(8))
+    assert trainer.callback_metrics["score"] == 3
+
+
 class AnotherMetricEachTime(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         metric = torchmetrics.MeanMetric()

@@ -622,12 +622,15 @@ class LoggedValues:
         for logged, value in self._current_step_values():
             if not (self.shared.reduces(logged) and logged.base_name in metrics):
                 metrics[logged.base_name] = metrics[logged.step_name] = value
+        for logged, value in self._values_of_hook():
+            metrics[logged.base_name] = metrics[logged.epoch_name] = value
         return ShownValues(metrics, self.callback_values)
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
         metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.logger_values.items()}
         metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
+        metrics |= {logged.epoch_name: v for logged, v in self._values_of_hook() if logged.logger}
         return ShownValues(metrics, self.logger_values)
 
     def bar_metrics(self) -> dict[str, float]:
@@ -639,6 +642,15 @@ class LoggedValues:
         for logged in self.of_stage("train"):
             value = logged.step_value() if logged.on_step and logged.weight is not None else None
             if value is not None:
+                yield logged, value if isinstance(value, Tensor) else _as_metric(value)
+
+    def _values_of_hook(self) -> Iterator[tuple[LoggedValue, Tensor]]:
+        """Yield what the hook that runs has logged for the epoch on this process, where it is no step."""
+        when = self.context.row.log
+        for logged in () if when is None or when.step_allowed else self.context.values.values():
+            if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
+                total, weight, reduce = logged.epoch_value()
+                value = total / weight if reduce == "mean" else total
                 yield logged, value if isinstance(value, Tensor) else _as_metric(value)
 
     def evaluation_metrics(self) -> set[int]:
