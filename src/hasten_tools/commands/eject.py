@@ -110,7 +110,7 @@ def _first_fit(path: Path, text: str, arguments: Sequence[str]) -> Any:
 
     @functools.wraps(init)
     def make(trainer: Trainer, *args: Any, **named: Any) -> None:
-        frame = first_outside(caller(), lambda file: not _is_file(file, path))
+        frame = first_outside(caller(), lambda file: os.path.abspath(file) != os.path.abspath(path))
         if frame is not None:
             made_at[id(trainer)] = frame.f_lineno
         init(trainer, *args, **named)
@@ -155,10 +155,6 @@ def _first_fit(path: Path, text: str, arguments: Sequence[str]) -> Any:
     if isinstance(found[0], EjectError):
         raise found[0]
     return found[0]
-
-
-def _is_file(name: str, path: Path) -> bool:
-    return os.path.abspath(name) == os.path.abspath(path)
 
 
 def _run(path: Path, text: str, arguments: Sequence[str]) -> object:
