@@ -104,12 +104,7 @@ def advise(
 def program_of(
     trainer: Trainer, model: LightningModule, train_dataloaders: Dataloaders, datamodule: LightningDataModule | None
 ) -> Program:
-    """Return the program of the trials of a model in memory.
-
-    Raises:
-        TypeError: it cannot be sent to other processes.
-
-    """
+    """Return the program of the trials of a model in memory; ``TypeError`` if it cannot be sent to other processes."""
     payload = {
         "an argument of the Trainer": trainer.given_arguments,
         "the class of the Trainer": type(trainer),
@@ -143,12 +138,9 @@ def program_of(
         "path": sys.path[:], "argv": sys.argv[:], "main": main, "alias": names, "payload": pickled,
     })  # fmt: skip
     # In the order in which they were imported. Those without a file are of Python itself, or Lightning's names.
-    modules = [name for name, one in list(sys.modules.items()) if not name.startswith("__") and _has_file(one)]
+    imported = [(name, getattr(one, "__file__", None)) for name, one in list(sys.modules.items())]
+    modules = [name for name, file in imported if file is not None and not name.startswith("__")]
     return Program(type(model).__name__, "hasten_tools.commands.trial:train_copy", payload=sent, preload=modules)
-
-
-def _has_file(module: object) -> bool:
-    return getattr(module, "__file__", None) is not None
 
 
 @contextmanager
@@ -393,14 +385,9 @@ def together(first: Advice, found: Advice, chosen: Sequence[Lever]) -> Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The levers of the run that saved a checkpoint, as a part of it.
+    """The names of the levers of the run that saved a checkpoint, and how many batches were done."""
 
-    Args:
-        levers: their names; None if the run did not choose any, or if there is no checkpoint.
-        batches: how many batches were done.
-
-    """
-
+    # None if the run did not choose any, or if there is no checkpoint.
     levers: list[str] | None = None
     batches: float = 0.0
 
