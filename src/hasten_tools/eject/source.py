@@ -36,15 +36,10 @@ class ProgramCall:
 
 @dataclass
 class Source:
-    """The text of a program, its syntax tree, and the changes to make.
-
-    Args:
-        text: the program.
-        name: of its file, for messages.
-
-    """
+    """The text of a program, its syntax tree, and the changes to make."""
 
     text: str
+    # Of its file, for messages.
     name: str
     tree: ast.Module = field(init=False)
     # Name in the program: full name in hasten.

@@ -58,20 +58,14 @@ _changes: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDiction
 def advise(
     trainer: Trainer,
     model: LightningModule,
-    train_dataloaders: Dataloaders = None,
-    datamodule: LightningDataModule | None = None,
+    train_dataloaders: Dataloaders,
+    datamodule: LightningDataModule | None,
     *,
-    levers: Iterable[Lever | str] | None = None,
-    rounds: int = 3,
-    steps: int | None = None,
-    warm_up: int = 3,
-    seeds: int = 1,
-    combine: bool = True,
-    budget_seconds: float | None = 90.0,
-    timeout_seconds: float = 900.0,
-    verbose: bool = True,
+    levers: Iterable[Lever | str] | None,
+    verbose: bool,
+    **amount: Any,
 ) -> Advice:
-    """Measure which switches make this training faster; arguments, result and errors are as of ``Trainer.advise``."""
+    """Measure which switches make this training faster; see ``Trainer.advise``, and ``Plan`` for the amount."""
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
 
@@ -85,7 +79,7 @@ def advise(
             "Trainer.advise(): there is no data.",
             fix=f"Pass train_dataloaders=..., a datamodule, or define {type(model).__name__}.train_dataloader().",
         )
-    plan = Plan(rounds, steps, warm_up, seeds, combine, budget_seconds, timeout_seconds)
+    plan = Plan(**amount)
 
     def say(line: str) -> None:
         if verbose:
