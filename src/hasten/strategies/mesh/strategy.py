@@ -533,8 +533,8 @@ class MeshStrategy(ParallelStrategy):
 
     def _check_converted(self, precision: Precision) -> None:
         """Check a number format into which parameters are converted when they are gathered."""
-        if isinstance(precision, MixedPrecision) and precision.can_be_sharded:
-            name = precision.precision
+        name = precision.precision
+        if isinstance(precision, MixedPrecision) and is_mixed(name) and precision.can_be_sharded:
             raise make_error(
                 ValueError,
                 f"strategy={self.name!r}, plugins=[MixedPrecision({name!r})]: sharded parameters are converted when "
@@ -542,10 +542,8 @@ class MeshStrategy(ParallelStrategy):
                 fix=f"Write precision={name!r}, or plugins=[FSDPPrecision({name!r})].",
                 argument="strategy",
             )
-        if isinstance(precision, FSDPPrecision):
-            self.shards.param_dtype = precision.param_dtype
-            return
         self._check_divisible(precision)
+        self.shards.param_dtype = precision.param_dtype
 
     def _check_divisible(self, precision: Precision) -> None:
         if isinstance(precision, HalfPrecision) and precision.keep_small_updates:
