@@ -39,7 +39,7 @@ def sizes_of(mesh: Sequence[Size], devices: int, nodes: int) -> MeshSizes:
     Example::
 
         >>> sizes_of((2, "auto", 8), devices=1024, nodes=128)
-        MeshSizes(replicate=2, shard=64, tensor=8, context=1, pipeline=1)
+        MeshSizes(replicate=2, shard=64, tensor=8, context=1, pipeline=1, expert=1)
 
     """
     if len(mesh) not in (3, len(AXES)):
