@@ -45,6 +45,12 @@ def test_every_pair_of_axes_trains_as_one_process(tmp_path: Path) -> None:
         assert found[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-5)
     language_model = trained(Llama(), tokens(4))
     same(language_model, trained(Llama(), tokens(2), MeshStrategy(2, 1, 2, plan="auto"), 4))
+    # Between the stages goes a part of each sequence, and the logits stay split.
+    options: Any = {"plan": "auto", "sequence_parallel": True, "loss_parallel": True}
+    stages = MeshStrategy(1, 1, 2, pipeline=2, **options)
+    many = trained(Llama(), tokens(4), stages, 4)
+    for name, value in stages.state.state_dict(many).items():
+        torch.testing.assert_close(value, language_model.state_dict()[name], atol=1e-5, rtol=1e-4, msg=name)
     # In this test, because most of the time is the start of four processes.
     mixtures.train_and_resume_as_in_one_process(tmp_path)
 

@@ -154,7 +154,8 @@ def test_stages_train_as_one_process_and_their_checkpoints_go_on_elsewhere(tmp_p
     for other in ("ddp", "fsdp"):
         with refused(ValueError, "strategy", fix="new module"):
             quiet(devices=4, strategy=other).fit(module, data(4))
-    assert module.blocks[0].up.weight.isnan().all() or module.blocks[0].up.weight.to_local().numel() == 4 * WIDTH
+    held: Any = module.blocks[0]
+    assert held.up.weight.isnan().all() or held.up.weight.to_local().numel() == 4 * WIDTH
     # In the middle of an accumulation: from stages of split layers to one process, and from one process to stages.
     copies = MeshStrategy(2, 1, pipeline=2, schedule="GPipe")
     halves = MeshStrategy(1, 1, 2, pipeline=2, plan=PLAN)

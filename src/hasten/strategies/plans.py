@@ -263,23 +263,8 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
-        own = dict(part.module.named_parameters())
-        absent = {name: parameter for name, parameter in own.items() if hasattr(parameter, ABSENT)}
-        if _was_split(part, plan) or (absent and len(absent) == len(own)):
-            # Or another stage of a pipeline has it.
-            continue
-        # Values are equal on all processes, so nothing has to be sent.
-        style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
-        parallelize_module(part.module, mesh, style, src_data_rank=None)
-        for parameter in part.module.parameters():
-            if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
-                # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
-                parameter.register_hook(_summed)
-        for name, parameter in absent.items():
-            # Beside one that stages share, such as the bias of an output layer that has the weight of the embedding.
-            place, _, key = name.rpartition(".")
-            part.module.get_submodule(place).register_parameter(key, parameter)
-        _split.add(part.module)
+        if not _was_split(part, plan):
+            _split_part(part, mesh)
     _tie(tied)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoder) and any(part.owner in layer.layers for part in parts):
@@ -298,6 +283,26 @@ def _was_split(part: Part, plan: Plan) -> bool:
             argument="plan",
         )
     return part.module in _split or sends_tokens(part.module) or any(map(_is_split, part.module.parameters()))
+
+
+def _split_part(part: Part, mesh: DeviceMesh) -> None:
+    own = dict(part.module.named_parameters())
+    absent = {name: parameter for name, parameter in own.items() if hasattr(parameter, ABSENT)}
+    if absent and len(absent) == len(own):
+        # Another stage of a pipeline has it.
+        return
+    # Values are equal on all processes, so nothing has to be sent.
+    style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
+    parallelize_module(part.module, mesh, style, src_data_rank=None)
+    for parameter in part.module.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
+            # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
+            parameter.register_hook(_summed)
+    for name, parameter in absent.items():
+        # Beside one that stages share, such as the bias of an output layer that has the weight of the embedding.
+        place, _, key = name.rpartition(".")
+        part.module.get_submodule(place).register_parameter(key, parameter)
+    _split.add(part.module)
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

@@ -617,7 +617,8 @@ def _joined_calls(calls: list[tuple[int, LogCall]], sizes: list[int]) -> list[Lo
             numbers = torch.stack([torch.as_tensor(value).detach().double().reshape(()) for value in values])
             shares = torch.stack([torch.as_tensor(count).to(numbers) for count in counts])
             if weight is not None:
-                total, shares = shares.sum(), shares * torch.stack([one for _, (_, _, one) in each]).to(numbers)
+                each_weight = torch.stack([one for _, (_, _, one) in each if one is not None])
+                total, shares = shares.sum(), shares * each_weight.to(numbers)
                 weight = shares.sum() / total
             joined_value = _reduced(numbers, shares, given.get("reduce_fx", "mean"))
             given["value"] = joined_value.to(torch.as_tensor(values[0]).dtype)

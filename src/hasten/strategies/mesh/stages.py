@@ -242,11 +242,11 @@ class Stages:
     def _local(self, hidden: Tensor) -> Tensor:
         """Return this process's part of what the next stage gets."""
         value: Any = hidden
+        mesh = self._sequences
         if not is_sharded(value):
-            # Only from layers that this process does not have, see ``input_of``.
-            mesh = self._sequences
-            return value if mesh is None else value.tensor_split(mesh.size(), 1)[mesh.get_local_rank()]
-        if self._sequences is None:
+            # With parts of sequences only from layers that this process does not have, see ``input_of``.
+            return hidden if mesh is None else hidden.tensor_split(mesh.size(), 1)[mesh.get_local_rank()]
+        if mesh is None:
             raise self._refused(
                 "blocks pass on a DTensor.",
                 "Let them return plain tensors, or use plan='auto', sequence_parallel=True.",
