@@ -10,8 +10,8 @@ to the one that an undisturbed run had at this step (weights, optimizer, schedul
 not older than before. The run is resumed, and killed again, until it ends. Each step must have the samples and the loss
 of the undisturbed run.
 
-Processes that have lost one of them must end by themselves within a minute. Only while a run starts, before each of its
-processes has made a step, is a process that waits for one that was killed ended here, as launchers do.
+Processes that have lost one of them must end by themselves, within two minutes: that is much, for a busy machine. Only
+while a run starts, before each of its processes has made a step, are the others ended here, as launchers do.
 
 Processes are forked from one that has imported everything, because most of a start is imports.
 """
@@ -52,7 +52,7 @@ from hasten.strategies import FSDPStrategy
 
 STEPS, SAMPLES, BATCH, WIDTH = 24, 48, 4, 128
 # Processes that have lost one of them end within this time, also on a busy machine.
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 # Before its processes have met, a run has no way to know that one will not come: launchers end the others.
 START_SECONDS = 1.0
 

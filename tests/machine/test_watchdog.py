@@ -297,7 +297,7 @@ if __name__ == "__main__":
                 print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
             os._exit(1)
         started[rank] = child
-    until = time.monotonic() + 300
+    until = time.monotonic() + 500
     while not all(map(process_has_ended, started.values())) and time.monotonic() < until:
         time.sleep(0.01)
     print("ended:", sorted(rank for rank, child in started.items() if process_has_ended(child)))

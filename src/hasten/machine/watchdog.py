@@ -468,7 +468,7 @@ class Watchdog:
         keys = {rank: f"stack/{order['name']}/{rank}" for rank in range(self.world_size)}
         now = time.monotonic()
         left = {rank for rank in keys if (beat := self._read(rank, now)[0]) is not None and beat.left}
-        awaited = [key for rank, key in keys.items() if rank not in left]
+        awaited = [key for rank, key in keys.items() if rank not in left and not self._has_ended(rank, now)]
         deadline = now + STACK_SECONDS
         while not self._store.check(awaited) and time.monotonic() < deadline:
             time.sleep(0.05)
