@@ -30,7 +30,9 @@ from hasten.strategies.context import attention
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.qkv": "colwise_rep", "head": "colwise_rep"}
-WIDTH, WORDS, BATCH, HEADS, BLOCKS, EXPERTS = 16, 48, 16, 8, 8, 8
+WIDTH, WORDS, BATCH, HEADS, EXPERTS = 16, 48, 16, 8, 8
+# At least so many; a pipeline has one for each of its processes.
+BLOCKS = 4
 
 
 def main() -> int:
@@ -61,11 +63,10 @@ def measured(processes: int) -> list[dict[str, Any]]:
 
 
 def meshes(processes: int) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Yield the sizes of the axes for a number of processes: pipelines beside copies and shards only."""
+    """Yield the sizes of the axes for a number of processes."""
     divisors = [size for size in range(1, processes + 1) if processes % size == 0]
     for replicate, shard, tensor, context, pipeline in itertools.product(divisors, repeat=5):
-        fits = replicate * shard * tensor * context * pipeline == processes
-        if fits and (pipeline == 1 or tensor * context == 1):
+        if replicate * shard * tensor * context * pipeline == processes:
             # Experts are divided over processes of the other axes.
             for expert in divisors if pipeline == 1 else (1,):
                 yield replicate, shard, tensor, context, pipeline, expert
@@ -75,19 +76,20 @@ def compare() -> None:
     """Train on each mesh and on one process, in each process of torchrun; the first one prints a line of JSON each."""
     processes, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     rows = []
-    references: dict[bool, Decoder] = {}
+    references: dict[tuple[int, bool], Decoder] = {}
     for sizes in meshes(processes):
-        strategy, mixture = MeshStrategy(*sizes, plan=PLAN if sizes[2] > 1 else None), sizes[5] > 1
-        found = train(processes, strategy, BATCH // (sizes[0] * sizes[1]), mixture)
-        if mixture not in references:
-            references[mixture] = train(1, "auto", BATCH, mixture)
-        expected = references[mixture]
+        kind = max(BLOCKS, sizes[4]), sizes[5] > 1
+        strategy = MeshStrategy(*sizes, plan=PLAN if sizes[2] > 1 else None)
+        found = train(processes, strategy, BATCH // (sizes[0] * sizes[1]), *kind)
+        if kind not in references:
+            references[kind] = train(1, "auto", BATCH, *kind)
+        alone = references[kind]
         rows.append(
             {
                 "mesh": sizes,
-                "loss": largest(found.losses, expected.losses),
-                "grad_norm": largest(found.norms, expected.norms),
-                "weight": found.largest_difference(expected),
+                "loss": largest(found.losses, alone.losses),
+                "grad_norm": largest(found.norms, alone.norms),
+                "weight": found.largest_difference(alone),
             }
         )
     if rank == 0:
@@ -144,11 +146,11 @@ class Block(nn.Module):
 class Decoder(L.LightningModule):
     """A small language model that keeps its losses and gradient norms."""
 
-    def __init__(self, mixture: bool = False) -> None:
+    def __init__(self, blocks: int = BLOCKS, mixture: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.Sequential(*(Block(mixture) for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(Block(mixture) for _ in range(blocks)))
         self.head = nn.Linear(WIDTH, WORDS)
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
@@ -176,10 +178,10 @@ class Decoder(L.LightningModule):
         return float(self.trainer.strategy.all_reduce(difference, reduce_op="max"))
 
 
-def train(devices: int, strategy: Any, batch_size: int, mixture: bool = False) -> Decoder:
+def train(devices: int, strategy: Any, batch_size: int, blocks: int, mixture: bool) -> Decoder:
     """Train for ten steps of two batches, which are the same for all strategies."""
     tokens = torch.randint(0, WORDS, (20 * BATCH, 17), generator=torch.Generator().manual_seed(1))
-    module = Decoder(mixture).double()
+    module = Decoder(blocks, mixture).double()
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", devices=devices, strategy=strategy, accumulate_grad_batches=2,
         gradient_clip_val=0.1, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -622,19 +622,35 @@ class LoggedValues:
         for logged, value in self._current_step_values():
             if not (self.shared.reduces(logged) and logged.base_name in metrics):
                 metrics[logged.base_name] = metrics[logged.step_name] = value
-        return metrics
+        for logged, value in self._values_of_hook():
+            metrics[logged.base_name] = metrics[logged.epoch_name] = value
+        return ShownValues(metrics, self.callback_values)
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
         metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.logger_values.items()}
         metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
-        return metrics
+        metrics |= {logged.epoch_name: v for logged, v in self._values_of_hook() if logged.logger}
+        return ShownValues(metrics, self.logger_values)
+
+    def bar_metrics(self) -> dict[str, float]:
+        """Return the values for the progress bar that have arrived on the host."""
+        return ShownValues(self.bar_values, self.bar_values)
 
     def _current_step_values(self) -> Iterator[tuple[LoggedValue, Tensor]]:
         """Yield the training values of the epoch that is not closed yet."""
         for logged in self.of_stage("train"):
             value = logged.step_value() if logged.on_step and logged.weight is not None else None
             if value is not None:
+                yield logged, value if isinstance(value, Tensor) else _as_metric(value)
+
+    def _values_of_hook(self) -> Iterator[tuple[LoggedValue, Tensor]]:
+        """Yield what the hook that runs has logged for the epoch on this process, where it is no step."""
+        when = self.context.row.log
+        for logged in () if when is None or when.step_allowed else self.context.values.values():
+            if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
+                total, weight, reduce = logged.epoch_value()
+                value = total / weight if reduce == "mean" else total
                 yield logged, value if isinstance(value, Tensor) else _as_metric(value)
 
     def evaluation_metrics(self) -> set[int]:
@@ -728,8 +744,53 @@ def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None
                 logged.gathered = None
 
 
-def _as_metric(value: float, *, double: bool = False) -> Tensor:
+class ShownValues(dict[str, Any]):
+    """Values by name as programs read them; what a program sets or removes here is so for callbacks and later reads.
+
+    Args:
+        values: what to show.
+        kept: where they come from.
+
+    """
+
+    def __init__(self, values: Mapping[str, Any], kept: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._kept = kept
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._kept[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._kept.pop(name, None)
+
+    def update(self, *values: Any, **named: Any) -> None:
+        for name, value in dict(*values, **named).items():
+            self[name] = value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._kept.pop(name, None)
+        return super().pop(name, *default)
+
+    def clear(self) -> None:
+        super().clear()
+        self._kept.clear()
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def _as_metric(value: Any, *, double: bool = False) -> Tensor:
     """Return a value as a tensor; in double precision if asked, or if it is a count that single cannot hold."""
+    if not isinstance(value, (int, float)):
+        given: Tensor = value  # A program has put it among the values.
+        return given
     double = double or (abs(value) > 2**24 and float(value).is_integer())
     return torch.tensor(float(value), dtype=torch.float64 if double else None)
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from hasten._lib import torch_private
 from hasten._lib.errors import make_error
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import map_tensors
+from hasten._lib.tree import ABSENT, map_tensors
 from hasten.strategies.experts import ExpertStyle, SplitExperts, WholeExperts, sends_tokens
 
 OWNER = "ModelParallelStrategy"
@@ -263,7 +263,10 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
-        if _was_split(part, plan):
+        own = dict(part.module.named_parameters())
+        absent = {name: parameter for name, parameter in own.items() if hasattr(parameter, ABSENT)}
+        if _was_split(part, plan) or (absent and len(absent) == len(own)):
+            # Or another stage of a pipeline has it.
             continue
         # Values are equal on all processes, so nothing has to be sent.
         style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
@@ -272,6 +275,10 @@ def apply_plan(
             if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.placements == (Replicate(),):
                 # Each process has the gradient of its part of the activations: added up before an optimizer reads it.
                 parameter.register_hook(_summed)
+        for name, parameter in absent.items():
+            # Beside one that stages share, such as the bias of an output layer that has the weight of the embedding.
+            place, _, key = name.rpartition(".")
+            part.module.get_submodule(place).register_parameter(key, parameter)
         _split.add(part.module)
     _tie(tied)
     for layer in model.modules():

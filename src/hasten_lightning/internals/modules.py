@@ -97,6 +97,13 @@ def load_external_callbacks(group: str) -> list[Any]:
     return found
 
 
+def with_external_callbacks(callbacks: Any, group: str) -> Any:
+    """Return the callbacks of a Trainer or Fabric, followed by those that installed packages offer, if there are any."""
+    found = load_external_callbacks(group)
+    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    return [callback for callback in given if callback is not None] + found if found else callbacks
+
+
 def cli_lightning_logo() -> None:
     """Print a line where Lightning's examples print its logo."""
     print("\nhasten, under the names of Lightning\n")

@@ -219,9 +219,8 @@ class _Definitions:
 
 def _derives_from_hasten(value: Any) -> bool:
     """Return whether a value is a class of the user's that is a LightningModule, a datamodule or a callback."""
-    if not isinstance(value, type) or is_builtin(value):
-        return False
-    return issubclass(value, (LightningModule, LightningDataModule, Callback))
+    bases = (LightningModule, LightningDataModule, Callback)
+    return isinstance(value, type) and not is_builtin(value) and issubclass(value, bases)
 
 
 def _is_plain(value: Any) -> bool:

@@ -341,17 +341,13 @@ class MeshStrategy(ParallelStrategy):
         ):
             allowed = "a list of names of blocks, such as ['layers.4']"
             raise check.wrong(self._owner, "split", split, allowed)
-        for given, name in (
-            (self.splits_layers, "tensor"), (self._asked["context"] != 1, "context"),
-            (self.state.saves_folders, "state_dict_type"),
-        ):  # fmt: skip
-            if given:
-                raise MisconfigurationException(
-                    f"{self._owner}(pipeline={self._asked['pipeline']}, {name}=...): stages are whole layers of whole "
-                    "sequences, and checkpoints with them are files.",
-                    fix=f"Leave {name} out. pipeline goes with replicate and shard.",
-                    argument=name,
-                )
+        if self.state.saves_folders:
+            raise MisconfigurationException(
+                f"{self._owner}(pipeline={self._asked['pipeline']}, state_dict_type='sharded'): checkpoints of stages "
+                "are files.",
+                fix="Leave state_dict_type out.",
+                argument="state_dict_type",
+            )
         size = int(self._asked["pipeline"])
         self.pipeline = Pipeline(self, size, schedule=schedule, split=split, micro_batches=micro_batches)
         self.sharding, self.engine, self.state = StagedSharding(self), StagedEngine(self), StagedState(self)
@@ -409,15 +405,17 @@ class MeshStrategy(ParallelStrategy):
             ) from None
 
     def _check_beside_stages(self) -> None:
-        """Refuse what needs shards where nothing is sharded, and schedules that need whole parameters where it is."""
+        """Refuse what needs all layers, or shards where nothing is sharded, or whole parameters where they are."""
         assert self.pipeline is not None
-        if self.sizes.batches == 1 and (asked := self.shards.asked):
+        if self.splits_layers:
+            self.layers.check_beside_stages()
+        if not self._shards_parameters and (asked := self.shards.asked):
             raise MisconfigurationException(
                 f"{self._owner}(pipeline={self.sizes.pipeline}, {asked[0]}=...): nothing is sharded.",
                 fix=f"Leave {asked[0]} out, or use shard=2 or more.",
                 argument=asked[0],
             )
-        if self.sizes.batches > 1 and self.pipeline.schedule.in_two_parts:
+        if self._shards_parameters and self.pipeline.schedule.in_two_parts:
             raise MisconfigurationException(
                 f"{self._owner}({self._sizes_text()}): this schedule computes the gradients of parameters apart, which "
                 "fully_shard does not.",
@@ -461,6 +459,11 @@ class MeshStrategy(ParallelStrategy):
     def styles(self) -> dict[str, ParallelStyle]:
         """The modules that the plan has split, and how; empty before the run."""
         return self.layers.styles
+
+    @property
+    def divides_activations(self) -> bool:
+        """Whether the processes of a tensor-parallel group have parts of what goes from block to block."""
+        return self.sizes.tensor > 1 and self.layers.divides_sequences
 
     @property
     def offloads(self) -> bool:
@@ -530,8 +533,8 @@ class MeshStrategy(ParallelStrategy):
 
     def _check_converted(self, precision: Precision) -> None:
         """Check a number format into which parameters are converted when they are gathered."""
-        if isinstance(precision, MixedPrecision) and precision.can_be_sharded:
-            name = precision.precision
+        name = precision.precision
+        if isinstance(precision, MixedPrecision) and is_mixed(name) and precision.can_be_sharded:
             raise make_error(
                 ValueError,
                 f"strategy={self.name!r}, plugins=[MixedPrecision({name!r})]: sharded parameters are converted when "
@@ -539,10 +542,8 @@ class MeshStrategy(ParallelStrategy):
                 fix=f"Write precision={name!r}, or plugins=[FSDPPrecision({name!r})].",
                 argument="strategy",
             )
-        if isinstance(precision, FSDPPrecision):
-            self.shards.param_dtype = precision.param_dtype
-            return
         self._check_divisible(precision)
+        self.shards.param_dtype = precision.param_dtype
 
     def _check_divisible(self, precision: Precision) -> None:
         if isinstance(precision, HalfPrecision) and precision.keep_small_updates:
@@ -616,13 +617,7 @@ class MeshStrategy(ParallelStrategy):
 
     def simulate_one_process(self) -> None:
         if self.pipeline is not None:
-            raise make_error(
-                ValueError,
-                f"{self._owner}({self._sizes_text()}): a process alone has no stage before it, so its step cannot be "
-                "followed.",
-                fix="Plan with shard= or tensor=.",
-                argument="pipeline",
-            )
+            self.pipeline.simulate_one_process()
         if self._expert > 1:
             raise make_error(
                 ValueError,
@@ -710,27 +705,30 @@ class MeshStrategy(ParallelStrategy):
         """
         self._check_earlier(module)
         if self.pipeline is not None:
-            self.pipeline.divide(module, partial(self._shard_stages, module))
-            self.equal_generators()
-            return
+            self.pipeline.divide(module, partial(self._divide_layers, module))
+        else:
+            self._divide_layers(module)
+        self.equal_generators()
+
+    def _divide_layers(self, module: nn.Module) -> None:
+        """Divide the layers that this process has: all of them, or those of its stages."""
         if self.sizes.context > 1:
             self._divide_sequences(module)
         if self._mesh_of_experts is not None:
             self._divide_experts(module, self._mesh_of_experts)
         if self.splits_layers:
             self.layers.apply(module, self.device_mesh, self.sizes)
-        if self.sizes.batches * self.sizes.context > 1 or not self.splits_layers:
-            self.shards.apply(module, self._mesh_of_shards(), self.name)
-        if self.sizes.tensor > 1:
-            self.layers.split_losses()
-        self.equal_generators()
-
-    def _shard_stages(self, module: nn.Module) -> None:
-        """Shard the parameters of this process's stages; without other processes that have them they stay whole."""
-        if self.sizes.batches > 1:
+        if self._shards_parameters or not (self.splits_layers or self.pipeline):
             self.shards.apply(module, self._mesh_of_shards(), self.name)
         else:
             self.shards.recompute(module)
+        if self.sizes.tensor > 1:
+            self.layers.split_losses()
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether several processes have the same layers, or the same parts of them, and divide their parameters."""
+        return self.sizes.batches * self.sizes.context > 1
 
     def _divide_experts(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the experts of ``module``, and shard those of each process."""
