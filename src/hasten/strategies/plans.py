@@ -263,8 +263,9 @@ def apply_plan(
     )
     tied = _tied(model)
     for part in parts:
-        if part.module in _split or any(map(_is_split, part.module.parameters())):
-            # An earlier run or the program itself has split it.
+        own = () if isinstance(part.style, _GatherSequence) else part.module.parameters()
+        if part.module in _split or any(map(_is_split, own)):
+            # An earlier run or the program itself has split it. What gathers a sequence comes after the layers inside.
             continue
         # Values are equal on all processes, so nothing has to be sent.
         style = _OfConv1D(part.style) if _is_conv1d(part.module) else _waiting(part.style)
