@@ -121,8 +121,8 @@ def _class_in_8_bits(kind: type, linear: type) -> type | None:
     from torch.distributed.fsdp import FSDPModule
 
     # ``fully_shard`` gives a layer that is gathered by itself a class of its own.
-    own = {**vars(kind), "__module__": linear.__module__}
-    return type(linear.__name__, (FSDPModule, linear), own) if kind.__bases__[0] is FSDPModule else None
+    is_gathered = kind.__bases__[0] is FSDPModule
+    return type(linear.__name__, (FSDPModule, linear), dict(vars(kind))) if is_gathered else None
 
 
 def _sides(layer: Any) -> list[int]:

@@ -282,7 +282,9 @@ def _was_split(part: Part, plan: Plan) -> bool:
             fix="Leave them out of the plan, or leave expert out.",
             argument="plan",
         )
-    return part.module in _split or sends_tokens(part.module) or any(map(_is_split, part.module.parameters()))
+    # What gathers a sequence comes after the layers inside.
+    own = () if isinstance(part.style, _GatherSequence) else part.module.parameters()
+    return part.module in _split or sends_tokens(part.module) or any(map(_is_split, own))
 
 
 def _split_part(part: Part, mesh: DeviceMesh) -> None:
