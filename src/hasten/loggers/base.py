@@ -271,12 +271,16 @@ class UploadingLogger(StartedLogger[Any]):
         """Upload what is new; subclasses of programs for Lightning override it."""
         best = str(getattr(checkpoint_callback, "best_model_path", ""))
         scores: dict[str, Any] = {
-            str(getattr(checkpoint_callback, "last_model_path", "")): getattr(checkpoint_callback, "current_score", None),
+            str(getattr(checkpoint_callback, "last_model_path", "")): getattr(
+                checkpoint_callback, "current_score", None
+            ),
             best: getattr(checkpoint_callback, "best_model_score", None),
         }
         scores |= {str(path): score for path, score in getattr(checkpoint_callback, "best_k_models", {}).items()}
         found = [(os.path.getmtime(path), path) for path in scores if path and os.path.exists(path)]
-        options = {name: getattr(checkpoint_callback, name) for name in _DESCRIBING if hasattr(checkpoint_callback, name)}
+        options = {
+            name: getattr(checkpoint_callback, name) for name in _DESCRIBING if hasattr(checkpoint_callback, name)
+        }
         for written_at, path in sorted(found):
             # A file may be written again under its name, as last.ckpt is.
             if written_at <= self._logged_model_time.get(path, -1.0):

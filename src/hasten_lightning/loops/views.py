@@ -207,7 +207,8 @@ class TrainingEpochLoop(LoopView):
     manual_optimization = ReadOnly[ManualOptimization]("_manual", "The steps that ``training_step`` makes.")
     global_step = ReadOnly[int]("_trainer.global_step", "Optimizer steps done in the run.")
     batch_idx = ReadOnly[int](
-        "batch_progress.current.ready - 1", "Index of the batch in this epoch, the last one after it; -1 before the first."
+        "batch_progress.current.ready - 1",
+        "Index of the batch in this epoch, the last one after it; -1 before the first.",
     )
     total_batch_idx = ReadOnly[int]("batch_progress.total.ready - 1", "The same, counted over the run.")
 
