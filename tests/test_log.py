@@ -491,6 +491,34 @@ def test_a_hook_reads_what_it_has_logged() -> None:
     assert trainer.callback_metrics["score"] == 3
 
 
+class LogsInItsOptimizerStep(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("empty", 1.0, on_step=False, on_epoch=True, batch_size=0)
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.log("before", float(batch_idx))
+        optimizer.step(closure=optimizer_closure)
+        self.log("after", float(batch_idx))
+
+
+class AddsAnother(L.Callback):
+    """Adds a callback to the Trainer when it is set up."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.callbacks.append(L.callbacks.LambdaCallback(setup=lambda *call: self.set_up.append(call[2])))
+        self.set_up: list[str] = []
+
+
+def test_an_optimizer_step_logs_and_a_mean_over_nothing_is_nan() -> None:
+    adds = AddsAnother()
+    trainer = quiet(callbacks=adds)
+    trainer.fit(LogsInItsOptimizerStep(), loader(8))
+    assert trainer.callback_metrics["before"] == trainer.callback_metrics["after"] == 1
+    assert torch.isnan(trainer.callback_metrics["empty"])
+    assert adds.set_up == ["fit"]
+
+
 class AnotherMetricEachTime(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         metric = torchmetrics.MeanMetric()

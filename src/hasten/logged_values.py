@@ -23,7 +23,16 @@ from hasten._lib.rank_zero import PossibleUserWarning, rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host, weighed
 from hasten.checkpoint.metrics import Gathered
 from hasten.elsewhere import conventions
-from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
+from hasten.logged_value import (
+    LoggedValue,
+    LoggingContext,
+    LogOptions,
+    batch_size_of,
+    describe,
+    is_metric,
+    mean,
+    reduction,
+)
 from hasten.shared_values import LoggedStep, SharedValues
 
 if TYPE_CHECKING:
@@ -650,7 +659,7 @@ class LoggedValues:
         for logged in () if when is None or when.step_allowed else self.context.values.values():
             if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
                 total, weight, reduce = logged.epoch_value()
-                value = total / weight if reduce == "mean" else total
+                value = mean(total, weight) if reduce == "mean" else total
                 yield logged, value if isinstance(value, Tensor) else _as_metric(value)
 
     def evaluation_metrics(self) -> set[int]:

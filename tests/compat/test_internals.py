@@ -197,7 +197,10 @@ def test_trainers_have_the_callbacks_that_installed_packages_offer(
     names = [type(callback).__name__ for callback in trainer.callbacks]
     assert sorted(names) == ["ModelCheckpoint", "Own", "Own", "TQDMProgressBar", "Timer"]
     assert names[-1] == "ModelCheckpoint"
-    assert len(Fabric(accelerator="cpu", callbacks=[object()])._callbacks) == 3
+    fabric = Fabric(accelerator="cpu", callbacks=[object()])
+    assert len(fabric._callbacks) == 3
+    assert fabric._strategy is fabric.strategy
+    assert fabric._precision.precision == "32-true"
 
 
 def test_small_things(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,11 @@ def prepare(
     train = stage == "train"
     if overfit:
         loader = _unshuffled(loader, name)
+    batches = loader.batch_sampler
+    if stage == "predict" and type(batches) is BatchSampler and batches.drop_last:
+        # Each sample has its prediction.
+        whole = BatchSampler(batches.sampler, batches.batch_size, drop_last=False)
+        loader = with_attributes(loader, batch_sampler=whole, drop_last=False)
     if num_replicas == 1:
         return loader
     if train and rank and loader.num_workers:

@@ -98,7 +98,7 @@ def load_external_callbacks(group: str) -> list[Any]:
 
 
 def with_external_callbacks(callbacks: Any, group: str) -> Any:
-    """Return the callbacks of a Trainer or Fabric, followed by those that installed packages offer, if any."""
+    """Return the callbacks of a Trainer or Fabric, and after them those that installed packages offer, if any."""
     found = load_external_callbacks(group)
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     return [callback for callback in given if callback is not None] + found if found else callbacks
