@@ -36,6 +36,7 @@ JOBS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
+TEST = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 
@@ -75,9 +76,14 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+# The types are checked beside the tests, and what was found is shown below them.
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p build
+	$(BIN)/mypy > build/types.txt 2>&1 & types=$$!; \
+	$(TEST) $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat build/types.txt; exit $$((tests ? tests : types))
 
 # Tests that are about hasten_tools, hasten_lightning, hasten_deepspeed and hasten_xla.
 OTHER_PACKAGES := compat demo docs eject examples packages peers plan preflight speed utilities xla \
@@ -86,8 +92,7 @@ OTHER_PACKAGES := compat demo docs eject examples packages peers plan preflight 
 	machine/test_xla_devices.py strategies/test_deepspeed.py trainer/test_loop_views.py
 
 test-core: $(STAMP)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(OTHER_PACKAGES:%=--ignore=tests/%) $(ARGS)
+	$(TEST) $(OTHER_PACKAGES:%=--ignore=tests/%) $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -19,11 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("WANDB_SILENT", "true")
 
-# The fork server imports these once; each process is then a copy of it, made in milliseconds. The first optimizer of a
-# process imports torch._dynamo, which takes longer than torch itself.
-multiprocessing.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torchmetrics", "hasten.fabric", "hasten.trainer", "hasten.callbacks"]
-)
+# The fork server imports it once; each process is then a copy of it, made in milliseconds.
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 # Tests press Ctrl-C, in this process and in those it starts: also where a shell has started it in the background, with
 # Ctrl-C ignored.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +59,92 @@ def start_python(*words: str | Path, cwd: Path | None = None, **environment: str
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def fork_python(
+    *words: str | Path, cwd: Path | None = None, timeout: float = 600, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS...`` as ``run_python`` does, in a copy of a process that has imported torch.
+
+    The program comes first of the words: a path, "-c" or "-m". Not for programs about what is imported when, or that
+    are found by their command line; processes that the program starts are started as ever.
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        code = Forked(words, output.fileno(), errors.fileno(), cwd=cwd, **environment).wait(timeout)
+        printed = []
+        for file in (output, errors):
+            file.seek(0)
+            printed.append(file.read())
+    return subprocess.CompletedProcess(words, code, *printed)
+
+
+class Forked:
+    """A program in a copy of a process that has imported torch, see ``fork_python``.
+
+    Args:
+        words: after ``python``.
+        output: the descriptor of the file for its output.
+        errors: the same for its errors.
+        stdin: the same for its input; None for none.
+        cwd: the folder to run in.
+        environment: variables beside those of this process.
+
+    """
+
+    def __init__(
+        self, words: Sequence[str | Path], output: int, errors: int, *, stdin: int | None = None,
+        cwd: Path | None = None, **environment: str,
+    ) -> None:  # fmt: skip
+        variables = environment_of_python() | environment
+        request = {
+            "words": [str(word) for word in words],
+            "folder": str(cwd or os.getcwd()),
+            "environment": variables,
+            "path": variables["PYTHONPATH"].split(os.pathsep),
+        }
+        self._answers, answers = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        streams = [nothing if stdin is None else stdin, output, errors]
+        socket.send_fds(_fork_server()[1], [json.dumps(request).encode()], [*streams, answers])
+        os.close(answers)
+        os.close(nothing)
+        self.pid = self._next_answer(600)
+
+    def _next_answer(self, timeout: float) -> int:
+        ready, _, _ = select.select([self._answers], [], [], timeout)
+        if not ready:
+            os.kill(self.pid, signal.SIGKILL)
+            raise TimeoutError(f"it still runs after {timeout} seconds")
+        text = b""
+        while not text.endswith(b"\n"):
+            part = os.read(self._answers, 1)
+            assert part, "the process that is copied has ended"
+            text += part
+        return int(text)
+
+    def wait(self, timeout: float = 600) -> int:
+        """Return the exit code; end the program if it takes longer."""
+        try:
+            return self._next_answer(timeout)
+        finally:
+            os.close(self._answers)
+
+
+@functools.cache
+def _fork_server() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the process whose copies run the programs; return it with the socket that it reads."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        program = f"from tests import forked; exec(forked.serve({its.fileno()}))"
+        # It ends when this process does, which closes the socket.
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment_of_python(),
+            pass_fds=[its.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    return process, ours
 
 
 def environment_of_python() -> dict[str, str]:

@@ -13,7 +13,7 @@ import hasten as L
 from hasten.packed.attention import attention
 from hasten.packed.dropout import dropout, fast_dropout
 from tests.models import Classifier, loader, quiet, same_weights
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 SHARES = [0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.99, 0.997, 0.999, 1.0]
@@ -220,7 +220,7 @@ def test_a_layer_saved_in_the_middle_of_a_run_is_torchs_when_it_is_loaded(tmp_pa
         "assert 'hasten' not in sys.modules; layers[2].p = 1.0; print(layers[2](torch.ones(9)).sum().item())"
     )
     path = str(tmp_path / "layers.pt")
-    assert run_python("-c", program, path).stdout == "0.0\n"
+    assert fork_python("-c", program, path).stdout == "0.0\n"
     layers = torch.load(path, weights_only=False)
     with fast_dropout(layers) as replaced:
         assert replaced == 1

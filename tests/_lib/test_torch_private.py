@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, fork_python
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -332,7 +332,7 @@ print("done")
 
 
 def test_processes(tmp_path: Path) -> None:
-    done = run_python("-c", PROCESSES, tmp_path / "meeting", cwd=tmp_path)
+    done = fork_python("-c", PROCESSES, tmp_path / "meeting", cwd=tmp_path)
     assert "done" in done.stdout, done.stderr[-3000:]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, fork_python
 from tests.refusals import refused
 
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def test_a_wrong_program_ends_with_two_and_one_message_and_loads_little() -> Non
         "    heavy = {'wandb', 'mlflow', 'comet_ml', 'tensorboard', 'matplotlib', 'rich', 'onnx', 'torchvision'}\n"
         "    print(sorted(heavy & set(sys.modules)))\n"
     )
-    done = run_python("-c", code)
+    done = fork_python("-c", code)
     assert (done.returncode, done.stdout) == (2, "[]\n"), done.stderr
     assert done.stderr == (
         "error: unrecognized arguments: --trainer.max_epoch=3\n"

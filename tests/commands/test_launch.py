@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.programs import ROOT, run_python, start_python
+from tests.programs import ROOT, fork_python, start_python
 
 from hasten.commands import main
 from hasten_tools.commands import launch
@@ -68,7 +68,7 @@ def test_options_may_be_spelled_as_torchrun_spells_them_and_exit_codes_are_the_p
     program.write_text(PROGRAM)
 
     def launch(*words: str) -> tuple[int, str, str]:
-        done = run_python("-m", "hasten", "launch", *words, cwd=tmp_path)
+        done = fork_python("-m", "hasten", "launch", *words, cwd=tmp_path)
         return done.returncode, done.stdout, done.stderr
 
     code, printed, _ = launch("--nproc_per_node=2", "--nnodes", "1", "--log_dir", "logs", "program.py", "0", "--nodes")

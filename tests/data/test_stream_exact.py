@@ -11,7 +11,7 @@ import torch
 
 from tests.data import programs
 from tests.data.programs import LOADERS, make, plain_run, stream_run
-from tests.programs import run_python
+from tests.programs import fork_python
 
 
 def through_a_file(thing: Any) -> Any:
@@ -73,5 +73,5 @@ def test_workers_go_on_in_a_new_process(tmp_path: Path) -> None:
             assert seen == plain_run(make(name, workers), limit), (name, workers)
             cases.append([name, workers, limit, seen, some(states, persistent=persistent)])
     torch.save(cases, tmp_path / "cases.pt")
-    result = run_python("-W", "ignore", "-m", "tests.data.programs", tmp_path / "cases.pt")
+    result = fork_python("-m", "tests.data.programs", tmp_path / "cases.pt")
     assert (result.returncode, result.stdout) == (0, ""), result.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 from hasten_tools.demo import text_models as models
@@ -88,7 +88,7 @@ def test_random_weights_go_without_the_package_of_the_vocabulary(
 
 def test_distilbert_without_network_names_what_works_offline(archive: Path, tmp_path: Path) -> None:
     # A process of its own: the hub library reads these variables once, at its import.
-    done = run_python(
+    done = fork_python(
         *("-m", "hasten", "demo", "--task", "imdb", "--model", "distilbert", "--data", archive),
         *("--output", tmp_path / "out", "--cache-dir", tmp_path / "cache"),
         HF_HUB_OFFLINE="1",

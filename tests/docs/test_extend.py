@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import blocks_of
-from tests.programs import run_python
+from tests.programs import fork_python
 
 PROGRAM = """
 import sys
@@ -95,15 +95,15 @@ def installed(tmp_path: Path) -> Path:
 
 def run(folder: Path, body: str) -> str:
     (folder / "train.py").write_text(PROGRAM.replace("{body}", body), encoding="utf-8")
-    done = run_python("train.py", cwd=folder)
+    done = fork_python("train.py", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_its_command_runs_and_is_listed(installed: Path) -> None:
     program = "import sys; from hasten.commands import main; sys.exit(main({}))"
-    assert run_python("-m", "hasten", "devices", cwd=installed).stdout.strip()
-    assert "print the devices of this machine" in run_python("-c", program.format([]), cwd=installed).stdout
+    assert fork_python("-m", "hasten", "devices", cwd=installed).stdout.strip()
+    assert "print the devices of this machine" in fork_python("-c", program.format([]), cwd=installed).stdout
 
 
 def test_its_strategy_trains_by_its_name_as_ddp_does_and_a_logger_has_the_rows(installed: Path) -> None:

@@ -16,7 +16,7 @@ from hasten_tools.plan import Ledger, PlanError, plan_fit
 from hasten_tools.plan.report import parse_size, size
 from tests.plan import on_two_processes
 from tests.plan.on_two_processes import Transformer, loader, trainer
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a plan copies this process")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes held and sent in a step, by strategy."""
     file = tmp_path_factory.mktemp("plan") / "found.json"
-    ended = run_python(on_two_processes.__file__, file)
+    ended = fork_python(on_two_processes.__file__, file)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
@@ -202,7 +202,7 @@ def test_the_command(tmp_path: Path) -> None:
     )
     file = tmp_path / "plan.json"
     options = ("--devices", "16", "--memory", "80GB", "--json", file)
-    ended = run_python("-m", "hasten", "plan", *options, program, "--size", "1", cwd=tmp_path)
+    ended = fork_python("-m", "hasten", "plan", *options, program, "--size", "1", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert sorted(one.name for one in tmp_path.iterdir()) == ["plan.json", "program.py"]
     assert "Transformer on 16 devices of 2 machines\nstrategy 'ddp', precision 'bf16-mixed'" in ended.stdout
@@ -242,7 +242,7 @@ def test_the_command_plans_for_the_devices_of_the_program(tmp_path: Path) -> Non
         "        os._exit(code)\n"
         "    os.waitpid(child, 0)\n"
     )
-    ended = run_python("-c", commands, cwd=tmp_path)
+    ended = fork_python("-c", commands, cwd=tmp_path)
     for _, _, planned in cases:
         assert f"Transformer on {planned}\n" in ended.stdout, ended.stderr
 

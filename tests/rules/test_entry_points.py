@@ -14,7 +14,7 @@ import pytest
 import hasten as L
 from hasten.extend import GROUPS, Command, found, load, moved
 from hasten.machine.devices import added_accelerators
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_a_fit_asks_for_no_entry_point() -> None:
         "hasten.Trainer(max_steps=2, accelerator='cpu', logger=False, enable_checkpointing=False).fit(BoringModel())\n"
         "assert 'importlib.metadata' not in sys.modules or 'hasten_tools.speed' not in sys.modules\n"
     )
-    assert run_python("-c", program).returncode == 0
+    assert fork_python("-c", program).returncode == 0
 
 
 @pytest.mark.parametrize("old", sorted(moved.MOVED))
@@ -145,7 +145,7 @@ def test_imports_that_name_hasten_where_they_named_lightning_work() -> None:
         "assert (ModelCheckpoint, EarlyStopping) == (L.callbacks.ModelCheckpoint, L.callbacks.EarlyStopping)\n"
         "assert DDPStrategy is L.strategies.DDPStrategy and rank_zero_only is L.utilities.rank_zero_only\n"
     )
-    result = run_python("-c", program)
+    result = fork_python("-c", program)
     assert result.returncode == 0, result.stderr
 
 
@@ -154,7 +154,7 @@ def test_a_module_that_only_lightning_has_is_answered_with_the_package_to_import
         importlib.import_module("hasten.pytorch.callbacks.lr_monitor")
     with refused(ModuleNotFoundError, fix="hasten.utilities", says="hasten.pytorch.utilities.seed"):
         importlib.import_module("hasten.pytorch.utilities.seed")
-    result = run_python("-c", "from hasten.utilities import seed_everithing")
+    result = fork_python("-c", "from hasten.utilities import seed_everithing")
     assert "ImportError: cannot import name 'seed_everithing' from 'hasten.utilities'" in result.stderr
 
 

@@ -10,7 +10,7 @@ import inspect
 import pytest
 
 import hasten
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 ROOMS = ("callbacks", "loggers", "strategies")
@@ -59,7 +59,7 @@ def test_names_are_imported_when_they_are_used() -> None:
         "from hasten import *\n"
         "Fabric, LightningModule\n"
     )
-    assert run_python("-c", program).returncode == 0
+    assert fork_python("-c", program).returncode == 0
 
 
 NAMES = {
@@ -90,7 +90,7 @@ def test_an_attribute_that_is_elsewhere_says_what_to_write() -> None:
         with refused(AttributeError, says=says):
             getattr(hasten, name)
     program = "import hasten\nassert hasten.fabric.is_wrapped and hasten.fabric.Fabric is hasten.Fabric\n"
-    assert run_python("-c", program).returncode == 0
+    assert fork_python("-c", program).returncode == 0
 
 
 def test_asking_for_a_module_that_is_not_there_gives_none() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_python
+from tests.programs import fork_python
 
 PROGRAM = """
 import os, signal, sys, time
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(how: str, code: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = run_python(program, how)
+    done = fork_python(program, how)
     assert done.returncode == code, done.stderr[-3000:]
     assert ("after fit" in done.stdout) == ("SIGTERM" not in how)
     if how in ("exit", "stay"):

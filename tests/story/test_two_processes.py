@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.programs import run_python
+from tests.programs import fork_python, run_python
 
 PROGRAM = Path(__file__).with_name("distributed_program.py")
-PYTHON = (sys.executable,)
-TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def run(folder: Path, strategy: str, devices: int = 2, launcher: Any = PYTHON) -> Path:
+def run(folder: Path, strategy: str, devices: int = 2, launcher: Any = None) -> Path:
     output = folder / "output"
-    done = run_python(PROGRAM, strategy, output, str(devices), start=launcher)
+    words = (PROGRAM, strategy, output, str(devices))
+    done = fork_python(*words) if launcher is None else run_python(*words, start=launcher)
     assert done.returncode == 0, done.stderr[-4000:]
     return output
 
@@ -35,7 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "launcher"),
-    [("ddp", PYTHON), ("ddp", TORCHRUN), ("ddp_spawn", PYTHON)],
+    [("ddp", None), ("ddp", TORCHRUN), ("ddp_spawn", None)],
     ids=["started-by-hasten", "torchrun", "spawn"],
 )
 def test_weights_equal_the_single_process_run(strategy: str, launcher: Any, alone: Any, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     quiet(devices=2, strategy="ddp").fit(Fails(), loader(80))
 """
     )
-    done = run_python(program)
+    done = fork_python(program)
     assert done.returncode not in (0, None)
     assert "only here" in done.stderr
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
