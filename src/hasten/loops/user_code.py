@@ -486,7 +486,7 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             continue
         if name in _OLD_HOOKS:
             # With other arguments it has another purpose: callbacks of other libraries use such names.
-            given = ("self", "trainer", "pl_module") if base is Callback else ("self",)
+            given: tuple[str, ...] = ("self", "trainer", "pl_module") if base is Callback else ("self",)
             given += ("outputs",) * name.endswith("_step_end")
             hook = _OLD_HOOKS[name] if _accepts(method, given) else None
         else:
