@@ -97,7 +97,7 @@ def load_external_callbacks(group: str) -> list[Any]:
     return found
 
 
-def with_external_callbacks(callbacks: Any, group: str) -> Any:
+def with_external_callbacks(callbacks: object, group: str) -> Any:
     """Return the callbacks of a Trainer or Fabric, and after them those that installed packages offer, if any."""
     found = load_external_callbacks(group)
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
