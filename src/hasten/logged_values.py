@@ -778,7 +778,7 @@ class ShownValues(dict[str, Any]):
         for name, value in dict(*values, **named).items():
             self[name] = value
 
-    def setdefault(self, name: str, default: object = None) -> Any:
+    def setdefault(self, name: str, default: float | Tensor | None = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
