@@ -301,7 +301,7 @@ def _without_update_warning(metric: Any) -> Iterator[None]:
         yield
 
 
-def mean(total: Any, weight: Any) -> Any:
+def mean(total: float | Tensor, weight: float | Tensor) -> Any:
     """Return the mean of an epoch: NaN if all batches were empty."""
     is_number = not isinstance(total, Tensor) and not isinstance(weight, Tensor)
     return math.nan if is_number and not weight else total / weight

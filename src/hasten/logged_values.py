@@ -766,7 +766,7 @@ class ShownValues(dict[str, Any]):
         super().__init__(values)
         self._kept = kept
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         super().__setitem__(name, value)
         self._kept[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
@@ -774,16 +774,16 @@ class ShownValues(dict[str, Any]):
         super().__delitem__(name)
         self._kept.pop(name, None)
 
-    def update(self, *values: Any, **named: Any) -> None:
+    def update(self, *values: Any, **named: object) -> None:
         for name, value in dict(*values, **named).items():
             self[name] = value
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: float | Tensor | None = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
-    def pop(self, name: str, *default: Any) -> Any:
+    def pop(self, name: str, *default: object) -> Any:
         self._kept.pop(name, None)
         return super().pop(name, *default)
 

@@ -7,13 +7,16 @@ from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from inspect import getmembers, isclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from hasten._lib.optional import need
 from hasten_lightning.utilities import rank_zero_warn
+
+if TYPE_CHECKING:
+    from hasten import Callback
 
 
 class MockOptimizer(Optimizer):
@@ -97,7 +100,7 @@ def load_external_callbacks(group: str) -> list[Any]:
     return found
 
 
-def with_external_callbacks(callbacks: Any, group: str) -> Any:
+def with_external_callbacks(callbacks: Callback | list[Any] | None, group: str) -> Any:
     """Return the callbacks of a Trainer or Fabric, and after them those that installed packages offer, if any."""
     found = load_external_callbacks(group)
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
