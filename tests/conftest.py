@@ -9,12 +9,15 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 # Before torch starts its threads: tests run beside each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A pool of processes that compile would import torch in each of them.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Before wandb is imported, by whichever test: it keeps the mode it started with. No test speaks to a server.
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -25,6 +28,14 @@ multiprocessing.set_forkserver_preload(["tests.preloaded"])
 # Tests press Ctrl-C, in this process and in those it starts: also where a shell has started it in the background, with
 # Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Modules with long tests: one that is begun last would make all processes wait.
+_BEGUN_FIRST = (
+    "examples/test_engines.py", "story/test_other_world_size.py", "checkpoint/test_kills.py", "commands/test_launch.py",
+    "strategies/test_fsdp_callbacks.py", "strategies/test_mesh.py", "strategies/test_fsdp.py",
+    "checkpoint/test_sharded_runs.py", "compile/test_whole_step.py", "compile/test_with_others.py", "docs/test_site.py",
+    "machine/test_launch.py", "story/test_endings.py", "story/test_two_processes.py",
+)  # fmt: skip
 
 _OF_A_RUN = (
     "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
@@ -39,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse names of tests that contain an address, which changes; skip tests without their device."""
+    """Refuse names of tests that contain an address, begin with long tests, and skip tests without their device."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"give these tests ids that do not change: {changing[:3]}")
@@ -49,6 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
             if not finds_tpu():
                 item.add_marker(pytest.mark.skip(reason="needs a TPU"))
+    first = {name: place for place, name in enumerate(_BEGUN_FIRST)}
+    folder = Path(__file__).parent
+    items.sort(key=lambda item: first.get(os.path.relpath(item.path, folder), len(first)))
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpu:
         import torch

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, fork_python
 
 EXAMPLES = ROOT / "examples"
 
@@ -123,14 +123,14 @@ def test_ema_and_swa(run: Callable[..., str]) -> None:
 
 
 def test_prediction_of_two_processes(tmp_path: Path) -> None:
-    done = run_python(EXAMPLES / "predict_two_processes.py", tmp_path / "out", cwd=tmp_path)
+    done = fork_python(EXAMPLES / "predict_two_processes.py", tmp_path / "out", cwd=tmp_path)
     assert "2 processes wrote [51, 50] predictions, equal to those of one: True" in done.stdout
     parts = [torch.load(tmp_path / "out" / f"part-{rank}.pt") for rank in range(2)]
     assert sorted(torch.cat([part["samples"] for part in parts]).tolist()) == list(range(101))
 
 
 def test_a_pipeline_trains_as_one_process(tmp_path: Path) -> None:
-    done = run_python(EXAMPLES / "pipeline_parallel.py", "gpipe", "1f1b", cwd=tmp_path)
+    done = fork_python(EXAMPLES / "pipeline_parallel.py", "gpipe", "1f1b", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     reached = result(done.stdout, r"loss gpipe ([\d.]+), 1f1b ([\d.]+)")
     program = runpy.run_path(str(EXAMPLES / "pipeline_parallel.py"))
@@ -163,7 +163,7 @@ def test_context_parallel_trains_as_one_gpu(tmp_path: Path) -> None:
         pytest.skip("needs two GPUs")
     losses = []
     for devices in ("1", "2"):
-        done = run_python(EXAMPLES / "context_parallel.py", devices, cwd=tmp_path)
+        done = fork_python(EXAMPLES / "context_parallel.py", devices, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         losses += result(done.stdout, rf"loss ([\d.]+) on {devices} GPU\(s\)")
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
@@ -181,7 +181,7 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 
 def test_notebook(tmp_path: Path) -> None:
-    done = run_python("-c", AS_NOTEBOOK, EXAMPLES / "notebook.ipynb", cwd=tmp_path)
+    done = fork_python("-c", AS_NOTEBOOK, EXAMPLES / "notebook.ipynb", cwd=tmp_path)
     accuracy, steps = result(done.stdout, r"accuracy ([\d.]+) after (\d+) steps of 2 processes")
     assert accuracy > 0.85, done.stderr
     assert steps == 4 * 29  # 1797 images, of which each process has half

@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz.found import ROWS, Row
 from tests.fuzz.running import in_empty_folder, quietly, run
 from tests.fuzz.targets import TARGETS
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, fork_python
 
 # Tests of other files make the names of Lightning, under which arguments are taken as they are.
 OWN_PROCESS = "arguments"
@@ -33,5 +33,7 @@ def test_what_was_found_is_handled_now(row: Row) -> None:
 
 
 def test_arguments_fit_or_are_refused_by_name() -> None:
-    done = run_python("-m", "tests.fuzz", "--again", "--examples", str(examples_of(OWN_PROCESS)), OWN_PROCESS, cwd=ROOT)
+    done = fork_python(
+        "-m", "tests.fuzz", "--again", "--examples", str(examples_of(OWN_PROCESS)), OWN_PROCESS, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]

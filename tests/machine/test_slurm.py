@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.models import Classifier, loader, quiet
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 from hasten.machine.cluster import SLURMEnvironment
@@ -27,7 +27,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[int]]
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
     scontrol.chmod(0o755)
-    done = run_python(PROGRAM, folder, PATH=f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}")
+    done = fork_python(PROGRAM, folder, PATH=f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), folder
 

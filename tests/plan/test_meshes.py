@@ -24,7 +24,7 @@ from hasten_tools.plan.report import Bandwidth, FitPlan, Measured, parse_bandwid
 from tests.plan import on_four_processes
 from tests.plan.on_four_processes import MESHES, PER_MACHINE, strategies
 from tests.plan.on_two_processes import Transformer, loader, trainer
-from tests.programs import run_python
+from tests.programs import fork_python
 from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="a plan copies this process")
@@ -40,7 +40,7 @@ IN_SUITE = ("2x2x1", "1x2x1x1x2")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What four processes held and sent in a step, by mesh."""
     file = tmp_path_factory.mktemp("plan") / "found.json"
-    ended = run_python(on_four_processes.__file__, file, *IN_SUITE)
+    ended = fork_python(on_four_processes.__file__, file, *IN_SUITE)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
@@ -362,7 +362,7 @@ def test_the_command_plans_a_mesh_of_the_program(tmp_path: Path) -> None:
     )
     file = tmp_path / "plan.json"
     words = ("--mesh", "2,4,2", "--json", file, program)
-    ended = run_python("-m", "hasten", "plan", *words, cwd=tmp_path)
+    ended = fork_python("-m", "hasten", "plan", *words, cwd=tmp_path)
     assert "Transformer on 16 devices of 2 machines\nstrategy 'mesh', layers split over 2" in ended.stdout, ended.stderr
     assert "replicate=2, shard=4, tensor=2" in ended.stdout
     assert json.loads(file.read_text(encoding="utf-8"))["measured"]["mesh"]["shard"] == 4
