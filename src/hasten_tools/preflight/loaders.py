@@ -81,10 +81,11 @@ def _empty(source: StageData, name: str, loader: Any, rows: Rows) -> None:
         rows.error(name, "The loader has no batches.", f"Look at what {HOOK_OF[source.stage]} returns.")
 
 
-def sample_count(loader: Any) -> int:
+def sample_count(loader: DataLoader[Any]) -> int:
     """Return the number of samples of a loader's dataset; 0 if it is not known."""
     try:
-        return len(loader.dataset)
+        dataset: Any = loader.dataset
+        return len(dataset)
     except (TypeError, AttributeError, NotImplementedError):
         return 0
 

@@ -373,11 +373,11 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return None
 
 
-def as_number(value: Any) -> float | None:
+def as_number(value: str | float | None) -> float | None:
     """Return a value of a record as a number; None if it is none."""
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
+        return float(value) if isinstance(value, (str, int, float)) else None
+    except (ValueError, OverflowError):
         return None
 
 
