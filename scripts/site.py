@@ -157,7 +157,9 @@ OVERRIDDEN = re.compile(
     r"|forward|configure_gradient_clipping|optimizer_zero_grad|backward|run|(?:load_)?state_dict"
 )
 # Output and commands without columns: no two spaces between words.
-_MESSAGE = re.compile(r'(<div class="language-(?:text|console) highlight")>(?!(?:(?!</pre>).)*[^\s>] {2,}\S)', re.DOTALL)
+_MESSAGE = re.compile(
+    r'(<div class="language-(?:text|console) highlight")>(?!(?:(?!</pre>).)*[^\s>] {2,}\S)', re.DOTALL
+)
 _WRAPPED = r"\1 data-wrap>"
 LANGUAGES = {".py": "python", ".ipynb": "json", ".json": "json", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml"}
 # Longer files would be most of the index of the search.
