@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -12,8 +13,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,8 +85,8 @@ class Forked:
 
     Args:
         words: after ``python``.
-        output: the descriptor of the file for its output.
-        errors: the same for its errors.
+        output: the descriptor of the file for its output; None for a pipe, which is read from ``stdout``.
+        errors: the same for its errors; None to put them where the output goes.
         stdin: the same for its input; None for none.
         cwd: the folder to run in.
         environment: variables beside those of this process.
@@ -92,8 +94,8 @@ class Forked:
     """
 
     def __init__(
-        self, words: Sequence[str | Path], output: int, errors: int, *, stdin: int | None = None,
-        cwd: Path | None = None, **environment: str,
+        self, words: Sequence[str | Path], output: int | None = None, errors: int | None = None, *,
+        stdin: int | None = None, cwd: Path | None = None, **environment: str,
     ) -> None:  # fmt: skip
         variables = environment_of_python() | environment
         request = {
@@ -102,19 +104,22 @@ class Forked:
             "environment": variables,
             "path": variables["PYTHONPATH"].split(os.pathsep),
         }
+        self.returncode: int | None = None
         self._answers, answers = os.pipe()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        streams = [nothing if stdin is None else stdin, output, errors]
+        passed = [answers]
+        if stdin is None:
+            passed.append(stdin := os.open(os.devnull, os.O_RDONLY))
+        if output is None:
+            reads, output = os.pipe()
+            passed.append(output)
+            self.stdout = os.fdopen(reads)
+        streams = [stdin, output, output if errors is None else errors]
         socket.send_fds(_fork_server()[1], [json.dumps(request).encode()], [*streams, answers])
-        os.close(answers)
-        os.close(nothing)
-        self.pid = self._next_answer(600)
+        for descriptor in passed:
+            os.close(descriptor)
+        self.pid = self._next_answer()
 
-    def _next_answer(self, timeout: float) -> int:
-        ready, _, _ = select.select([self._answers], [], [], timeout)
-        if not ready:
-            os.kill(self.pid, signal.SIGKILL)
-            raise TimeoutError(f"it still runs after {timeout} seconds")
+    def _next_answer(self) -> int:
         text = b""
         while not text.endswith(b"\n"):
             part = os.read(self._answers, 1)
@@ -122,12 +127,43 @@ class Forked:
             text += part
         return int(text)
 
+    def send_signal(self, number: int) -> None:
+        """Send it a signal if it runs."""
+        if self.returncode is None and not select.select([self._answers], [], [], 0)[0]:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it if it runs."""
+        self.send_signal(signal.SIGKILL)
+
     def wait(self, timeout: float = 600) -> int:
-        """Return the exit code; end the program if it takes longer."""
-        try:
-            return self._next_answer(timeout)
-        finally:
+        """Return the exit code; kill the program and raise if it takes longer."""
+        if self.returncode is None:
+            ready, _, _ = select.select([self._answers], [], [], timeout)
+            if not ready:
+                self.kill()
+            self.returncode = self._next_answer()
             os.close(self._answers)
+            if not ready:
+                raise TimeoutError(f"the program still ran after {timeout} seconds")
+        return self.returncode
+
+    def communicate(self, timeout: float = 600) -> tuple[str, None]:
+        """Return what it printed, when it and all that write to its output have ended."""
+        with self.stdout, _killed_after(timeout, self):
+            printed = self.stdout.read()
+        self.wait(timeout)
+        return printed, None
+
+
+@contextlib.contextmanager
+def _killed_after(seconds: float, process: Forked) -> Iterator[None]:
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @functools.cache

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from tests.programs import call_in_file, start_python
+from tests.programs import Forked, call_in_file
 from tests.refusals import refused
 
 from hasten.machine.cluster import find_free_port
@@ -23,8 +22,8 @@ PROGRAM = Path(__file__).with_name("programs.py")
 SECONDS = 600  # Far more than any of it takes, on a loaded machine too.
 
 
-def start(strategy: str, mode: str, folder: Path) -> subprocess.Popen[str]:
-    return start_python(PROGRAM, strategy, mode, ".", cwd=folder)
+def start(strategy: str, mode: str, folder: Path) -> Forked:
+    return Forked((PROGRAM, strategy, mode, "."), cwd=folder)
 
 
 def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
@@ -197,7 +196,7 @@ if __name__ == "__main__":
 def test_a_program_that_a_rank_starts_can_have_processes_of_its_own(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(NESTED)
-    process = start_python(program)
+    process = Forked((program,))
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
     assert output.count("inner [0, 1]") == 4
@@ -220,13 +219,12 @@ def test_a_machine_that_waits_prints_what_to_start_on_the_others(tmp_path: Path)
 
     port = str(find_free_port())
 
-    def start_machine(node_rank: int) -> subprocess.Popen[str]:
+    def start_machine(node_rank: int) -> Forked:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(node_rank)}
-        return start_python(program, "--some", "option", **place)
+        return Forked((program, "--some", "option"), **place)
 
     second = start_machine(1)
     try:
-        assert second.stdout is not None
         text = second.stdout.readline() + second.stdout.readline()
         assert f"NODE_RANK=1 waits at 127.0.0.1:{port} for the others of num_nodes=2 machines" in text
         assert re.search(rf"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} NODE_RANK=... .*program.py --some option", text)
@@ -254,7 +252,7 @@ L.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backen
 def test_a_backend_that_torch_does_not_have_is_refused_when_the_group_is_made(tmp_path: Path) -> None:
     # A program may register its own backend until then.
     (tmp_path / "program.py").write_text(UNKNOWN_BACKEND)
-    process = start_python(tmp_path / "program.py", cwd=tmp_path)
+    process = Forked((tmp_path / "program.py",), cwd=tmp_path)
     text = process.communicate(timeout=SECONDS)[0]
     assert process.returncode != 0
     assert "DDPStrategy(process_group_backend='gloooo')" in text
