@@ -631,20 +631,27 @@ class LoggedValues:
         for logged, value in self._current_step_values():
             if not (self.shared.reduces(logged) and logged.base_name in metrics):
                 metrics[logged.base_name] = metrics[logged.step_name] = value
-        for logged, value in self._values_of_hook():
+        for logged, value in self._values_of_hook() if self.context.values else ():
             metrics[logged.base_name] = metrics[logged.epoch_name] = value
-        return ShownValues(metrics, self.callback_values)
+        shown = ShownValues(metrics)
+        shown.kept = self.callback_values
+        return shown
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
         metrics = {name: _as_metric(value, double=name in self._double) for name, value in self.logger_values.items()}
         metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
-        metrics |= {logged.epoch_name: v for logged, v in self._values_of_hook() if logged.logger}
-        return ShownValues(metrics, self.logger_values)
+        of_hook = self._values_of_hook() if self.context.values else ()
+        metrics |= {logged.epoch_name: value for logged, value in of_hook if logged.logger}
+        shown = ShownValues(metrics)
+        shown.kept = self.logger_values
+        return shown
 
     def bar_metrics(self) -> dict[str, float]:
         """Return the values for the progress bar that have arrived on the host."""
-        return ShownValues(self.bar_values, self.bar_values)
+        shown = ShownValues(self.bar_values)
+        shown.kept = self.bar_values
+        return shown
 
     def _current_step_values(self) -> Iterator[tuple[LoggedValue, Tensor]]:
         """Yield the training values of the epoch that is not closed yet."""
@@ -653,14 +660,15 @@ class LoggedValues:
             if value is not None:
                 yield logged, value if isinstance(value, Tensor) else _as_metric(value)
 
-    def _values_of_hook(self) -> Iterator[tuple[LoggedValue, Tensor]]:
-        """Yield what the hook that runs has logged for the epoch on this process, where it is no step."""
-        when = self.context.row.log
+    def _values_of_hook(self) -> list[tuple[LoggedValue, Tensor]]:
+        """Return what the hook that runs has logged for the epoch on this process, where it is no step."""
+        when, found = self.context.row.log, list[tuple[LoggedValue, Tensor]]()
         for logged in () if when is None or when.step_allowed else self.context.values.values():
             if logged.metric is None and logged.weight is not None and logged.has_epoch_value:
                 total, weight, reduce = logged.epoch_value()
                 value = mean(total, weight) if reduce == "mean" else total
-                yield logged, value if isinstance(value, Tensor) else _as_metric(value)
+                found.append((logged, value if isinstance(value, Tensor) else _as_metric(value)))
+        return found
 
     def evaluation_metrics(self) -> set[int]:
         """Return the ids of the torchmetrics that belong to validation or test alone."""
@@ -756,23 +764,19 @@ def _give_back(values: Iterable[LoggedValue], *, unshared: bool = False) -> None
 class ShownValues(dict[str, Any]):
     """Values by name as programs read them; what a program sets or removes here is so for callbacks and later reads.
 
-    Args:
-        values: what to show.
-        kept: where they come from.
-
+    They are made several times in a fit: without an ``__init__``, that is no Python call.
     """
 
-    def __init__(self, values: Mapping[str, Any], kept: dict[str, Any]) -> None:
-        super().__init__(values)
-        self._kept = kept
+    # Where they come from.
+    kept: dict[str, Any]
 
     def __setitem__(self, name: str, value: object) -> None:
         super().__setitem__(name, value)
-        self._kept[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        self.kept[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        self._kept.pop(name, None)
+        self.kept.pop(name, None)
 
     def update(self, *values: Any, **named: object) -> None:
         for name, value in dict(*values, **named).items():
@@ -784,12 +788,12 @@ class ShownValues(dict[str, Any]):
         return self[name]
 
     def pop(self, name: str, *default: object) -> Any:
-        self._kept.pop(name, None)
+        self.kept.pop(name, None)
         return super().pop(name, *default)
 
     def clear(self) -> None:
         super().clear()
-        self._kept.clear()
+        self.kept.clear()
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
